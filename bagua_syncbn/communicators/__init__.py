@@ -1,0 +1,83 @@
+"""Whom a synchronized layer talks to, knowing nothing of what is computed.
+
+A :class:`Communicator` does two things with one small tensor: gather it and add it up. Everything that can synchronize
+batch normalization is one of these, in a file of its own.
+"""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from . import torch as _torch
+from .local import LOCAL, LocalCommunicator
+from .torch import RankGroup, TorchCommunicator, describe_group
+
+__all__ = [
+    "LOCAL",
+    "Communicator",
+    "LocalCommunicator",
+    "RankGroup",
+    "TorchCommunicator",
+    "check_process_group",
+    "describe_group",
+    "resolve_communicator",
+]
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+
+    def all_gather(self, packed: Tensor) -> Tensor:
+        """Returns (size, n): row ``r`` is what rank ``r`` passed as ``packed``, contiguous of shape (n)."""
+
+    def all_reduce(self, packed: Tensor) -> Tensor:
+        """Returns the sum over ranks of ``packed``, contiguous of shape (n); ``packed`` may be overwritten."""
+
+
+def check_process_group(process_group: object) -> None:
+    """Raises unless ``process_group`` is something that :func:`resolve_communicator` can take on this rank.
+
+    Raises:
+        TypeError: it is none of the supported kinds.
+        ValueError: it is a group that this rank is not a member of.
+    """
+    if process_group is None or isinstance(process_group, (RankGroup, Communicator)):
+        return
+    if not _torch.is_process_group(process_group):
+        raise TypeError(
+            "process_group: expected None, a torch.distributed.ProcessGroup or a Communicator, "
+            f"got {type(process_group).__name__}"
+        )
+
+
+def resolve_communicator(process_group: object = None) -> Communicator:
+    """Returns the communicator for ``process_group``.
+
+    Args:
+        process_group: None for the default group of the job, or of no job: then each process is alone. Otherwise a
+            :class:`torch.distributed.ProcessGroup`, a :class:`Communicator`, or the :class:`RankGroup` that a layer
+            holds after it was copied or loaded.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_process_group`.
+    """
+    if process_group is None:
+        group = _torch.default_group()
+    elif isinstance(process_group, RankGroup):
+        group = process_group.resolve()
+    elif _torch.is_process_group(process_group):
+        group = process_group
+    else:
+        check_process_group(process_group)
+        assert isinstance(process_group, Communicator)
+        return process_group
+    return LOCAL if group is None else TorchCommunicator(group)

@@ -1,0 +1,116 @@
+"""Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed all_gather_into_tensor. Both are absent where torch is built without distributed.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+# Groups of backends that cannot gather into one tensor. All ranks of a group find out at the same call.
+_gathers_into_list_only: WeakSet[Any] = WeakSet()
+
+# Groups of this process by the global ranks of their members, so that copies of a layer share one group.
+_groups_by_ranks: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()
+
+
+class TorchCommunicator:
+    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member."""
+
+    __slots__ = ("group", "rank", "size")
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+
+    def all_gather(self, packed: Tensor) -> Tensor:
+        gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
+        if self.group not in _gathers_into_list_only:
+            try:
+                _all_gather_single(gathered, packed, group=self.group)
+                return gathered.view(self.size, -1)
+            except (NotImplementedError, RuntimeError) as error:
+                if "support" not in str(error) and "implement" not in str(error):
+                    raise
+                _gathers_into_list_only.add(self.group)
+        dist.all_gather(list(gathered.chunk(self.size)), packed, group=self.group)
+        return gathered.view(self.size, -1)
+
+    def all_reduce(self, packed: Tensor) -> Tensor:
+        dist.all_reduce(packed, group=self.group)
+        return packed
+
+
+def default_group() -> Any:
+    """Returns the job's default group, or None where there is no job."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def is_process_group(process_group: object) -> bool:
+    """Whether ``process_group`` is a c10d group; raises ValueError if it is one that excludes this rank."""
+    if not dist.is_available():
+        return False
+    excluded = dist.GroupMember.NON_GROUP_MEMBER  # an int in some versions of torch, an object in others
+    if type(process_group) is type(excluded) and process_group == excluded:
+        raise ValueError(
+            "process_group: expected a group that this rank is a member of, "
+            "got GroupMember.NON_GROUP_MEMBER, which new_group returns to the ranks that it leaves out"
+        )
+    return isinstance(process_group, dist.ProcessGroup)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group by the global ranks of its members: what a layer keeps of its group when it is copied or saved.
+
+    It can travel where a :class:`torch.distributed.ProcessGroup` cannot. In a process without a job it stands for no
+    group at all.
+    """
+
+    ranks: tuple[int, ...]
+
+    def resolve(self) -> Any:
+        """Returns the group of these ranks, made by its members together at their first use of it if need be.
+
+        Raises:
+            ValueError: this job has no such ranks, or this rank is not among them.
+        """
+        world = default_group()
+        if world is None:
+            return None
+        if world.rank() not in self.ranks or max(self.ranks) >= world.size():
+            raise ValueError(
+                f"process_group: expected ranks of this job that include this one, rank {world.rank()} of "
+                f"{world.size()}, got {self.ranks}; assign the process_group attribute of the loaded layers, or "
+                "convert the model again with a group of this job"
+            )
+        group = _groups_by_ranks.get(self.ranks)
+        if group is None or not _is_alive(group):
+            group = dist.new_group(list(self.ranks), use_local_synchronization=True)
+            _groups_by_ranks[self.ranks] = group
+        return group
+
+
+def describe_group(process_group: Any) -> Any:
+    """Returns what to keep of ``process_group`` in a copy or a file; what is no live c10d group stays as it is."""
+    if not is_process_group(process_group):
+        return process_group
+    if process_group is default_group():
+        return None
+    if not _is_alive(process_group):
+        raise ValueError("process_group: expected a live group, got one that was destroyed")
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    _groups_by_ranks[ranks] = process_group
+    return RankGroup(ranks)
+
+
+def _is_alive(group: Any) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True

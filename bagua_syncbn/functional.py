@@ -1,0 +1,184 @@
+"""The step of synchronized batch normalization, read top to bottom: stats, gather, merge, normalize."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from .communicators import Communicator, resolve_communicator
+
+_INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def sync_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    process_group: Any = None,
+    *,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    r"""Batch normalization with the statistics of all ranks of a group.
+
+    .. math::
+
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta
+
+    With ``training=True`` mean and biased variance are taken per channel over the batches of all ranks together: the
+    output, the gradients and the running statistics are those of one process on the concatenated batch (`Ioffe and
+    Szegedy, 2015 <https://arxiv.org/abs/1502.03167>`__; merge of the ranks' moments: Chan, Golub and LeVeque, 1983).
+    The gradients of ``weight`` and ``bias`` are this rank's share of the sum over ranks. It takes one all-gather
+    forward and, if ``input`` requires a gradient, one all-reduce backward; all ranks of the group must make the call.
+    Batches may differ in size between ranks, and be empty.
+
+    With ``training=False`` it is :func:`torch.nn.functional.batch_norm` with the running statistics, on this rank
+    alone.
+
+    Args:
+        input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format.
+        running_mean: (C), of any float dtype, or None not to track; updated in place in training, except where all
+            ranks together have fewer than two values per channel.
+        running_var: (C), likewise, with the unbiased variance.
+        weight: (C), :math:`\gamma`, of any float dtype, or None for 1.
+        bias: (C), :math:`\beta`, of any float dtype, or None for 0.
+        training: whether to normalize by the statistics of the batch.
+        momentum: weight of the new statistics in the running ones; None for the average over all batches so far, which
+            needs ``num_batches_tracked``.
+        eps: :math:`\epsilon`, added to the variance.
+        process_group: the ranks to synchronize with: None for the default group of the job (each process alone where
+            there is no job), a :class:`torch.distributed.ProcessGroup`, or a
+            :class:`~bagua_syncbn.communicators.Communicator`.
+        num_batches_tracked: int64 scalar, increased by one in place whenever the running statistics are updated.
+
+    Returns:
+        (N, C, \*), of the dtype and memory format of ``input``.
+
+    Raises:
+        TypeError: ``input`` is not of one of the four dtypes, a parameter or buffer is not floating point, or
+            ``process_group`` is of no known kind.
+        ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
+            the process is alone and has one value per channel in training; ``momentum`` is None without
+            ``num_batches_tracked``; this rank is not in ``process_group``.
+        RuntimeError: a parameter or buffer does not have C elements, or is on another device than ``input``.
+
+    Each of these is raised before this rank communicates or writes to a buffer.
+    """
+    tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    _check_tensors(input, tensors)
+    if not training:
+        return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps)
+
+    if momentum is None and running_mean is not None and num_batches_tracked is None:
+        raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    communicator = resolve_communicator(process_group)
+    if communicator.size == 1:
+        if input.numel() == input.size(1) > 0:
+            raise ValueError(
+                f"input: expected more than 1 value per channel when training, got input size {input.size()}"
+            )
+        if input.numel() > 0 and momentum is not None and _is_native(input, tensors.values()):
+            if num_batches_tracked is not None:
+                num_batches_tracked.add_(1)
+            return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    output: Tensor = _SyncBatchNorm.apply(
+        input, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, communicator
+    )
+    return output
+
+
+def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
+    """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
+    if input.dtype not in _INPUT_DTYPES:
+        raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
+    if input.dim() < 2:
+        raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
+        if tensor.size() != input.shape[1:2]:
+            raise RuntimeError(
+                f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
+            )
+        if tensor.device != input.device:
+            raise RuntimeError(f"{name}: expected it on {input.device}, where input is, got {tensor.device}")
+    if (tensors["running_mean"] is None) != (tensors["running_var"] is None):
+        raise ValueError("running_mean, running_var: expected both or neither, got one of them")
+
+
+def _is_native(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
+    """Whether F.batch_norm takes this mixture of dtypes: one for all, or half input with all the others float32."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return dtypes <= {input.dtype} or (dtypes == {torch.float32} and input.dtype in (torch.float16, torch.bfloat16))
+
+
+def _batch_norm_eval(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    if running_mean is None:
+        raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
+    tensors = (running_mean, running_var, weight, bias)
+    if not _is_native(input, tensors):
+        dtype = ops.accumulate_dtype(input.dtype)
+        running_mean, running_var, weight, bias = (None if t is None else t.to(dtype) for t in tensors)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+        communicator: Communicator,
+    ) -> Tensor:
+        stats = ops.batch_norm_stats(input)
+        gathered = communicator.all_gather(stats)
+        mean, invstd, count = ops.batch_norm_gather_stats(
+            gathered, running_mean, running_var, num_batches_tracked, momentum, eps
+        )
+        ctx.save_for_backward(input, weight, mean, invstd, count)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.communicator = communicator
+        output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, invstd, count = ctx.saved_tensors
+        input_needs_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
+        grad_input = None
+        # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
+        # holds is not, so nothing else decides whether to communicate.
+        if input_needs_grad:
+            sums = ctx.communicator.all_reduce(sums)
+            grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
+        return (
+            grad_input,
+            grad_weight if weight_needs_grad else None,
+            grad_bias.to(ctx.bias_dtype) if bias_needs_grad else None,
+            *[None] * 6,
+        )

@@ -1,0 +1,23 @@
+"""What is computed, knowing nothing of ranks. See :mod:`bagua_syncbn.ops.schemas` for shapes and dtypes."""
+
+import torch
+
+from . import fake, reference
+from .schemas import accumulate_dtype
+
+batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
+batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
+batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
+batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
+batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
+
+__all__ = [
+    "accumulate_dtype",
+    "batch_norm_backward_elemt",
+    "batch_norm_backward_reduce",
+    "batch_norm_elemt",
+    "batch_norm_gather_stats",
+    "batch_norm_stats",
+    "fake",
+    "reference",
+]

@@ -1,0 +1,130 @@
+"""The five ops in plain torch, for any device: the definition that native kernels are tested against."""
+
+import torch
+from torch import Tensor
+
+from .schemas import accumulate_dtype, library
+
+# Largest count that the low word of a packed count holds; every float32 integer up to it is exact.
+COUNT_BASE = 2**24
+
+
+def _reduced_dims(input: Tensor) -> list[int]:
+    return [0, *range(2, input.dim())]
+
+
+def _per_channel(values: Tensor, input: Tensor) -> Tensor:
+    """Views ``values`` (C) so that it broadcasts along dimension 1 of ``input``."""
+    return values.view(1, -1, *[1] * (input.dim() - 2))
+
+
+def _merge_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, like: Tensor) -> Tensor:
+    if momentum is not None:
+        return torch.full_like(like, momentum)
+    if num_batches_tracked is None:
+        raise RuntimeError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    return 1 / num_batches_tracked.clamp(min=1).to(like.dtype)
+
+
+def batch_norm_stats(input: Tensor) -> Tensor:
+    channels = input.size(1)
+    count = input.numel() // channels if channels else 0
+    packed = input.new_zeros(2 * channels + 2, dtype=accumulate_dtype(input.dtype))
+    if count:
+        # var_mean is Welford's algorithm: it survives a mean that is large beside the deviation.
+        var, mean = torch.var_mean(input.to(packed.dtype), _reduced_dims(input), correction=0)
+        packed[:channels].copy_(mean)
+        packed[channels : 2 * channels].copy_(var)
+    # fill_ passes the number to the device as a kernel argument; a copied host tensor would synchronize.
+    packed[-2].fill_(count % COUNT_BASE)
+    packed[-1].fill_(count // COUNT_BASE)
+    return packed
+
+
+def batch_norm_gather_stats(
+    gathered: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
+    # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
+    channels = gathered.size(1) // 2 - 1
+    rows = gathered.to(_merge_dtype(gathered.device))
+    means, variances, low, high = rows.split([channels, channels, 1, 1], dim=1)
+    counts = low + high * COUNT_BASE
+    total = counts.sum()
+    shares = counts / total.clamp(min=1)
+    mean = (shares * means).sum(0)
+    var = (shares * (variances + (means - mean).square())).sum(0)
+
+    # An unbiased variance needs two values. Whether there are two is known on the device only: no branch on the host.
+    has_variance = total >= 2
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(has_variance)
+    if running_mean is not None and running_var is not None:
+        factor = _average_factor(momentum, num_batches_tracked, total)
+        unbiased_var = var * (total / (total - 1).clamp(min=1))
+        for running, new in ((running_mean, mean), (running_var, unbiased_var)):
+            old = running.to(new.dtype)
+            running.copy_(torch.where(has_variance, old.lerp(new, factor), old))
+
+    dtype = gathered.dtype
+    return mean.to(dtype), (var + eps).rsqrt().to(dtype), total.to(torch.int64)
+
+
+def batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    scale = invstd if weight is None else invstd * weight
+    # Subtract first: (x * scale) + (bias - mean * scale) cancels badly where the mean is large beside the deviation.
+    output = (input - _per_channel(mean, input)).mul_(_per_channel(scale, input))
+    if bias is not None:
+        output.add_(_per_channel(bias, input))
+    return torch.empty_like(input).copy_(output)
+
+
+def batch_norm_backward_reduce(
+    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    dtype = mean.dtype if weight is None else weight.dtype
+    dims = _reduced_dims(input)
+    grad_output = grad_output.to(mean.dtype)
+    sums = mean.new_empty(2 * channels)
+    sum_dy, sum_dy_xmu = sums.split(channels)
+    sum_dy.copy_(grad_output.sum(dims))
+    sum_dy_xmu.copy_((grad_output * (input - _per_channel(mean, input))).sum(dims))
+    # Copies: the sums are about to be reduced over the ranks in place, and these must stay this rank's own.
+    return sums, (sum_dy_xmu * invstd).to(dtype), sum_dy.to(dtype, copy=True)
+
+
+def batch_norm_backward_elemt(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+) -> Tensor:
+    mean_dy, mean_dy_xmu = (sums / count.clamp(min=1)).split(input.size(1))
+    scale = invstd if weight is None else invstd * weight
+    projected = (input - _per_channel(mean, input)).mul_(_per_channel(invstd.square() * mean_dy_xmu, input))
+    centered = grad_output - _per_channel(mean_dy, input)
+    grad_input = centered.sub_(projected).mul_(_per_channel(scale, input))
+    return torch.empty_like(input).copy_(grad_input)
+
+
+for _kernel in (
+    batch_norm_stats,
+    batch_norm_gather_stats,
+    batch_norm_elemt,
+    batch_norm_backward_reduce,
+    batch_norm_backward_elemt,
+):
+    library.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

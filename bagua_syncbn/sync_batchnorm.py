@@ -1,0 +1,143 @@
+"""The layer. It holds state and decides; it computes nothing."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .communicators import LOCAL, check_process_group, describe_group
+from .functional import sync_batch_norm
+
+
+class BatchNorm(_BatchNorm):
+    """Batch normalization over (N, C, \\*) with any number of dimensions, on this process alone.
+
+    What :func:`~bagua_syncbn.revert_sync_batchnorm` makes of a :class:`SyncBatchNorm`, for which torch has no layer.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+
+
+class SyncBatchNorm(_BatchNorm):
+    r"""Batch normalization over (N, C, \*) whose statistics are those of all ranks of a group.
+
+    .. math::
+
+        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta
+
+    In training, mean and variance are taken over the batches of all ranks together, as
+    :func:`~bagua_syncbn.sync_batch_norm` describes. In evaluation each rank is on its own: it normalizes by the running
+    statistics, or by those of its own batch with ``track_running_stats=False``. Parameters, buffers and state dict are
+    those of :class:`torch.nn.BatchNorm2d`.
+
+    Use :class:`SyncBatchNorm1d`, :class:`SyncBatchNorm2d` and :class:`SyncBatchNorm3d` to have the number of dimensions
+    checked, or :func:`~bagua_syncbn.convert_sync_batchnorm` on a model that exists.
+
+    Args:
+        num_features: C, the number of channels.
+        eps: :math:`\epsilon`, added to the variance.
+        momentum: weight of the new statistics in the running ones; None for the average over all batches.
+        affine: whether there are parameters :math:`\gamma` and :math:`\beta`.
+        track_running_stats: whether to keep running statistics.
+        process_group: the ranks to synchronize with, see :func:`~bagua_syncbn.sync_batch_norm`. A copied or loaded
+            layer holds the ranks of its group in place of the group.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+        bias: with ``affine``, whether there is a :math:`\beta`.
+
+    Shape:
+        - Input: (N, C, \*), float16, bfloat16, float32 or float64
+        - Output: as the input, in its memory format
+
+    Raises:
+        TypeError, ValueError: ``process_group`` is of no known kind, or excludes this rank.
+
+    Example::
+
+        >>> layer = bagua_syncbn.SyncBatchNorm(64)
+        >>> layer(torch.randn(8, 64, 14, 14)).shape
+        torch.Size([8, 64, 14, 14])
+    """
+
+    process_group: Any = None
+
+    # What revert_sync_batchnorm turns the layer into. A subclass of this one must name its own.
+    local_class: ClassVar[type[nn.Module]] = BatchNorm
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        check_process_group(process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if affine and not bias:  # torch before 2.13 has no such argument
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        tracks = self.training and self.track_running_stats
+        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        uses_running = tracks or not uses_batch
+        return sync_batch_norm(
+            input,
+            self.running_mean if uses_running else None,
+            self.running_var if uses_running else None,
+            self.weight,
+            self.bias,
+            uses_batch,
+            self.momentum,
+            self.eps,
+            self.process_group if self.training else LOCAL,
+            num_batches_tracked=self.num_batches_tracked if tracks else None,
+        )
+
+    def extra_repr(self) -> str:
+        group = "" if self.process_group is None else f", process_group={self.process_group}"
+        return f"{super().extra_repr()}{group}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if "process_group" in state:
+            state["process_group"] = describe_group(state["process_group"])
+        return state
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """Same as :func:`bagua_syncbn.convert_sync_batchnorm`, under the name that torch and Bagua give it."""
+        from .convert import convert_sync_batchnorm
+
+        return convert_sync_batchnorm(module, process_group)
+
+
+class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
+    """:class:`SyncBatchNorm` for input of 2 or 3 dimensions, (N, C) or (N, C, L)."""
+
+    local_class = nn.BatchNorm1d
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
+    """:class:`SyncBatchNorm` for input of 4 dimensions, (N, C, H, W)."""
+
+    local_class = nn.BatchNorm2d
+
+
+class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
+    """:class:`SyncBatchNorm` for input of 5 dimensions, (N, C, D, H, W)."""
+
+    local_class = nn.BatchNorm3d

@@ -1,0 +1,122 @@
+"""Data parallelism in one call: Bagua's where Bagua runs the job, torch's own in place where torch does."""
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from .communicators import bagua, check_process_group
+
+# The module, which a function of the same name hides from an import statement.
+_composable: Any = import_module("torch.distributed._composable.replicate") if dist.is_available() else None
+
+_GRADIENT_ALLREDUCE = "gradient_allreduce"
+
+
+def with_bagua(
+    module: nn.Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
+) -> nn.Module:
+    """Makes ``module`` data parallel in place, with what runs the job.
+
+    ====================================================  ===========================================================
+    Bagua, after ``bagua.torch_api.init_process_group()``  ``module.with_bagua(optimizers, algorithm, process_group)``
+    torch.distributed, after ``init_process_group()``      parameters, buffers and optimizer state are broadcast from
+                                                           the first rank of the group; from then on each backward
+                                                           averages the gradients over the group, in buckets that
+                                                           overlap with it, by the machinery of
+                                                           :class:`~torch.nn.parallel.DistributedDataParallel`
+    neither                                                nothing to do
+    ====================================================  ===========================================================
+
+    On torch the module's class becomes a subclass of what it was. It has ``set_requires_gradient_sync(False)`` to
+    accumulate gradients without communication, and cannot be deep-copied: make such copies before.
+
+    Args:
+        module: the model, converted already, on its device.
+        optimizers: the optimizers of its parameters.
+        algorithm: how gradients are exchanged: one of Bagua's algorithm objects, or the name that Bagua registers it
+            under; None for ``"gradient_allreduce"``, the only one where torch runs the job.
+        process_group: the ranks among which ``module`` is data parallel, of the kind that the engine has; None for all.
+            Layers are told theirs in :func:`convert_sync_batchnorm`.
+
+    Returns:
+        ``module``, the same object.
+
+    Raises:
+        TypeError: ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of no known kind.
+        ValueError: torch runs the job, or nothing does, and ``algorithm`` is not ``"gradient_allreduce"``; this rank is
+            not in ``process_group``.
+        RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient.
+
+    Example::
+
+        >>> torch.distributed.init_process_group()  # or bagua.torch_api.init_process_group(), or nothing at all
+        >>> model = bagua_syncbn.convert_sync_batchnorm(model)
+        >>> model = bagua_syncbn.with_bagua(model, [optimizer])
+    """
+    optimizers = _checked_optimizers(optimizers)
+    if is_data_parallel(module):
+        raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(module).__name__}")
+    if bagua.is_initialized():
+        algorithm = bagua.resolve_algorithm(algorithm or _GRADIENT_ALLREDUCE)
+        engine: Any = module
+        engine.with_bagua(optimizers, algorithm, process_group=process_group)
+        return module
+    if algorithm not in (None, _GRADIENT_ALLREDUCE):
+        raise ValueError(
+            f'algorithm: expected None or "{_GRADIENT_ALLREDUCE}", the only one without Bagua, got {algorithm!r}; '
+            "the others need bagua.torch_api.init_process_group() first"
+        )
+    check_process_group(process_group)
+    if dist.is_available() and dist.is_initialized():
+        _replicate(module, optimizers, process_group)
+    return module
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Whether ``module`` itself was wrapped, by this function, by Bagua's method or by DistributedDataParallel."""
+    if isinstance(module, DistributedDataParallel) or "bagua_ddp" in vars(module):
+        return True
+    return _composable is not None and isinstance(module, _composable.DDP)
+
+
+def _checked_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    if not isinstance(optimizers, (list, tuple)):
+        raise TypeError(f"optimizers: expected a list of torch.optim.Optimizer, got {type(optimizers).__name__}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizers: expected torch.optim.Optimizer objects, got {type(optimizer).__name__}")
+    return list(optimizers)
+
+
+def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
+    """DistributedDataParallel without the wrapper module: torch's composable form of it."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
+    _composable.replicate(module, process_group=process_group)
+    # Now, and not in the first forward as is its default: who calls that first, and when, may differ between ranks.
+    _composable.replicate.state(module).lazy_init()
+    _broadcast_buffers(module.buffers(), process_group)
+    _broadcast_optimizer_states(optimizers, process_group)
+
+
+def _broadcast_buffers(buffers: Iterable[Tensor], process_group: Any) -> None:
+    for buffer in buffers:
+        flat = buffer.detach().flatten()
+        # As bytes: gloo does not carry every dtype.
+        dist.broadcast(flat.view(torch.uint8), group_src=0, group=process_group)
+        buffer.detach().copy_(flat.view_as(buffer))
+
+
+def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:
+    states = [tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
+    dist.broadcast_object_list(states, group_src=0, group=process_group)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if state["state"]:  # else there is nothing to bring along but what the user has just set
+            optimizer.load_state_dict(state)
