@@ -90,10 +90,10 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         module = _shallow_copy(module)
     classes = {layer: _local_class(type(layer)) for layer in module.modules() if isinstance(layer, SyncBatchNorm)}
     for layer, local_class in classes.items():
-        layer.__class__ = local_class
         # torch's own layer has a group too, and keeps it.
         if local_class is not nn.SyncBatchNorm:
-            layer.__dict__.pop("process_group", None)
+            vars(layer).pop("process_group", None)
+        object.__setattr__(layer, "__class__", local_class)
     return module
 
 

@@ -1,0 +1,124 @@
+"""Ranks for tests: processes that live through the session and run one function after another.
+
+``pool.run(function, world_size, *args)`` calls ``function(*args)`` on each rank of a gloo job of ``world_size`` and
+returns what the ranks returned, in rank order. ``function`` lives in a test module: it travels by name.
+
+When a rank raises, dies or does not answer, all are ended, so that none is left waiting for it, and :class:`RankError`
+shows what happened on it. The next call starts new ones.
+"""
+
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer."""
+
+
+class WorkerPool:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._directory = Path(tempfile.mkdtemp(prefix="bagua_syncbn_ranks_"))
+        self._stores = itertools.count()
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store = self._directory / "none"
+        self._world_size = 0
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+        self._start(world_size)
+        if world_size != self._world_size:
+            self._world_size = world_size
+            self._store = self._directory / f"store{next(self._stores)}"
+        job = pickle.dumps((function, args, str(self._store), world_size))
+        ranks = range(world_size)
+        for rank in ranks:
+            self._pipes[rank].send_bytes(job)
+        try:
+            return self._collect(set(ranks), timeout)
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes, self._world_size = [], [], 0
+
+    def _start(self, world_size: int) -> None:
+        for rank in range(len(self._processes), world_size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs, str(self._stacks(rank))), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, waiting: set[int], timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait([self._pipes[rank] for rank in waiting], deadline - time.monotonic())
+            if not ready:
+                raise RankError(f"no answer within {timeout:g} s{self._dump_stacks(waiting)}")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    succeeded, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join()
+                    raise RankError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+                if not succeeded:
+                    raise RankError(f"rank {rank} raised\n{value}")
+                waiting.remove(rank)
+                results[rank] = value
+        return [results[rank] for rank in sorted(results)]
+
+    def _dump_stacks(self, ranks: set[int]) -> str:
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "".join(f"\nrank {rank} waits at\n{self._stacks(rank).read_text()}" for rank in sorted(ranks))
+
+    def _stacks(self, rank: int) -> Path:
+        return self._directory / f"stacks{rank}"
+
+
+def _serve(rank: int, pipe: Connection, stacks: str) -> None:
+    torch.set_num_threads(1)
+    current = ""
+    with Path(stacks).open("w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, stacks_file)
+        while True:
+            try:
+                function, args, store, world_size = pickle.loads(pipe.recv_bytes())
+                if store != current:
+                    _join_job(store, rank, world_size)
+                    current = store
+                answer = True, function(*args)
+            except EOFError:  # the session ended
+                return
+            except BaseException:
+                answer = False, traceback.format_exc()
+            pipe.send_bytes(pickle.dumps(answer))
+
+
+def _join_job(store: str, rank: int, world_size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
