@@ -6,7 +6,6 @@ stay what they are. What changes is ``layer.__class__``, to a class that inherit
 meet torch's.
 """
 
-import copy
 import inspect
 import sys
 from typing import Any
@@ -32,7 +31,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
 
     Args:
         module: the model. If it is itself a batch normalization layer, a converted copy that shares its parameters and
-            buffers is returned and ``module`` stays as it is, as with torch's converter.
+            buffers is returned and ``module`` stays as it is, as with torch's converter (but a Lazy layer, which torch
+            cannot copy, is converted in place).
         process_group: the ranks to synchronize with, see :func:`sync_batch_norm`. None leaves layers that have a group
             with theirs, and gives the others the default group.
 
@@ -202,7 +202,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _shallow_copy(layer: nn.Module) -> nn.Module:
     if isinstance(layer, LazyModuleMixin):
-        return copy.deepcopy(layer)  # its hooks are bound to the object, and there are no parameters yet to share
+        return layer  # has hooks that are bound to the object, and cannot be copied
     twin = layer.__new__(type(layer))
     twin.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(layer).items()}
     return twin

@@ -115,8 +115,8 @@ def _broadcast_buffers(buffers: Iterable[Tensor], process_group: Any) -> None:
 
 
 def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:
-    states = [tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
-    dist.broadcast_object_list(states, group_src=0, group=process_group)
-    for optimizer, state in zip(optimizers, states, strict=True):
+    message = [[tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]]
+    dist.broadcast_object_list(message, group_src=0, group=process_group)
+    for optimizer, state in zip(optimizers, message[0], strict=True):
         if state["state"]:  # else there is nothing to bring along but what the user has just set
             optimizer.load_state_dict(state)

@@ -33,8 +33,8 @@ class TorchCommunicator:
             try:
                 _all_gather_single(gathered, packed, group=self.group)
                 return gathered.view(self.size, -1)
-            except (NotImplementedError, RuntimeError) as error:
-                if "support" not in str(error) and "implement" not in str(error):
+            except RuntimeError as error:
+                if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
                     raise
                 _gathers_into_list_only.add(self.group)
         dist.all_gather(list(gathered.chunk(self.size)), packed, group=self.group)

@@ -1,0 +1,83 @@
+"""Bad input raises on the rank that can know, names the argument, and leaves the buffers as they were."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua_syncbn
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
+
+MESSAGES = [
+    (lambda: SyncBatchNorm2d(3), torch.randn(4, 3, 5), ValueError, "4D input"),
+    (lambda: SyncBatchNorm1d(3), torch.randn(4, 3, 5, 5), ValueError, "2D or 3D input"),
+    (lambda: SyncBatchNorm3d(3), torch.randn(4, 3, 5, 5), ValueError, "5D input"),
+    (lambda: SyncBatchNorm(3), torch.randn(3), ValueError, r"input: expected at least 2 dimensions, .* got 1"),
+    (lambda: SyncBatchNorm(3), torch.randn(4, 5), RuntimeError, r"running_mean: expected 5 elements.* got \[3\]"),
+    (
+        lambda: SyncBatchNorm(3, track_running_stats=False),
+        torch.randn(4, 5),
+        RuntimeError,
+        r"weight: expected 5 elements.* got \[3\]",
+    ),
+    (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.int64), TypeError, r"input: expected a float16.*int64"),
+    (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.complex64), TypeError, r"input: .*complex64"),
+    (lambda: SyncBatchNorm(3), torch.randn(4, 3, device="meta"), RuntimeError, r"expected it on meta.* got cpu"),
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("make", "input", "error", "message"), MESSAGES)
+def test_without_a_job(make, input, error, message, training):
+    layer = make().train(training)
+    with pytest.raises(error, match=message):
+        layer(input)
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, torch.full_like(buffer, name == "running_var")), f"{name} changed"
+
+
+def raises_before_it_communicates(index):
+    """Rank 0 alone calls the layer, so that it would wait for ever if it communicated."""
+    make, input, error, message = MESSAGES[index]
+    if dist.get_rank() == 0:
+        test_without_a_job(make, input, error, message, True)
+
+
+@pytest.mark.parametrize("index", range(len(MESSAGES)))
+def test_no_rank_waits_for_one_with_bad_input(pool, index):
+    pool.run(raises_before_it_communicates, 2, index, timeout=20)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
+def test_one_value_per_channel(shape):
+    layer = SyncBatchNorm(3)
+    with pytest.raises(ValueError, match="expected more than 1 value per channel when training, got input size"):
+        layer(torch.randn(shape))
+    assert layer.num_batches_tracked == 0
+    assert layer.eval()(torch.randn(shape)).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"running_mean": torch.zeros(2)}, ValueError, "running_mean, running_var: expected both or neither"),
+        ({"training": False}, ValueError, "running_mean, running_var: expected tensors with training=False"),
+        (
+            {"running_mean": torch.zeros(2), "running_var": torch.ones(2), "momentum": None},
+            ValueError,
+            "num_batches_tracked: expected a tensor",
+        ),
+        ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
+        ({"bias": torch.ones(2, 1)}, RuntimeError, r"bias: expected 2 elements.* got \[2, 1\]"),
+        ({"process_group": "node"}, TypeError, "process_group: expected"),
+    ],
+)
+def test_functional(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sync_batch_norm(torch.randn(4, 2), **{"running_mean": None, "running_var": None} | arguments)
+
+
+def test_convert_checks_the_group_before_it_changes_a_layer():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    with pytest.raises(TypeError, match="process_group: expected"):
+        bagua_syncbn.convert_sync_batchnorm(model, "everyone")
+    assert type(model[0]) is torch.nn.BatchNorm1d

@@ -1,0 +1,129 @@
+"""The layer in one process: torch's batch norm, to the bit where it is the same computation."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tolerances import assert_close
+from torch import nn
+
+import bagua_syncbn
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
+
+PAIRS = [
+    (SyncBatchNorm1d, nn.BatchNorm1d, (4, 3)),
+    (SyncBatchNorm1d, nn.BatchNorm1d, (4, 3, 5)),
+    (SyncBatchNorm2d, nn.BatchNorm2d, (4, 3, 5, 2)),
+    (SyncBatchNorm3d, nn.BatchNorm3d, (4, 3, 2, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("ours", "torchs", "shape"), PAIRS)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.5}], ids=str
+)
+def test_equals_torch_without_a_job(ours, torchs, shape, options):
+    layer, expected = ours(3, **options), torchs(3, **options)
+    for training in (True, True, False):
+        input = torch.randn(shape)
+        torch.testing.assert_close(layer.train(training)(input), expected.train(training)(input))
+    assert layer.state_dict().keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(layer.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(("ours", "torchs", "shape"), PAIRS)
+def test_state_dicts_load_both_ways(ours, torchs, shape):
+    source, target = torchs(3), ours(3)
+    source(torch.randn(shape))
+    nn.init.normal_(source.weight)
+    target.load_state_dict(source.state_dict())
+    back = torchs(3)
+    back.load_state_dict(target.state_dict())
+    input = torch.randn(shape)
+    assert torch.equal(source.eval()(input), target.eval()(input))
+    assert torch.equal(source.eval()(input), back.eval()(input))
+
+
+def test_signature():
+    parameters = inspect.signature(SyncBatchNorm).parameters
+    assert list(parameters) == [
+        *("num_features", "eps", "momentum", "affine", "track_running_stats", "process_group", "device", "dtype"),
+        "bias",
+    ]
+    assert parameters["bias"].kind is inspect.Parameter.KEYWORD_ONLY
+    torchs = list(inspect.signature(torch.nn.functional.batch_norm).parameters)
+    ours = list(inspect.signature(sync_batch_norm).parameters)
+    assert ours[: len(torchs)] == torchs
+
+
+def test_bias_false():
+    layer = SyncBatchNorm2d(3, bias=False, device="cpu", dtype=torch.float64)
+    assert layer.bias is None
+    assert layer.weight.dtype == layer.running_mean.dtype == torch.float64
+    assert list(layer.state_dict()) == ["weight", "running_mean", "running_var", "num_batches_tracked"]
+    layer.reset_parameters()
+
+
+@pytest.mark.parametrize("buffer_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_eval_takes_buffers_of_any_dtype(dtype, buffer_dtype):
+    layer = SyncBatchNorm(3, dtype=buffer_dtype).eval()
+    layer.running_mean.normal_()
+    layer.running_var.uniform_(0.5, 2)
+    nn.init.normal_(layer.weight)
+    input = torch.randn(4, 3, 5).to(dtype)
+    reference = SyncBatchNorm(3, dtype=torch.float64).eval()
+    reference.load_state_dict(layer.state_dict())
+    output = layer(input)
+    assert output.dtype == dtype
+    # torch's half kernels fold weight and statistics into a scale and a shift of half precision first.
+    native_half = dtype in (torch.float16, torch.bfloat16) and buffer_dtype == dtype
+    if native_half:
+        torch.testing.assert_close(output.double(), reference(input.double()), rtol=2e-2, atol=2e-2)
+    else:
+        assert_close(output, reference(input.double()), "output")
+
+
+def test_empty_batch_leaves_buffers_and_counter():
+    layer = SyncBatchNorm2d(3)
+    input = torch.empty(0, 3, 4, 4, requires_grad=True)
+    output = layer(input)
+    output.sum().backward()
+    assert output.shape == input.grad.shape == (0, 3, 4, 4)
+    assert layer.weight.grad.tolist() == [0, 0, 0]
+    assert layer.num_batches_tracked == 0
+    assert layer.running_var.tolist() == [1, 1, 1]
+
+
+def test_functional_needs_no_layer():
+    input = torch.randn(6, 3, 2, dtype=torch.float64)
+    running_mean, running_var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    output = sync_batch_norm(input, running_mean, running_var)
+    torch.testing.assert_close(output, torch.nn.functional.batch_norm(input, None, None, training=True))
+    torch.testing.assert_close(running_mean, input.mean((0, 2)) * 0.1)
+
+
+def test_repr_names_the_group():
+    from bagua_syncbn.communicators import RankGroup
+
+    assert "process_group" not in repr(SyncBatchNorm(3))
+    assert repr(SyncBatchNorm2d(3, process_group=RankGroup((0, 1)))).endswith("process_group=RankGroup(ranks=(0, 1)))")
+
+
+def test_info():
+    text = subprocess.run([sys.executable, "-m", "bagua_syncbn.info"], capture_output=True, text=True, check=True)
+    data = subprocess.run([sys.executable, "-m", "bagua_syncbn.info", "--json"], capture_output=True, check=True)
+    info = json.loads(data.stdout)
+    assert info["bagua_syncbn"] == bagua_syncbn.__version__
+    assert info["torch"] == torch.__version__
+    assert all(key in text.stdout for key in info)
+
+
+def test_import_is_light():
+    code = "import sys, bagua_syncbn; print([m for m in ('bagua', 'torch._dynamo', 'torchvision') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

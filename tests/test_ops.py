@@ -1,0 +1,142 @@
+"""The five ops on one process: definition, schema, fake kernels, and what they must never do."""
+
+import pytest
+import torch
+from tolerances import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bagua_syncbn import ops
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4), (0, 3, 4), (1, 1, 1)]
+
+# Calls that read a device value on the host. On a GPU each of them waits for the stream.
+HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_to_cpu", "masked_select", "unique")
+
+
+class ForbidHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.split("::")[1] not in HOST_READS, f"{func} reads a device value on the host"
+        return func(*args, **(kwargs or {}))
+
+
+def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):
+    """Sample arguments of op ``name``, in the order of its schema."""
+    channels = shape[1]
+    accumulate = ops.accumulate_dtype(dtype)
+    input, grad_output = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    mean, invstd = torch.randn(channels, dtype=accumulate), torch.rand(channels, dtype=accumulate) + 0.5
+    scale, bias = (torch.randn(channels, dtype=parameter_dtype or dtype) if weight else None for _ in range(2))
+    sums, count = torch.randn(2 * channels, dtype=accumulate), torch.tensor(17)
+    running = torch.rand(2, channels).to(parameter_dtype or dtype).unbind()
+    gathered = torch.stack([ops.batch_norm_stats(torch.randn(size, channels, 2).to(dtype)) for size in (2, 0, 3)])
+    return {
+        "batch_norm_stats": (input,),
+        "batch_norm_gather_stats": (gathered, *running, torch.tensor(3), 0.1, 1e-5),
+        "batch_norm_elemt": (input, scale, bias, mean, invstd),
+        "batch_norm_backward_reduce": (grad_output, input, mean, invstd, scale),
+        "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
+    }[name]
+
+
+NAMES = [name for name in dir(ops) if name.startswith("batch_norm_")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name, shape, dtype):
+    torch.library.opcheck(getattr(ops, name), arguments(name, shape, dtype))
+
+
+@pytest.mark.parametrize("variant", ["no weight", "float32 weight", "channels_last", "sliced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_variants(name, variant):
+    dtype = torch.bfloat16 if variant == "float32 weight" else torch.float32
+    args = arguments(name, (2, 3, 4, 5), dtype, torch.float32, weight=variant != "no weight")
+    change = {
+        "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+        "sliced": lambda t: t[:, :, 1::2],
+    }
+    if variant in change:
+        args = tuple(change[variant](a) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args)
+    torch.library.opcheck(getattr(ops, name), args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reads_nothing_on_the_host(name):
+    with ForbidHostReads():
+        getattr(ops, name)(*arguments(name))
+        if name == "batch_norm_gather_stats":
+            *rest, _, eps = arguments(name)
+            ops.batch_norm_gather_stats(*rest, None, eps)
+
+
+def test_the_guard_against_host_reads_catches_one():
+    with pytest.raises(AssertionError, match="on the host"), ForbidHostReads():
+        torch.ones(()).item()
+
+
+def test_stats_by_hand():
+    input = torch.tensor([[[1.0, 2.0], [-1.0, 5.0]], [[3.0, 6.0], [-1.0, 5.0]]])
+    assert ops.batch_norm_stats(input).tolist() == [3.0, 2.0, 3.5, 9.0, 4.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("count", [0, 7, 2**24 - 1, 2**24, 2**24 + 1, 3 * 2**24 + 5])
+def test_counts_are_exact(dtype, count):
+    packed = ops.batch_norm_stats(torch.zeros((), dtype=dtype).expand(1, 1, count))
+    assert packed.dtype == torch.float32
+    assert int(packed[-2]) + 2**24 * int(packed[-1]) == count
+    _, _, merged = ops.batch_norm_gather_stats(packed.expand(3, -1), None, None, None, None, 1e-5)
+    assert merged.item() == 3 * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_survive_a_mean_large_beside_the_deviation(dtype):
+    input = (torch.randn(4, 3, 50, 50, dtype=torch.float64) * 1e-2 + 1e3).to(dtype)
+    gathered = torch.stack([ops.batch_norm_stats(part) for part in input.split(1)])
+    mean, invstd, _ = ops.batch_norm_gather_stats(gathered, None, None, None, None, 0.0)
+    var, expected_mean = torch.var_mean(input.double(), (0, 2, 3), correction=0)
+    # The float32 mean is rounded to 3e-5, a 300th of the deviation; between ranks that shifts the variance by 1e-5.
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=6e-8, atol=0)
+    torch.testing.assert_close(invstd.double(), var.rsqrt(), rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float16, torch.float32, torch.float64])
+def test_gradients_of_parameters_have_the_dtype_of_the_weight(weight_dtype):
+    args = arguments("batch_norm_backward_reduce", dtype=torch.float16, parameter_dtype=weight_dtype)
+    args = (*args[:4], None if weight_dtype is None else args[4])
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(*args)
+    assert sums.dtype == torch.float32
+    assert grad_weight.dtype == grad_bias.dtype == (weight_dtype or torch.float32)
+    grad_bias.zero_()
+    grad_weight.zero_()
+    assert sums.abs().min() > 0  # none of the three shares memory: sums is going to be reduced in place
+
+
+def test_running_statistics_of_any_dtype_are_updated_alike():
+    gathered = arguments("batch_norm_gather_stats")[0]
+    results = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        running_mean, running_var = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+        ops.batch_norm_gather_stats(gathered, running_mean, running_var, None, 0.3, 1e-5)
+        results[dtype] = running_mean, running_var
+    for dtype, (running_mean, running_var) in results.items():
+        assert_close(running_mean, results[torch.float64][0], f"running_mean in {dtype}")
+        assert_close(running_var, results[torch.float64][1], f"running_var in {dtype}")
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
+def test_fewer_than_two_values_leave_the_buffers(counts):
+    rows = torch.stack([ops.batch_norm_stats(torch.full((count, 2), torch.nan)) for count in counts])
+    buffers = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor(5)
+    for momentum in (0.1, None):
+        ops.batch_norm_gather_stats(rows, *buffers, momentum, 1e-5)
+        assert [buffer.tolist() for buffer in buffers] == [[1.0, 2.0], [3.0, 4.0], 5]
+
+
+def test_momentum_none_without_a_counter_raises():
+    args = arguments("batch_norm_gather_stats")
+    with pytest.raises(RuntimeError, match="num_batches_tracked: expected a tensor"):
+        ops.batch_norm_gather_stats(*args[:3], None, None, 1e-5)

@@ -1,0 +1,220 @@
+"""What the layer promises beside the contract, on ranks: collectives, edge cases, company."""
+
+import copy
+import io
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, run_rank, run_reference
+from test_ops import ForbidHostReads
+from tolerances import assert_close
+from torch.profiler import ProfilerActivity, profile
+
+import bagua_syncbn
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
+
+
+def collectives(prof):
+    """Counts the c10d operations that were profiled."""
+    return Counter(event.name for event in prof.events() if event.name.startswith("c10d::"))
+
+
+def count_collectives(requires_grad, training):
+    layer = SyncBatchNorm(3).train(training)
+    input = torch.randn(2, 3, 4, requires_grad=requires_grad)
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
+        output = layer(input)
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        output.backward(torch.randn_like(output))
+    return collectives(forward), collectives(backward)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_collective_forward_and_one_backward(pool, world_size):
+    for forward, backward in pool.run(count_collectives, world_size, True, True):
+        assert forward == {"c10d::_allgather_base_": 1}
+        assert backward == {"c10d::allreduce_": 1}
+
+
+def test_no_collective_that_is_not_needed(pool):
+    for forward, backward in pool.run(count_collectives, 2, False, True):
+        assert forward == {"c10d::_allgather_base_": 1}
+        assert not backward  # nobody asked for the gradient of the input
+    for counts in (*pool.run(count_collectives, 2, True, False), *pool.run(count_collectives, 1, True, True)):
+        assert counts == (Counter(), Counter())
+
+
+def step_without_host_reads(momentum):
+    layer = SyncBatchNorm(3, momentum=momentum)
+    input = torch.randn(dist.get_rank(), 3, 4, requires_grad=True)
+    with ForbidHostReads():
+        output = layer(input)
+        output.backward(torch.randn_like(output))
+    return layer.num_batches_tracked.item()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_reads_nothing_on_the_host(pool, momentum):
+    assert pool.run(step_without_host_reads, 3, momentum) == [1, 1, 1]
+
+
+def evaluate_on_rank_zero(track_running_stats):
+    layer = SyncBatchNorm(3, track_running_stats=track_running_stats).eval()
+    input = torch.randn(4, 3, 2) + 5
+    output = layer(input) if dist.get_rank() == 0 else input
+    dist.barrier()
+    reference = torch.nn.BatchNorm1d(3, track_running_stats=track_running_stats).eval()
+    return torch.equal(output, reference(input))
+
+
+@pytest.mark.parametrize("track_running_stats", [True, False])
+def test_evaluation_waits_for_nobody(pool, track_running_stats):
+    assert pool.run(evaluate_on_rank_zero, 2, track_running_stats, timeout=20)[0]
+
+
+def few_values(counts, momentum):
+    layer = SyncBatchNorm(2, momentum=momentum)
+    input = torch.randn(counts[dist.get_rank()], 2, requires_grad=True)
+    output = layer(input)
+    output.backward(torch.randn_like(output))
+    finite = output.isfinite().all() and all(p.grad.isfinite().all() for p in (input, *layer.parameters()))
+    return bool(finite), {name: buffer.tolist() for name, buffer in layer.named_buffers()}
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
+def test_fewer_than_two_values_in_the_group(pool, counts, momentum):
+    untouched = {"running_mean": [0.0, 0.0], "running_var": [1.0, 1.0], "num_batches_tracked": 0}
+    assert pool.run(few_values, 2, counts, momentum) == [(True, untouched)] * 2
+
+
+def half_module_with_many_values(dtype):
+    layer = SyncBatchNorm2d(2, dtype=dtype)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return layer(torch.randn(1, 2, 256, 256, generator=generator).to(dtype)).std().item(), layer.running_var.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counts_beyond_the_range_of_half_buffers(pool, dtype):
+    # 131072 values per channel: inf as a float16.
+    for std, running_var in pool.run(half_module_with_many_values, 2, dtype):
+        assert abs(std - 1) < 1e-2
+        assert running_var == pytest.approx([1, 1], abs=1e-2)
+
+
+def autocast_with_an_empty_rank():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), SyncBatchNorm2d(4))
+    torch.manual_seed(1)
+    input = torch.randn(4, 3, 8, 8)
+    part = input[:0] if dist.get_rank() == 0 else input
+    with torch.autocast("cpu", torch.bfloat16):
+        output = net(part)
+    output.sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = net[0](input)
+    expected = torch.nn.functional.batch_norm(hidden.double(), None, None, training=True)
+    return output.dtype, output.detach(), expected.detach()
+
+
+def test_empty_rank_under_autocast(pool):
+    (dtype, empty, _), (_, output, expected) = pool.run(autocast_with_an_empty_rank, 2)
+    assert dtype == torch.bfloat16
+    assert empty.shape == (0, 4, 6, 6)
+    assert_close(output, expected, "output")
+
+
+def test_a_mean_large_beside_the_deviation(pool):
+    case = Case((8, 8), (3, 10, 10), mean=1e3, std=1e-2, eps=1e-8, steps=1)
+    reference = run_reference(case)
+    for result, expected in zip(pool.run(run_rank, 2, case), reference["outputs"][0].split(8), strict=True):
+        # The mean is a float32 near 1e3, so it is rounded by up to 3e-5, 0.003 deviations.
+        torch.testing.assert_close(result["outputs"][0].double(), expected, rtol=0, atol=5e-3)
+
+
+def two_groups():
+    """Even and odd ranks apart; the second rank of each group has twice the samples."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(list(range(start, world, 2))) for start in (0, 1)]
+    mine = groups[rank % 2]
+    layer = bagua_syncbn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(2)), mine)
+    values = torch.full((2 if rank < 2 else 4, 2), float(rank))
+    layer(values)
+    twin = copy.deepcopy(layer)
+    twin(values)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded(values)
+    return [net[0].running_mean[0].item() for net in (layer, twin, loaded)], str(loaded[0])
+
+
+def test_process_groups_and_copies_that_keep_them(pool):
+    # Means 4/3 of ranks 0, 2 and 7/3 of ranks 1, 3, weighed by their samples; momentum 0.1, then once more.
+    for rank, (means, text) in enumerate(pool.run(two_groups, 4)):
+        batch_mean = (0 * 2 + 2 * 4) / 6 if rank % 2 == 0 else (1 * 2 + 3 * 4) / 6
+        assert means == pytest.approx([0.1 * batch_mean, 0.19 * batch_mean, 0.19 * batch_mean], rel=1e-6)
+        assert f"ranks=({rank % 2}, {rank % 2 + 2})" in text
+
+
+def group_that_leaves_out_rank_zero():
+    group = dist.new_group([1])
+    errors = []
+    for make in (
+        lambda: SyncBatchNorm(2, process_group=group),
+        lambda: bagua_syncbn.convert_sync_batchnorm(torch.nn.BatchNorm1d(2), group),
+        lambda: bagua_syncbn.sync_batch_norm(torch.randn(4, 2), None, None, process_group=group),
+    ):
+        try:
+            make()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_group_without_this_rank_raises_there(pool):
+    left_out, member = pool.run(group_that_leaves_out_rank_zero, 2)
+    assert len(left_out) == 3
+    assert all("expected a group that this rank is a member of" in error for error in left_out)
+    assert member == []
+
+
+def same_bits():
+    layer = SyncBatchNorm(64)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        layer(torch.randn(dist.get_rank() + 1, 64, 7, generator=generator))
+    return layer.running_mean, layer.running_var
+
+
+def test_all_ranks_compute_the_same_bits(pool):
+    first, *others = pool.run(same_bits, 4)
+    for other in others:
+        assert torch.equal(first[0], other[0])
+        assert torch.equal(first[1], other[1])
+
+
+def test_double_backward_is_refused():
+    # Local, but of a dtype that F.batch_norm does not take: this is the path of the ranks.
+    layer = SyncBatchNorm(2, dtype=torch.bfloat16)
+    input = torch.randn(4, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(input).square().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def no_grad_forward():
+    layer = SyncBatchNorm(2)
+    with torch.no_grad():
+        output = layer(torch.full((2, 2), float(dist.get_rank()), requires_grad=True))
+    return output.requires_grad, layer.running_mean.tolist()
+
+
+def test_no_grad_still_synchronizes(pool):
+    for requires_grad, running_mean in pool.run(no_grad_forward, 2):
+        assert not requires_grad
+        assert running_mean == pytest.approx([0.05, 0.05])
