@@ -8,7 +8,7 @@ meet torch's.
 
 import inspect
 import sys
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -20,8 +20,10 @@ from .communicators import check_process_group
 from .sync_batchnorm import BatchNorm, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .wrapper import is_data_parallel
 
+_Module = TypeVar("_Module", bound=nn.Module)
 
-def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+
+def convert_sync_batchnorm(module: _Module, process_group: Any = None) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
     The layers stay the same objects and only change their class, so optimizers may be made before or after, and
@@ -66,7 +68,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
     return module
 
 
-def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+def revert_sync_batchnorm(module: _Module) -> _Module:
     """Gives every synchronized layer of ``module`` the class that it had before conversion, in place.
 
     Layers that were made as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or
@@ -200,7 +202,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
-def _shallow_copy(layer: nn.Module) -> nn.Module:
+def _shallow_copy(layer: _Module) -> _Module:
     if isinstance(layer, LazyModuleMixin):
         return layer  # has hooks that are bound to the object, and cannot be copied
     twin = layer.__new__(type(layer))

@@ -168,7 +168,6 @@ class _SyncBatchNorm(torch.autograd.Function):
             gathered, running_mean, running_var, num_batches_tracked, momentum, eps
         )
         ctx.save_for_backward(input, weight, mean, invstd, count)
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.communicator = communicator
         output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
         return output
@@ -188,6 +187,6 @@ class _SyncBatchNorm(torch.autograd.Function):
         return (
             grad_input,
             grad_weight if weight_needs_grad else None,
-            grad_bias.to(ctx.bias_dtype) if bias_needs_grad else None,
+            grad_bias if bias_needs_grad else None,
             *[None] * 6,
         )

@@ -1,12 +1,14 @@
 """The layer. It holds state and decides; it computes nothing."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .communicators import LOCAL, check_process_group, describe_group
 from .functional import sync_batch_norm
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class BatchNorm(_BatchNorm):
@@ -118,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
         return state
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: _Module, process_group: Any = None) -> _Module:
         """Same as :func:`bagua_syncbn.convert_sync_batchnorm`, under the name that torch and Bagua give it."""
         from .convert import convert_sync_batchnorm
 

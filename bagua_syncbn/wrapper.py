@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,14 @@ from .communicators import bagua, check_process_group
 # The module, which a function of the same name hides from an import statement.
 _composable: Any = import_module("torch.distributed._composable.replicate") if dist.is_available() else None
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 _GRADIENT_ALLREDUCE = "gradient_allreduce"
 
 
 def with_bagua(
-    module: nn.Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
-) -> nn.Module:
+    module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
+) -> _Module:
     """Makes ``module`` data parallel in place, with what runs the job.
 
     ====================================================  ===========================================================

@@ -35,12 +35,16 @@ def test_default_group(pool):
         assert result == (3, rank, rows, [30.0, 33.0, 36.0])
 
 
+kept = []
+
+
 def exchange_by_ranks():
     # Only the members resolve it: rank 1 is elsewhere meanwhile.
     if dist.get_rank() == 1:
         return None
     first = exchange(RankGroup((0, 2)))
     assert RankGroup((0, 2)).resolve() is RankGroup((0, 2)).resolve()
+    kept.append(RankGroup((0, 2)).resolve())  # outlives its job, as a group in a variable does
     return first
 
 

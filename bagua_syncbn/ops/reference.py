@@ -112,7 +112,7 @@ def batch_norm_backward_elemt(
     sums: Tensor,
     count: Tensor,
 ) -> Tensor:
-    mean_dy, mean_dy_xmu = (sums / count.clamp(min=1)).split(input.size(1))
+    mean_dy, mean_dy_xmu = (sums / count).split(input.size(1))
     scale = invstd if weight is None else invstd * weight
     projected = (input - _per_channel(mean, input)).mul_(_per_channel(invstd.square() * mean_dy_xmu, input))
     centered = grad_output - _per_channel(mean_dy, input)

@@ -1,0 +1,148 @@
+"""Trains a small convolutional network on scikit-learn's handwritten digits, with synchronized batch normalization.
+
+The same script runs as one process, under torchrun and under Bagua's launcher::
+
+    python examples/train_digits.py
+    torchrun --nproc_per_node=4 examples/train_digits.py
+    python -m bagua.distributed.launch --nproc_per_node=4 examples/train_digits.py
+
+``--batch-size`` is that of all ranks together, and the order of the samples depends on the seed alone: however many
+ranks share the work, they train the same model on the same batches.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import bagua_syncbn
+
+
+def join_job() -> torch.device:
+    """Joins the job of the launcher that started this process, if one did; returns the device to compute on."""
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    use_cuda = torch.cuda.device_count() >= local_size  # NCCL needs a device for each rank
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if use_cuda and "BAGUA_SERVICE_PORT" in os.environ:  # set by Bagua's launcher; Bagua itself is for CUDA only
+        import bagua.torch_api
+
+        bagua.torch_api.init_process_group()
+    elif "RANK" in os.environ:  # set by both launchers
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+    return device
+
+
+def load_data(seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns train images, test images, train labels and test labels: 1437 and 360 images of 8 by 8 pixels."""
+    digits = load_digits()
+    images, labels = digits.images[:, None] / 16, digits.target
+    parts = train_test_split(images, labels, test_size=0.2, random_state=seed, stratify=labels)
+    x_train, x_test, y_train, y_test = (torch.from_numpy(part).to(device) for part in parts)
+    return x_train.to(dtype), x_test.to(dtype), y_train, y_test
+
+
+def build_model() -> nn.Module:
+    def block(in_channels: int, out_channels: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+        return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU()]
+
+    features = [*block(1, 16), *block(16, 32), nn.MaxPool2d(2), *block(32, 64), nn.AdaptiveAvgPool2d(1)]
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(64, 10))
+
+
+def global_batches(samples: int, batch_size: int, seed: int) -> Iterator[Tensor]:
+    """Yields the indices of one global batch after another, without end; all ranks get the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        shuffled = torch.randperm(samples, generator=generator)
+        yield from shuffled[: samples - samples % batch_size].split(batch_size)
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    mean = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean.item()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    model.eval()
+    return (model(images).argmax(1) == labels).double().mean().item()
+
+
+DTYPE_HELP = "of parameters and images; Bagua on CUDA exchanges no float64 gradients (default: %(default)s)"
+
+
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.add_argument("--sync", action=argparse.BooleanOptionalAction, default=True, help="synchronize the layers")
+    parser.add_argument("--batch-size", type=int, default=8, help="of all ranks together (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="instead of --epochs")
+    parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help=DTYPE_HELP)
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="where to write losses and test accuracy")
+    return parser.parse_args()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = parse_args(parser)
+    device, dtype = join_job(), getattr(torch, args.dtype)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    x_train, x_test, y_train, y_test = load_data(args.seed, dtype, device)
+    steps = args.epochs * (len(x_train) // max(args.batch_size, 1)) if args.steps is None else args.steps
+    # Equal shares: then the mean over ranks of their mean losses is that of the global batch.
+    if args.batch_size not in range(size, len(x_train) + 1, size):
+        expected = f"a multiple of {size}, the number of ranks, up to {len(x_train)}, the number of images"
+        parser.error(f"--batch-size: expected {expected}, got {args.batch_size}")
+    if steps < 1:
+        parser.error(f"--epochs, --steps: expected at least one step, got {steps}")
+
+    torch.manual_seed(args.seed)
+    model = build_model().to(device, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    if args.sync:
+        model = bagua_syncbn.convert_sync_batchnorm(model)
+    # Bagua's data parallelism, or torch's, or none in a single process: whatever join_job found.
+    model = bagua_syncbn.with_bagua(model, [optimizer])
+
+    batches = islice(global_batches(len(x_train), args.batch_size, args.seed), steps)
+    losses = []
+    progress = tqdm(batches, total=steps, unit="step", disable=rank != 0)
+    for batch in progress:
+        mine = batch.chunk(size)[rank].to(device)  # this rank's share of the global batch
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x_train[mine]), y_train[mine])
+        loss.backward()  # averages the gradients over the ranks
+        optimizer.step()
+        losses.append(mean_over_ranks(loss))
+        progress.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+
+    if rank == 0:
+        # Evaluation does not communicate, so one rank may do it alone. Without --sync each rank has running statistics
+        # of its own; those of rank 0 count here, as in practice they are what a checkpoint holds.
+        test_accuracy = accuracy(model, x_test, y_test)
+        print(f"final loss {losses[-1]:.4f}, test accuracy {test_accuracy:.2%}")
+        if args.output:
+            args.output.write_text(json.dumps({"losses": losses, "test_accuracy": test_accuracy}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
