@@ -45,6 +45,7 @@ def exchange_by_ranks():
     first = exchange(RankGroup((0, 2)))
     assert RankGroup((0, 2)).resolve() is RankGroup((0, 2)).resolve()
     kept.append(RankGroup((0, 2)).resolve())  # outlives its job, as a group in a variable does
+    assert dist.get_process_group_ranks(kept[-1]) == [0, 2]  # raises for a group of a job that has ended
     return first
 
 
