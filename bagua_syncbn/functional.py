@@ -66,7 +66,7 @@ def sync_batch_norm(
         TypeError: ``input`` is not of one of the four dtypes, a parameter or buffer is not floating point, or
             ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
-            the process is alone and has one value per channel in training; ``momentum`` is None without
+            a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; this rank is not in ``process_group``.
         RuntimeError: a parameter or buffer does not have C elements, or is on another device than ``input``.
 

@@ -26,7 +26,7 @@ def with_bagua(
 ) -> _Module:
     """Makes ``module`` data parallel in place, with what runs the job.
 
-    ====================================================  ===========================================================
+    =====================================================  ===========================================================
     Bagua, after ``bagua.torch_api.init_process_group()``  ``module.with_bagua(optimizers, algorithm, process_group)``
     torch.distributed, after ``init_process_group()``      parameters, buffers and optimizer state are broadcast from
                                                            the first rank of the group; from then on each backward
@@ -34,7 +34,7 @@ def with_bagua(
                                                            overlap with it, by the machinery of
                                                            :class:`~torch.nn.parallel.DistributedDataParallel`
     neither                                                nothing to do
-    ====================================================  ===========================================================
+    =====================================================  ===========================================================
 
     On torch the module's class becomes a subclass of what it was. It has ``set_requires_gradient_sync(False)`` to
     accumulate gradients without communication, and cannot be deep-copied: make such copies before.

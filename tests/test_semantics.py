@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
+from bagua_syncbn.communicators import resolve_communicator
 
 
 def collectives(prof):
@@ -145,6 +146,7 @@ def two_groups():
     layer(values)
     twin = copy.deepcopy(layer)
     twin(values)
+    assert resolve_communicator(twin[0].process_group).group is mine  # not a second one of the same ranks
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)

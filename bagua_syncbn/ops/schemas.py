@@ -1,20 +1,22 @@
-"""Declares the five ops of ``torch.ops.bagua_syncbn``.
+r"""Declares the five ops of ``torch.ops.bagua_syncbn``.
 
-Shapes and dtypes. ``input`` is (N, C, *) in float16, bfloat16, float32 or float64. The *accumulate dtype* is float64
+Shapes and dtypes. ``input`` is (N, C, \*) in float16, bfloat16, float32 or float64. The *accumulate dtype* is float64
 for float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
 
-========================  ===========================================================================================
-``batch_norm_stats``      ``input`` to one contiguous tensor of 2C + 2 values, ``[mean (C) | var (C) | low | high]``:
-                          mean and biased variance of each channel, and the number of values per channel,
-                          ``count = low + high * 2**24``, in two words because a float32 stops counting at ``2**24``
-``batch_norm_gather_stats``  ``gathered`` (W, 2C + 2), one row per rank, to ``mean`` (C), ``invstd`` (C) and ``count``
-                          (int64 scalar) of all ranks together; updates the running statistics in place
-``batch_norm_elemt``      ``(input - mean) * invstd * weight + bias``, in the dtype and memory format of ``input``
+==============================  =====================================================================================
+``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 values,
+                                ``[mean (C) | var (C) | low | high]``: mean and biased variance of each channel, and the
+                                number of values per channel, ``count = low + high * 2**24``, in two words because a
+                                float32 stops counting at ``2**24``
+``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2), one row per rank, to ``mean`` (C), ``invstd`` (C) and
+                                ``count`` (int64 scalar) of all ranks together; updates the running statistics in place
+``batch_norm_elemt``            ``(input - mean) * invstd * weight + bias``, in the dtype and memory format of ``input``
 ``batch_norm_backward_reduce``  to ``sums`` of 2C values, ``[sum_dy (C) | sum_dy_xmu (C)]``, where ``dy`` is
-                          ``grad_output`` and ``xmu`` is ``input - mean``; ``grad_weight`` (C) and ``grad_bias`` (C)
-                          of this rank, in the dtype of ``weight`` if there is one, else in the accumulate dtype
-``batch_norm_backward_elemt``  to the gradient of ``input``, given the ``sums`` and ``count`` of all ranks
-========================  ===========================================================================================
+                                ``grad_output`` and ``xmu`` is ``input - mean``; ``grad_weight`` (C) and ``grad_bias``
+                                (C) of this rank, in the dtype of ``weight`` if there is one, else in the accumulate
+                                dtype
+``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ranks
+==============================  =====================================================================================
 
 The names are ATen's. The schemas live in Python so that a pure-Python install has the same ops; native kernels register
 themselves behind them.

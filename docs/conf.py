@@ -1,0 +1,22 @@
+"""Sphinx configuration. Builds without network: no intersphinx."""
+
+from bagua_syncbn import __version__
+
+project = "bagua_syncbn"
+version = release = __version__
+copyright = "the bagua_syncbn authors"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"bagua_syncbn {version}"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False

@@ -1,0 +1,97 @@
+"""Runs the Python blocks of README.md and docs/.
+
+An HTML comment in the line before a block says how it is run:
+
+    none                           in this process, without a job, in one namespace with the others of its page
+    <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
+    <!-- not run: needs Bagua -->  compiled only
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+from workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = "```python\n"
+BLOCK = re.compile(rf"(?:^<!--\s*(?P<marker>[^\n]*?)\s*-->\s*)?^{FENCE}(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
+TWO_RANKS = "ranks: 2"
+NEEDS_BAGUA = "not run: needs Bagua"
+
+
+class Block(NamedTuple):
+    name: str
+    marker: str | None
+    code: CodeType
+
+
+def read_blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    blocks = []
+    for match in BLOCK.finditer(text):
+        lines_before = text.count("\n", 0, match.start("source"))
+        # Empty lines in place of the text before it: a traceback then names the line of the page.
+        code = compile("\n" * lines_before + match["source"], str(page), "exec")
+        blocks.append(Block(f"{page.name}:{lines_before + 1}", match["marker"], code))
+    return blocks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_one_process(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
+    for block in read_blocks(page):
+        if block.marker is None:
+            exec(block.code, vars(module))
+
+
+def run_scripts(ports: list[int], directory: str) -> list[str]:
+    """Runs on each rank; a store for each script, since they initialize and destroy the same default group."""
+    os.chdir(directory)
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", CUDA_VISIBLE_DEVICES="")
+    done = []
+    for block, port in zip(scripts(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        exec(block.code, {"__name__": "__main__"})
+        assert not dist.is_initialized(), f"{block.name} leaves its process group behind"
+        done.append(block.name)
+    return done
+
+
+def scripts() -> list[Block]:
+    return [block for page in PAGES for block in read_blocks(page) if block.marker == TWO_RANKS]
+
+
+def test_scripts_of_two_ranks(tmp_path):
+    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in scripts()]
+    workers = WorkerPool()
+    try:
+        done = workers.run(run_scripts, 2, [store.port for store in stores], str(tmp_path))
+    finally:
+        workers.close()
+    assert done[0] == done[1] == [block.name for block in scripts()] != []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_read_and_its_marker_known(page):
+    blocks = read_blocks(page)
+    assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
+    assert {block.marker for block in blocks} <= {None, TWO_RANKS, NEEDS_BAGUA}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_files_exist(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).is_file(), f"{page.name} links to {target}"
