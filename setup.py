@@ -1,5 +1,138 @@
-"""Everything is in pyproject.toml; this file is where the native extension is going to be built."""
+"""Builds the native kernels, bagua_syncbn._C. All else is in pyproject.toml.
 
-from setuptools import setup
+What is built is decided by the tools that are there, never by the presence of a GPU: build machines have none.
 
-setup()
+================================  ==================================================================================
+BAGUA_SYNCBN_BUILD=python         no native kernels: the ops run in plain torch
+BAGUA_SYNCBN_BUILD=cpu            CPU kernels; needs torch's headers and a C++17 compiler
+BAGUA_SYNCBN_BUILD=cuda           CUDA kernels too; needs nvcc besides
+unset                             the last of these for which the tools are there and there are sources
+================================  ==================================================================================
+
+Further variables: CXX, NVCC (or CUDA_HOME), BAGUA_SYNCBN_CUDA_ARCHS ("75;80;86;90;100;120"), and BAGUA_SYNCBN_CXXFLAGS,
+which come last. The decision and its reason are recorded in bagua_syncbn/build_info.json, which
+``python -m bagua_syncbn.info`` prints.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+KINDS = ("python", "cpu", "cuda")
+CUDA_ARCHS = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "75;80;86;90;100;120").split(";")
+# LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after.
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
+# Without contraction to fused multiply-adds all instruction sets give the same bits.
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
+# False alarms in GCC's own intrinsics headers (its bug 105593).
+CXX_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+def find_torch() -> Path | None:
+    """The torch of the environment that is installed into, also from pip's isolated build environment."""
+    candidates = {sysconfig.get_path(key) for key in ("platlib", "purelib")}
+    return next((path for root in candidates if (path := Path(root, "torch")).joinpath("include").is_dir()), None)
+
+
+def find_tools() -> dict[str, str | None]:
+    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which(os.environ.get("NVCC", "nvcc")) or shutil.which(f"{cuda_home}/bin/nvcc")
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    compiler = next((path for name in compilers if (path := shutil.which(name.split()[0]))), None)
+    torch = find_torch()
+    return {"torch": None if torch is None else str(torch), "compiler": compiler, "nvcc": nvcc}
+
+
+def decide(tools: dict[str, str | None]) -> tuple[str, str]:
+    """Returns the kind of build and the reason for it."""
+    needs = {"python": (), "cpu": ("torch", "compiler"), "cuda": ("torch", "compiler", "nvcc")}
+    missing = {kind: [name for name in needs[kind] if tools[name] is None] for kind in KINDS}
+    if not list(ROOT.glob("csrc/cuda/*.cu")):
+        missing["cuda"].append("CUDA sources")
+    forced = os.environ.get("BAGUA_SYNCBN_BUILD")
+    if forced is None:
+        kind = next(kind for kind in reversed(KINDS) if not missing[kind])
+        further = next((missing[other] for other in KINDS if missing[other]), [])
+        return kind, f"found without {' and '.join(further)}" if further else "found all tools"
+    if forced not in KINDS:
+        raise SystemExit(f"BAGUA_SYNCBN_BUILD: expected one of {', '.join(KINDS)}, got {forced!r}")
+    if missing[forced]:
+        raise SystemExit(f"BAGUA_SYNCBN_BUILD={forced}: expected to find {', '.join(missing[forced])}, got none")
+    return forced, f"BAGUA_SYNCBN_BUILD={forced}"
+
+
+def version_of(tool: str | None) -> str | None:
+    """The line of ``tool --version`` that holds the version."""
+    if tool is None:
+        return None
+    lines = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.splitlines()
+    return next((line for line in lines if "release" in line), lines[0] if lines else tool)
+
+
+class BuildKernels(build_ext):
+    """Compiles the sources of the extension side by side, .cpp by the C++ compiler and .cu by nvcc, and links them."""
+
+    def build_extension(self, ext: Extension) -> None:
+        torch, cxx = Path(TOOLS["torch"]), shlex.split(os.environ.get("CXX", TOOLS["compiler"]))
+        includes = [f"-isystem{torch / 'include'}", f"-I{sysconfig.get_path('include')}"]
+        extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))
+        build = Path(self.build_temp)
+
+        def compile(source: str) -> str:
+            target = build / f"{source}.o"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.endswith(".cu"):
+                codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS]
+                codes.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}")
+                command = [TOOLS["nvcc"], *NVCC_FLAGS, *codes]
+            else:
+                command = [*cxx, *CXX_FLAGS, *STABLE_ABI, *includes, *extra]
+            self.spawn([*command, "-c", source, "-o", str(target)])
+            return str(target)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile, ext.sources))
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        link = [*cxx, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", *extra, "-o", str(library)]
+        if KIND == "cuda":
+            cuda = Path(TOOLS["nvcc"]).resolve().parent.parent
+            link += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+        self.spawn(link)
+
+
+TOOLS = find_tools()
+KIND, REASON = decide(TOOLS)
+torch_version = Path(TOOLS["torch"], "version.py").read_text() if TOOLS["torch"] else ""
+INFO = {
+    "build": KIND,
+    "build_reason": REASON,
+    "build_torch": next((line.split("'")[1] for line in torch_version.splitlines() if "__version__ =" in line), None),
+    "build_compiler": version_of(TOOLS["compiler"]) if KIND != "python" else None,
+    "build_nvcc": version_of(TOOLS["nvcc"]) if KIND == "cuda" else None,
+    "build_cuda_archs": CUDA_ARCHS if KIND == "cuda" else [],
+}
+print(f"bagua_syncbn: {KIND} build: {REASON}")
+(ROOT / "bagua_syncbn" / "build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
+
+if KIND == "python":  # a library of an earlier editable build would be loaded still
+    for library in ROOT.glob("bagua_syncbn/_C.*"):
+        library.unlink()
+
+patterns = {"python": [], "cpu": ["csrc/*.cpp", "csrc/cpu/*.cpp"], "cuda": ["csrc/**/*.cpp", "csrc/cuda/*.cu"]}[KIND]
+sources = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+setup(
+    ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources else {},
+)

@@ -3,12 +3,14 @@
 import argparse
 import json
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .communicators import bagua
+from .ops import KERNELS
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -23,11 +25,19 @@ def collect_info() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "kernels": "reference (plain torch)",
+        "kernels": KERNELS,
+        **_build_info(),
         "devices": ["cpu", *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))],
         "torch_distributed_backends": backends,
         "bagua": bagua.installed_version(),
     }
+
+
+def _build_info() -> dict[str, Any]:
+    """What setup.py has recorded: the kind of build and why, and the versions of torch and the tools that built it."""
+    file = Path(__file__).with_name("build_info.json")
+    info: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return info
 
 
 def main() -> None:
@@ -39,7 +49,7 @@ def main() -> None:
         return
     for key, value in info.items():
         shown = ", ".join(value) if isinstance(value, list) else value
-        print(f"{key:28}{'none' if shown in (None, '') else shown}")
+        print(f"{key:28}{shown or 'none'}")
 
 
 if __name__ == "__main__":

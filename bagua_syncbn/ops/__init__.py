@@ -3,6 +3,7 @@
 import torch
 
 from . import fake, reference
+from .native import KERNELS, beat_torch
 from .schemas import accumulate_dtype
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
@@ -12,12 +13,14 @@ batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.d
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
 
 __all__ = [
+    "KERNELS",
     "accumulate_dtype",
     "batch_norm_backward_elemt",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",
     "batch_norm_stats",
+    "beat_torch",
     "fake",
     "reference",
 ]

@@ -1,0 +1,31 @@
+"""Loads the native library, whose kernels then stand before the reference ones for their devices."""
+
+import os
+
+from torch import Tensor
+
+_WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
+
+# Below this number of values the five calls from Python cost more than the kernels save. Measured, see docs/kernels.md.
+_WORTHWHILE = 2**18
+
+
+def _load() -> str:
+    if _WANTED not in ("native", "reference"):
+        raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native" or "reference", got {_WANTED!r}')
+    if _WANTED == "reference":
+        return "reference"
+    try:
+        from .. import _C
+    except ModuleNotFoundError:  # a pure-Python installation
+        return "reference"
+    return f"native, cpu: {_C.cpu_capability()}"
+
+
+KERNELS = _load()
+"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set."""
+
+
+def beat_torch(input: Tensor) -> bool:
+    """Whether the ops normalize ``input`` in training faster than F.batch_norm does."""
+    return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= _WORTHWHILE

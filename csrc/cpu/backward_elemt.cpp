@@ -1,0 +1,58 @@
+// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks.
+
+#include "../geometry.h"
+#include "channels.h"
+#include "work.h"
+
+namespace bagua_syncbn::cpu {
+
+Tensor batch_norm_backward_elemt(
+    Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor mean, Tensor invstd, Tensor sums,
+    Tensor count) {
+  check_same_input(grad_output, input);
+  const bool counts = count.scalar_type() == ScalarType::Long && count.numel() == 1 && count.is_cpu();
+  check(counts, "count", "an int64 scalar on cpu", "another tensor");
+  const Laid laid = lay_out(input);
+  const Geometry& g = laid.geometry;
+  const Tensor grads = laid_out_like(grad_output, laid);
+  Tensor grad_input = torch::stable::empty_like(laid.tensor);
+  dispatch_input(input, [&](auto storage, auto accumulate) {
+    using T = typename decltype(storage)::type;
+    using A = typename decltype(accumulate)::type;
+    const std::vector<A> means = read_channels<A>(mean, g.channels, "mean");
+    const std::vector<A> weights = read_channels<A>(weight, g.channels, "weight", A(1));
+    const std::vector<double> totals = read_channels<double>(sums, 2 * g.channels, "sums");
+    std::vector<A> scales = read_channels<A>(invstd, g.channels, "invstd");
+    std::vector<A> mean_dy(g.channels), projections(g.channels);
+    const double inverse = 1.0 / *static_cast<const int64_t*>(count.const_data_ptr());
+    for (int64_t c = 0; c < g.channels; ++c) {
+      mean_dy[c] = static_cast<A>(totals[c] * inverse);
+      projections[c] = static_cast<A>(totals[g.channels + c] * inverse * scales[c] * scales[c]);
+      scales[c] *= weights[c];
+    }
+
+    const GradAffine<A> affine{means.data(), mean_dy.data(), projections.data(), scales.data(), streams(grad_input, g)};
+    const T* dy = static_cast<const T*>(grads.const_data_ptr());
+    const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
+    T* dx = static_cast<T*>(grad_input.mutable_data_ptr());
+    const Spans<T>& loops = spans<T>();
+    if (g.interleaved) {
+      parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
+        const int64_t o = begin * g.channels;
+        loops.grad_columns(dy + o, x + o, dx + o, end - begin, g.channels, affine);
+      });
+    } else {
+      parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
+        const int64_t o = begin * g.inner;
+        loops.grad_rows(dy + o, x + o, dx + o, end - begin, g.inner, begin % g.channels, g.channels, affine);
+      });
+    }
+  });
+  return with_strides_of(grad_input, laid, input);
+}
+
+}  // namespace bagua_syncbn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
+  m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt));
+}

@@ -1,0 +1,96 @@
+// batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
+// and bias of this rank.
+
+#include <tuple>
+
+#include "../geometry.h"
+#include "channels.h"
+#include "work.h"
+
+namespace bagua_syncbn::cpu {
+namespace {
+
+template <typename T, typename A = Accumulate<T>>
+void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums) {
+  const PlanarParts parts(g);
+  std::vector<GradSums> results(g.channels * parts.count());
+  const auto grad_sums = spans<T>().grad_sums;
+  parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t channel = unit / parts.count(), stride = g.channels * g.inner;
+      parts.for_each_span(unit % parts.count(), [&](int64_t sample, int64_t offset, int64_t rows, int64_t values) {
+        const int64_t start = channel * g.inner + sample * stride + offset;
+        const GradSums span = grad_sums(dy + start, x + start, mean[channel], rows, values, stride);
+        results[unit].dy += span.dy;
+        results[unit].dy_xmu += span.dy_xmu;
+      });
+    }
+  });
+  for (int64_t c = 0; c < g.channels; ++c) {
+    for (int64_t p = 0; p < parts.count(); ++p) {
+      sums[c] += results[c * parts.count() + p].dy;
+      sums[g.channels + c] += results[c * parts.count() + p].dy_xmu;
+    }
+  }
+}
+
+template <typename T, typename A = Accumulate<T>>
+void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums) {
+  const RowParts parts(g);
+  const int64_t width = 2 * g.channels;
+  std::vector<double> results(parts.count() * width);
+  const auto grad_sums = spans<T>().grad_sums_columns;
+  parallel_over(parts.count(), g.rows() * g.channels / parts.count(), [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(width);
+    std::vector<double> tile(width);
+    for (int64_t part = begin; part < end; ++part) {
+      parts.for_each_tile(part, [&](int64_t row, int64_t rows) {
+        const int64_t offset = row * g.channels;
+        grad_sums(dy + offset, x + offset, mean, rows, g.channels, scratch.data(), tile.data());
+        for (int64_t c = 0; c < width; ++c) results[part * width + c] += tile[c];
+      });
+    }
+  });
+  for (int64_t part = 0; part < parts.count(); ++part) {
+    for (int64_t c = 0; c < width; ++c) sums[c] += results[part * width + c];
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, std::optional<Tensor> weight) {
+  check_same_input(grad_output, input);
+  const Laid laid = lay_out(input);
+  const Geometry& g = laid.geometry;
+  const Tensor grads = laid_out_like(grad_output, laid);
+  const int64_t width = 2 * g.channels;
+  const ScalarType parameter_dtype = weight ? weight->scalar_type() : accumulate_type(input.scalar_type());
+  Tensor sums = torch::stable::new_empty(input, {&width, 1}, accumulate_type(input.scalar_type()));
+  Tensor grad_weight = torch::stable::new_empty(input, {&g.channels, 1}, parameter_dtype);
+  Tensor grad_bias = torch::stable::new_empty(input, {&g.channels, 1}, parameter_dtype);
+  dispatch_input(input, [&](auto storage, auto accumulate) {
+    using T = typename decltype(storage)::type;
+    using A = typename decltype(accumulate)::type;
+    const std::vector<A> means = read_channels<A>(mean, g.channels, "mean");
+    std::vector<A> weight_grads = read_channels<A>(invstd, g.channels, "invstd");
+    std::vector<double> totals(width);
+    const T* dy = static_cast<const T*>(grads.const_data_ptr());
+    const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
+    if (g.rows() > 0 && g.channels > 0) {
+      (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data());
+    }
+    for (int64_t c = 0; c < g.channels; ++c) weight_grads[c] *= static_cast<A>(totals[g.channels + c]);
+    write_channels(sums, totals);
+    write_channels(grad_weight, weight_grads);
+    totals.resize(g.channels);
+    write_channels(grad_bias, totals);
+  });
+  return {sums, grad_weight, grad_bias};
+}
+
+}  // namespace bagua_syncbn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
+  m.impl("batch_norm_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_reduce));
+}

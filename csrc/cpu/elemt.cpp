@@ -1,0 +1,46 @@
+// batch_norm_elemt: y = (x - mean) * invstd * weight + bias.
+
+#include "../geometry.h"
+#include "channels.h"
+#include "work.h"
+
+namespace bagua_syncbn::cpu {
+
+Tensor batch_norm_elemt(
+    Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean, Tensor invstd) {
+  const Laid laid = lay_out(input);
+  const Geometry& g = laid.geometry;
+  Tensor output = torch::stable::empty_like(laid.tensor);
+  dispatch_input(input, [&](auto storage, auto accumulate) {
+    using T = typename decltype(storage)::type;
+    using A = typename decltype(accumulate)::type;
+    const std::vector<A> means = read_channels<A>(mean, g.channels, "mean");
+    const std::vector<A> shifts = read_channels<A>(bias, g.channels, "bias", A(0));
+    const std::vector<A> weights = read_channels<A>(weight, g.channels, "weight", A(1));
+    std::vector<A> scales = read_channels<A>(invstd, g.channels, "invstd");
+    for (int64_t c = 0; c < g.channels; ++c) scales[c] *= weights[c];
+
+    const Affine<A> affine{means.data(), scales.data(), shifts.data(), streams(output, g)};
+    const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
+    T* y = static_cast<T*>(output.mutable_data_ptr());
+    const Spans<T>& loops = spans<T>();
+    if (g.interleaved) {
+      parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
+        const int64_t offset = begin * g.channels;
+        loops.normalize_columns(x + offset, y + offset, end - begin, g.channels, affine);
+      });
+    } else {
+      parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
+        const int64_t offset = begin * g.inner;
+        loops.normalize_rows(x + offset, y + offset, end - begin, g.inner, begin % g.channels, g.channels, affine);
+      });
+    }
+  });
+  return with_strides_of(output, laid, input);
+}
+
+}  // namespace bagua_syncbn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
+  m.impl("batch_norm_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_elemt));
+}

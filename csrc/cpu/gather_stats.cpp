@@ -1,0 +1,95 @@
+// batch_norm_gather_stats: the statistics of all ranks together, and the running ones.
+
+#include <cmath>
+#include <tuple>
+
+#include "../packed_stats.h"
+#include "channels.h"
+
+namespace bagua_syncbn::cpu {
+namespace {
+
+// Mean and biased variance of each channel over all ranks, in double, and the number of values per channel. Ranks are
+// merged at once by their shares, in rank order: all ranks get the same bits.
+template <typename A>
+int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, double* mean, double* var) {
+  const int64_t size = packed_size(channels);
+  int64_t total = 0;
+  for (int64_t r = 0; r < ranks; ++r) total += unpack_count(gathered + r * size, channels);
+  std::fill_n(mean, channels, 0.0);
+  std::fill_n(var, channels, 0.0);
+  const auto share = [&](const A* row) {
+    return static_cast<double>(unpack_count(row, channels)) / std::max<int64_t>(total, 1);
+  };
+  for (int64_t r = 0; r < ranks; ++r) {
+    const A* row = gathered + r * size;
+    const double s = share(row);
+    for (int64_t c = 0; c < channels; ++c) mean[c] += s * row[c];
+  }
+  for (int64_t r = 0; r < ranks; ++r) {
+    const A* row = gathered + r * size;
+    const double s = share(row);
+    for (int64_t c = 0; c < channels; ++c) {
+      const double difference = row[c] - mean[c];
+      var[c] += s * (row[channels + c] + difference * difference);
+    }
+  }
+  return total;
+}
+
+void update_running(Tensor running, const std::vector<double>& values, double factor, const char* name) {
+  std::vector<double> updated = read_channels<double>(running, values.size(), name);
+  for (size_t c = 0; c < values.size(); ++c) updated[c] += factor * (values[c] - updated[c]);
+  write_channels(running, updated);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(
+    Tensor gathered, std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
+    std::optional<Tensor> num_batches_tracked, std::optional<double> momentum, double eps) {
+  const bool packed = gathered.dim() == 2 && gathered.size(1) >= 2 && gathered.size(1) % 2 == 0;
+  check(packed, "gathered", "(ranks, 2 * channels + 2)", gathered.dim());
+  const ScalarType dtype = gathered.scalar_type();
+  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", torch::headeronly::toString(dtype));
+  check(!running_mean || !running_var || momentum || num_batches_tracked, "num_batches_tracked",
+        "a tensor, because momentum is None", "None");
+  if (num_batches_tracked) {
+    const bool counter = num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1;
+    check(counter, "num_batches_tracked", "an int64 scalar", "another tensor");
+  }
+
+  const int64_t channels = packed_channels(gathered.size(1));
+  Tensor mean = torch::stable::new_empty(gathered, {&channels, 1});
+  Tensor invstd = torch::stable::new_empty(gathered, {&channels, 1});
+  Tensor count = torch::stable::new_empty(gathered, {}, ScalarType::Long);
+  const Tensor rows = dense(gathered);
+  dispatch_floating(dtype, "gathered", [&](auto tag) {
+    using A = Accumulate<typename decltype(tag)::type>;
+    std::vector<double> merged_mean(channels), merged_var(channels);
+    const A* data = static_cast<const A*>(rows.const_data_ptr());
+    const int64_t total = merge_ranks(data, gathered.size(0), channels, merged_mean.data(), merged_var.data());
+    *static_cast<int64_t*>(count.mutable_data_ptr()) = total;
+    A* mean_out = static_cast<A*>(mean.mutable_data_ptr());
+    A* invstd_out = static_cast<A*>(invstd.mutable_data_ptr());
+    for (int64_t c = 0; c < channels; ++c) {
+      mean_out[c] = static_cast<A>(merged_mean[c]);
+      invstd_out[c] = static_cast<A>(1 / std::sqrt(merged_var[c] + eps));
+    }
+    if (total < 2) return;  // no unbiased variance
+    int64_t batches = 1;
+    if (num_batches_tracked) batches = ++*static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
+    if (!running_mean || !running_var) return;
+    const double factor = momentum.value_or(1.0 / std::max<int64_t>(batches, 1));
+    for (double& var : merged_var) var *= static_cast<double>(total) / (total - 1);
+    update_running(*running_mean, merged_mean, factor, "running_mean");
+    update_running(*running_var, merged_var, factor, "running_var");
+  });
+  return {mean, invstd, count};
+}
+
+}  // namespace bagua_syncbn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
+  m.impl("batch_norm_gather_stats", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_gather_stats));
+}

@@ -1,0 +1,74 @@
+// Picks the inner loops for the machine that this runs on.
+#include "spans.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace bagua_syncbn {
+
+#define BAGUA_SYNCBN_DECLARE(isa)  \
+  namespace isa {                  \
+  template <typename T>            \
+  const Spans<T>& table();         \
+  }
+BAGUA_SYNCBN_DECLARE(baseline)
+BAGUA_SYNCBN_DECLARE(avx2)
+BAGUA_SYNCBN_DECLARE(avx512)
+#undef BAGUA_SYNCBN_DECLARE
+
+namespace {
+
+enum class Capability { kBaseline, kAvx2, kAvx512 };
+
+Capability best_capability() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return Capability::kBaseline;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return avx512 ? Capability::kAvx512 : Capability::kAvx2;
+#else
+  return Capability::kBaseline;
+#endif
+}
+
+Capability capability() {
+  static const Capability chosen = [] {
+    const Capability best = best_capability();
+    const char* wanted = std::getenv("BAGUA_SYNCBN_CPU_CAPABILITY");
+    if (wanted == nullptr) return best;
+    if (std::strcmp(wanted, "baseline") == 0) return Capability::kBaseline;
+    if (std::strcmp(wanted, "avx2") == 0 && best > Capability::kAvx2) return Capability::kAvx2;
+    return best;
+  }();
+  return chosen;
+}
+
+}  // namespace
+
+template <typename T>
+const Spans<T>& spans() {
+#if defined(__x86_64__)
+  if (capability() == Capability::kAvx512) return avx512::table<T>();
+  if (capability() == Capability::kAvx2) return avx2::table<T>();
+#endif
+  return baseline::table<T>();
+}
+
+template const Spans<float>& spans<float>();
+template const Spans<double>& spans<double>();
+template const Spans<HalfBits>& spans<HalfBits>();
+template const Spans<BFloat16Bits>& spans<BFloat16Bits>();
+
+const char* cpu_capability() {
+  switch (capability()) {
+    case Capability::kAvx512:
+      return "avx512";
+    case Capability::kAvx2:
+      return "avx2";
+    default:
+      return "baseline";
+  }
+}
+
+}  // namespace bagua_syncbn

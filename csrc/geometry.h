@@ -1,0 +1,79 @@
+// How the values of one channel lie in memory. There are two ways, and everything else is made one of them first.
+#pragma once
+
+#include "stable_abi.h"
+
+namespace bagua_syncbn {
+
+// Planar, (batch, channels, inner): the `inner` values of one sample and channel are contiguous.
+// Interleaved, (batch * inner, channels): the channels of one place are contiguous; channels_last and (N, C) are this.
+struct Geometry {
+  bool interleaved;
+  int64_t batch;
+  int64_t channels;
+  int64_t inner;
+
+  int64_t rows() const { return batch * inner; }  // values per channel
+};
+
+// Whether the elements of `tensor` are dense in memory with dimension `innermost` fastest, or with the last one fastest
+// if that is 0, and otherwise in row-major order.
+inline bool is_dense(const Tensor& tensor, int64_t innermost) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t expected = 1;
+  const auto follows = [&](int64_t dim) {
+    const bool holds = sizes[dim] == 1 || strides[dim] == expected;
+    expected *= sizes[dim];
+    return holds;
+  };
+  if (innermost != 0 && !follows(innermost)) return false;
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
+    if ((innermost == 0 || dim != innermost) && !follows(dim)) return false;
+  }
+  return true;
+}
+
+// A tensor in one of the two layouts, and which.
+struct Laid {
+  Tensor tensor;
+  Geometry geometry;
+};
+
+// Returns `input` (N, C, *), copied if it is in neither layout.
+inline Laid lay_out(const Tensor& input) {
+  const bool valid = input.dim() >= 2;
+  check(valid, "input", "at least 2 dimensions, (N, C, *)", input.dim());
+  const int64_t batch = input.size(0), channels = input.size(1);
+  int64_t inner = 1;
+  for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
+  const bool planar = is_dense(input, 0);
+  if (planar || is_dense(input, 1)) return {input, {!planar || inner == 1, batch, channels, inner}};
+  return {torch::stable::contiguous(input), {inner == 1, batch, channels, inner}};
+}
+
+// Returns `tensor` with the strides of `like`, which is of the same size: copied if it has others.
+inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
+  const bool matches = like.geometry.interleaved && like.geometry.inner > 1 ? is_dense(tensor, 1) : is_dense(tensor, 0);
+  if (matches) return tensor;
+  Tensor copy = torch::stable::empty_like(like.tensor);
+  torch::stable::copy_(copy, tensor);
+  return copy;
+}
+
+// Returns `result`, computed in the layout of `laid`, with the strides that `empty_like(input)` has.
+inline Tensor with_strides_of(const Tensor& result, const Laid& laid, const Tensor& input) {
+  if (laid.tensor.get() == input.get()) return result;
+  Tensor output = torch::stable::empty_like(input);
+  torch::stable::copy_(output, result);
+  return output;
+}
+
+inline void check_same_input(const Tensor& grad_output, const Tensor& input) {
+  bool same = grad_output.dim() == input.dim();
+  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = grad_output.size(dim) == input.size(dim);
+  check(same, "grad_output", "the sizes of input", "others");
+  check(grad_output.scalar_type() == input.scalar_type(), "grad_output", "the dtype of input",
+        torch::headeronly::toString(grad_output.scalar_type()));
+}
+
+}  // namespace bagua_syncbn

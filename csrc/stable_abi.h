@@ -1,0 +1,58 @@
+// The only place that includes torch headers: LibTorch's stable ABI, so that one binary serves every torch from 2.10 on.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace bagua_syncbn {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Raises RuntimeError: "argument: expected ..., got ...".
+template <typename Got>
+inline void check(bool holds, const char* argument, const char* expected, const Got& got) {
+  STD_TORCH_CHECK(holds, argument, ": expected ", expected, ", got ", got);
+}
+
+// The dtype of everything computed from values of `dtype`, and of everything that crosses ranks.
+inline ScalarType accumulate_type(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+
+// Calls `body(TypeTag<T>())` for the C++ type of `dtype`. A plain function and not a macro, which would split its
+// argument at every comma.
+template <typename Body>
+inline void dispatch_floating(ScalarType dtype, const char* argument, const Body& body) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return body(TypeTag<float>());
+    case ScalarType::Double:
+      return body(TypeTag<double>());
+    case ScalarType::Half:
+      return body(TypeTag<Half>());
+    case ScalarType::BFloat16:
+      return body(TypeTag<BFloat16>());
+    default:
+      check(false, argument, "float16, bfloat16, float32 or float64", torch::headeronly::toString(dtype));
+  }
+}
+
+}  // namespace bagua_syncbn
