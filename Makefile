@@ -7,13 +7,15 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 pyth
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test sanitize wheel test-wheel lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
 	@echo 'make test    all tests that run without a GPU'
+	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
 	@echo 'make lint    formatting, lint and types'
 	@echo 'make docs    the documentation as HTML: docs/_build/html/index.html'
 	@echo 'make format  apply the formatting'
@@ -22,8 +24,34 @@ help:
 demo: $(VENV)/installed-demo
 	$(BIN)/python examples/demo.py
 
+# All of it on the native kernels, and what computes once more on the reference ops.
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+	BAGUA_SYNCBN_KERNELS=reference $(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS) \
+		tests/test_contract.py tests/test_layer.py tests/test_ops.py tests/test_semantics.py tests/test_training.py
+
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine.
+SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+sanitize: $(VENV)/installed-test
+	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
+		build --build-temp build/sanitize/temp --build-lib build/sanitize/lib
+	for capability in avx512 avx2 baseline; do \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$$capability PYTHONPATH=build/sanitize/lib \
+		$(BIN)/python -m pytest -q -p no:cacheprovider -m 'not slow' tests/test_native.py \
+			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
+	done
+
+# One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
+wheel: $(VENV)/installed-wheel
+	rm -rf dist build/lib* build/bdist* build/temp*
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python tests/check_wheel.py dist/*.whl
+
+# Installs it beside each Python and torch that is named, and tests it there.
+WHEEL_ENVIRONMENTS ?= python3.11:torch==2.13.0 python3.10:torch==2.10.0 python3.13:torch==2.13.0
+test-wheel: wheel
+	tests/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .

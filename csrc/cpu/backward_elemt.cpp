@@ -16,6 +16,7 @@ Tensor batch_norm_backward_elemt(
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   Tensor grad_input = torch::stable::empty_like(laid.tensor);
+  if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;

@@ -77,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     std::vector<double> totals(width);
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
-    if (g.rows() > 0 && g.channels > 0) {
+    if (input.numel() > 0) {
       (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data());
     }
     for (int64_t c = 0; c < g.channels; ++c) weight_grads[c] *= static_cast<A>(totals[g.channels + c]);

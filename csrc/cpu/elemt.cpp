@@ -11,6 +11,7 @@ Tensor batch_norm_elemt(
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   Tensor output = torch::stable::empty_like(laid.tensor);
+  if (input.numel() == 0) return with_strides_of(output, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;

@@ -55,8 +55,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(
   check(!running_mean || !running_var || momentum || num_batches_tracked, "num_batches_tracked",
         "a tensor, because momentum is None", "None");
   if (num_batches_tracked) {
-    const bool counter = num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1;
-    check(counter, "num_batches_tracked", "an int64 scalar", "another tensor");
+    const Tensor& counter = *num_batches_tracked;
+    const bool counts = counter.scalar_type() == ScalarType::Long && counter.numel() == 1 && counter.is_cpu();
+    check(counts, "num_batches_tracked", "an int64 scalar on cpu", "another tensor");
   }
 
   const int64_t channels = packed_channels(gathered.size(1));

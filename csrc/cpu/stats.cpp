@@ -104,8 +104,8 @@ Tensor batch_norm_stats(Tensor input) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
     A* out = static_cast<A*>(packed.mutable_data_ptr());
+    if (input.numel() == 0) return;  // zeros: a count of 0, and moments that weigh nothing
     pack_count(out, g.channels, g.rows());
-    if (g.rows() == 0 || g.channels == 0) return;
     std::vector<double> mean(g.channels), m2(g.channels);
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(x, g, mean.data(), m2.data());

@@ -1,0 +1,373 @@
+"""The native CPU kernels against the reference ops, at every edge of their loops."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from cases import laid_out
+from tolerances import TOLERANCES, assert_close
+from torch.profiler import ProfilerActivity, profile
+
+import bagua_syncbn
+from bagua_syncbn import ops
+from bagua_syncbn.ops import reference
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for the others"
+)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+# Vectors hold 4 to 16 values and sums 64 lanes; rows come in groups of 8 and tiles of at most 256, spans have 16384
+# values, and parts 32768 at least.
+PLANAR_SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    33,
+    47,
+    63,
+    64,
+    65,
+    79,
+    127,
+    128,
+    129,
+    1021,
+    16384,
+    16385,
+    40000,
+]
+INTERLEAVED_CHANNELS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130, 257]
+INTERLEAVED_ROWS = [1, 2, 7, 8, 9, 255, 256, 257, 1000]
+
+
+def test_the_native_kernels_are_loaded():
+    assert ops.KERNELS.startswith("native, cpu: ")
+
+
+def check_ops(input, grad_output, parameter_dtype=None):
+    """Compares the four ops that read the input with the reference in float64."""
+    channels, dtype = input.size(1), input.dtype
+    accumulate = ops.accumulate_dtype(dtype)
+    wide, wide_grad = input.double(), grad_output.double()
+    packed = ops.batch_norm_stats(input)
+    expected = reference.batch_norm_stats(wide)
+    assert packed.dtype == accumulate
+    assert torch.equal(packed[-2:].double(), expected[-2:])
+    std = expected[channels : 2 * channels].sqrt()
+    error = (packed[: 2 * channels].double() - expected[: 2 * channels]).abs()
+    allowed = TOLERANCES[accumulate][0] * (expected[: 2 * channels].abs() + torch.cat([std, std * std]) + 1e-30)
+    assert (error <= allowed).all(), f"statistics are off by {(error / allowed).max():.2g} of what is allowed"
+
+    parameter_dtype = parameter_dtype or dtype
+    mean, invstd = (expected[:channels] + 0.1).to(accumulate), (std.square() + 0.1).rsqrt().to(accumulate)
+    weight, bias = torch.randn(2, channels).to(parameter_dtype).unbind()
+    output = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
+    assert output.dtype == dtype
+    assert output.stride() == torch.empty_like(input).stride()
+    arguments = [t.double() for t in (weight, bias, mean, invstd)]
+    assert_close(output, reference.batch_norm_elemt(wide, *arguments), "output")
+
+    sums, *parameter_grads = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
+    results = reference.batch_norm_backward_reduce(wide_grad, wide, mean.double(), invstd.double(), weight.double())
+    # Relative to what is added up, which may cancel.
+    deviation = (wide - mean.double().view(-1, *[1] * (input.dim() - 2))).abs()
+    scales = reference.batch_norm_backward_reduce(wide_grad.abs(), deviation, 0 * mean.double(), invstd.double(), None)
+    names = ("sums", "grad_weight", "grad_bias")
+    for name, actual, expected, scale in zip(names, (sums, *parameter_grads), results, scales, strict=True):
+        assert actual.dtype == (accumulate if name == "sums" else parameter_dtype)
+        rtol = max(TOLERANCES[dtype][0] for dtype in (actual.dtype, accumulate))
+        assert ((actual.double() - expected).abs() <= rtol * (scale + 1e-3)).all(), name
+
+    count = torch.tensor(input.numel() // channels)
+    grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
+    assert grad_input.dtype == dtype
+    assert grad_input.stride() == torch.empty_like(input).stride()
+    weight, mean, invstd, sums = (t.double() for t in (weight, mean, invstd, sums))
+    expected = reference.batch_norm_backward_elemt(wide_grad, wide, weight, mean, invstd, sums, count)
+    assert_close(grad_input, expected, "grad_input")
+
+
+def check(shape, dtype, layout="contiguous", parameter_dtype=None):
+    input, grad_output = (torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype)
+    check_ops(laid_out(input, layout), laid_out(grad_output, layout), parameter_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", PLANAR_SIZES)
+def test_planar(size, dtype):
+    for batch, channels in ((1, 1), (3, 2), (70, 1)):
+        check((batch, channels, size), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", INTERLEAVED_CHANNELS)
+def test_interleaved(channels, dtype):
+    for rows in INTERLEAVED_ROWS:
+        check((rows, channels), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "layout"), [
+    ((2, 300, 5, 3), "channels_last"),
+    ((2, 3, 4, 5, 6), "channels_last_3d"),
+    ((3, 5, 4, 7), "sliced"),
+    ((3, 5, 4, 7), "transposed"),
+    ((4, 70, 9), "transposed"),
+    ((5, 6), "sliced"),
+    ((5, 6), "transposed"),
+    ((2, 1, 3, 3), "channels_last"),
+    ((2, 3, 1, 1), "channels_last"),
+])  # fmt: skip
+def test_layouts(shape, layout, dtype):
+    check(shape, dtype, layout)
+
+
+@pytest.mark.parametrize("parameter_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parameters_of_any_dtype(dtype, parameter_dtype):
+    check((4, 5, 33), dtype, parameter_dtype=parameter_dtype)
+
+
+@pytest.mark.parametrize(
+    "layouts", [("contiguous", "channels_last"), ("channels_last", "sliced"), ("sliced", "contiguous")]
+)
+def test_grad_output_of_another_layout(layouts):
+    tensors = torch.randn(2, 3, 4, 5, 6).unbind()
+    check_ops(*(laid_out(tensor, layout) for tensor, layout in zip(tensors, layouts, strict=True)))
+    check_ops(tensors[0], torch.ones(()).expand(3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_pointers_that_are_not_aligned(offset):
+    for dtype, shape in product(DTYPES, [(3, 2, 64), (9, 64), (2, 1, 2**16)]):
+        values = torch.randn(2, 3 * 2**17).to(dtype)
+        size = torch.Size(shape).numel()
+        check_ops(*(row[offset : offset + size].view(shape) for row in values))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 700, 512), (16, 64, 70, 64)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_outputs_are_streamed_past_the_caches(shape, layout, dtype):
+    """From 16 MiB on, where rows are multiples of 64 bytes; also just below, and with rows that are not."""
+    check(shape, dtype, layout)
+    check((shape[0], shape[1] + 1, shape[2] * 2, shape[3] + 1), dtype, layout)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0)])
+def test_empty_input(shape):
+    input, channels = torch.randn(shape), shape[1]
+    mean = torch.ones(channels)
+    assert torch.equal(ops.batch_norm_stats(input), torch.zeros(2 * channels + 2))
+    assert ops.batch_norm_elemt(input, None, None, mean, mean).shape == shape
+    for result in ops.batch_norm_backward_reduce(input, input, mean, mean, None):
+        assert torch.equal(result, torch.zeros_like(result))
+    grad = ops.batch_norm_backward_elemt(input, input, None, mean, mean, torch.ones(2 * channels), torch.tensor(0))
+    assert grad.shape == shape
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 3, 33), (70, 33)])
+def test_values_that_are_not_finite_stay_in_their_channel(shape, dtype, value):
+    input = torch.randn(shape).to(dtype)
+    input.select(1, 1)[-1] = value
+    stats = ops.batch_norm_stats(input)
+    channels = shape[1]
+    finite = torch.ones(channels, dtype=torch.bool)
+    finite[1] = False
+    assert torch.equal(stats[:channels].isfinite(), finite)
+    assert torch.equal(stats[channels : 2 * channels].isnan(), ~finite)
+    output = ops.batch_norm_elemt(input, None, None, torch.zeros(channels), torch.ones(channels))
+    torch.testing.assert_close(output, input, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_statistics_of_data_that_drifts_and_has_outliers(layout):
+    """The pivots of the sums are means of a few of the values: no choice of those may spoil the variance."""
+    input = torch.randn(4, 3, 128, 128) * 1e-2 + 1e3
+    input[:, 0, :8] = 0  # the first rows are far off
+    input[0, 1, 0, 0] = 1e6  # the first value is
+    input[:, 2] += torch.linspace(0, 100, 128).view(-1, 1)
+    packed = ops.batch_norm_stats(laid_out(input, layout))
+    expected = reference.batch_norm_stats(input.double())
+    torch.testing.assert_close(packed.double(), expected, rtol=2e-5, atol=0)
+
+
+def test_bfloat16_rounds_to_nearest_even_and_keeps_nan():
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    values = torch.cat([bits.view(torch.bfloat16).float() * (1 + k * 2**-9) for k in range(4)]).view(4, 1, -1)
+    zero, one = torch.zeros(1), torch.ones(1)
+    normalized = ops.batch_norm_elemt(values.bfloat16(), None, None, zero, one)
+    torch.testing.assert_close(normalized, values.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    scaled = ops.batch_norm_elemt(values.bfloat16(), None, None, zero, one / 3)
+    expected = (values.bfloat16().float() * (one / 3)).bfloat16()
+    torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
+
+
+BITS = """
+import hashlib, json, sys, torch
+from bagua_syncbn import ops
+torch.set_num_threads(int(sys.argv[1]))
+torch.manual_seed(0)
+digest = hashlib.sha256()
+for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    for shape in ((3, 2, 70001), (6, 5, 77), (2000, 37), (3, 65, 1), (2, 8, 700, 512)):
+        x, dy = (torch.randn(shape).to(dtype) for _ in range(2))
+        for cl in (False, True) if len(shape) == 4 else (False,):
+            x, dy = (t.contiguous(memory_format=torch.channels_last) if cl else t for t in (x, dy))
+            stats = ops.batch_norm_stats(x)
+            mean, invstd, count = ops.batch_norm_gather_stats(stats[None], None, None, None, None, 1e-5)
+            y = ops.batch_norm_elemt(x, mean, mean, mean, invstd)
+            sums, *grads = ops.batch_norm_backward_reduce(dy, x, mean, invstd, mean)
+            dx = ops.batch_norm_backward_elemt(dy, x, mean, mean, invstd, sums, count)
+            for result in (stats, y, sums, *grads, dx):
+                digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+print(json.dumps([ops.KERNELS, digest.hexdigest()]))
+"""
+
+
+def bits(capability, threads):
+    environment = os.environ | {"BAGUA_SYNCBN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-c", BITS, str(threads)]
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def test_same_bits_with_any_instruction_set_and_number_of_threads():
+    kernels, expected = bits("avx512", 1)
+    assert bits("avx512", 3) == [kernels, expected]
+    assert bits("avx2", 2)[1] == expected
+    name, digest = bits("baseline", 2)
+    assert name == "native, cpu: baseline"
+    assert digest == expected
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_no_temporaries_of_the_size_of_the_input(layout):
+    input, grad_output = (laid_out(torch.randn(4, 64, 64, 64), layout) for _ in range(2))
+    size = input.numel() * input.element_size()
+    mean = torch.ones(64)
+
+    def allocated(function):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            result = function()
+        del result
+        return sum(max(event.self_cpu_memory_usage, 0) for event in prof.events())
+
+    small = size // 100
+    assert allocated(lambda: ops.batch_norm_stats(input)) < small
+    assert allocated(lambda: ops.batch_norm_backward_reduce(grad_output, input, mean, mean, mean)) < small
+    assert size <= allocated(lambda: ops.batch_norm_elemt(input, mean, mean, mean, mean)) < size + small
+    arguments = (grad_output, input, mean, mean, mean, torch.ones(128), torch.tensor(9))
+    assert size <= allocated(lambda: ops.batch_norm_backward_elemt(*arguments)) < size + small
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_one_process_trains_on_these_kernels_where_they_are_faster(layout, dtype):
+    layer = bagua_syncbn.SyncBatchNorm2d(32, dtype=dtype)
+    expected = torch.nn.BatchNorm2d(32, dtype=torch.float64)
+    torch.nn.init.normal_(layer.weight)
+    expected.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        input = laid_out(torch.randn(8, 32, 40, 40, dtype=dtype) * 3 + 1, layout).requires_grad_()
+        wide = input.detach().double().requires_grad_()
+        grad_output = torch.randn_like(input)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            output = layer(input)
+            output.backward(grad_output)
+        names = {event.name for event in prof.events()}
+        assert "bagua_syncbn::batch_norm_stats" in names
+        assert "aten::batch_norm" not in names
+        wide_output = expected(wide)
+        wide_output.backward(grad_output.double())
+        assert_close(output.detach(), wide_output.detach(), "output")
+        assert_close(input.grad, wide.grad, "input.grad")
+    for name, buffer in expected.named_buffers():
+        assert_close(layer.get_buffer(name).double(), buffer.double(), name) if dtype == torch.float64 else None
+    torch.testing.assert_close(layer.weight.grad.double(), expected.weight.grad, rtol=1e-4, atol=1e-2)
+
+
+def test_small_inputs_are_left_to_torch():
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        bagua_syncbn.SyncBatchNorm2d(4)(torch.randn(2, 4, 3, 3))
+    names = {event.name for event in prof.events()}
+    assert "aten::batch_norm" in names
+    assert "bagua_syncbn::batch_norm_stats" not in names
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, c: ops.batch_norm_stats(x[0, 0]), "input: expected at least 2 dimensions"),
+        (lambda x, c: ops.batch_norm_stats(x.int()), "input: expected float16, bfloat16, float32 or float64, got Int"),
+        (
+            lambda x, c: ops.batch_norm_elemt(x, c[1:], None, c, c),
+            "weight: expected one element for each channel, got 2",
+        ),
+        (lambda x, c: ops.batch_norm_elemt(x, c.int(), None, c, c), "weight: expected float16, .* got Int"),
+        (lambda x, c: ops.batch_norm_elemt(x, None, c[1:], c, c), "bias: expected one element"),
+        (lambda x, c: ops.batch_norm_elemt(x, None, None, c[1:], c), "mean: expected one element"),
+        (lambda x, c: ops.batch_norm_elemt(x, None, None, c, c[1:]), "invstd: expected one element"),
+        (lambda x, c: ops.batch_norm_backward_reduce(x[1:], x, c, c, c), "grad_output: expected the sizes of input"),
+        (lambda x, c: ops.batch_norm_backward_reduce(x.half(), x, c, c, c), "grad_output: expected the dtype of input"),
+        (
+            lambda x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c, torch.tensor(4)),
+            "sums: expected one element for each channel",
+        ),
+        (
+            lambda x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, torch.ones(6), torch.tensor(4.0)),
+            "count: expected an int64 scalar",
+        ),
+        (
+            lambda x, c: ops.batch_norm_gather_stats(c, c, c, None, 0.1, 1e-5),
+            r"gathered: expected \(ranks, 2 \* channels",
+        ),
+        (
+            lambda x, c: ops.batch_norm_gather_stats(torch.ones(2, 8), c[1:], c, None, 0.1, 1e-5),
+            "running_mean: expected one element for each channel, got 2",
+        ),
+        (
+            lambda x, c: ops.batch_norm_gather_stats(torch.ones(2, 8), c, c, c, 0.1, 1e-5),
+            "num_batches_tracked: expected an int64 scalar",
+        ),
+    ],
+)
+def test_arguments_are_checked(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.randn(2, 3, 4), torch.ones(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2**31 // 64 + 3, 64), (1, 1, 2**31 + 5), (3, 2**30 // 2**12, 2**12)])
+def test_more_than_two_to_the_31_elements(shape):
+    """Compared where it can be known: a constant input with one other value at the very end."""
+    input = torch.ones(shape, dtype=torch.bfloat16)
+    input.view(-1)[-1] = 2
+    channels, count = shape[1], input.numel() // shape[1]
+    packed = ops.batch_norm_stats(input)
+    assert int(packed[-2]) + 2**24 * int(packed[-1]) == count
+    torch.testing.assert_close(packed[channels - 1].double(), torch.tensor(1 + 1 / count).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(packed[2 * channels - 1].item(), 1 / count, rtol=1e-3, atol=0)
+    mean, one = torch.ones(channels), torch.ones(channels)
+    output = ops.batch_norm_elemt(input, None, None, mean, one)
+    assert output.view(-1)[-1] == 1
+    assert output.count_nonzero() == 1
+    sums, _, grad_bias = ops.batch_norm_backward_reduce(input, input, mean, one, None)
+    torch.testing.assert_close(sums[-1].item(), 2.0)
+    torch.testing.assert_close(grad_bias[-1].item(), count + 1.0)

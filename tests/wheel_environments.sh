@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# wheel_environments.sh WHEEL PYTHON:TORCH...   installs the wheel beside each and runs the tests on it.
+# PYTHON is looked for on the path and among pyenv's; TORCH is a pip requirement, or an existing environment's directory
+# preceded by "=", as in python3.10:=/path/to/environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+wheel=$(realpath "$1"); shift
+
+find_python() {
+  for python in "$1" "$HOME"/.pyenv/versions/"${1#python}".*/bin/python; do
+    "$python" -c "import sys; sys.exit('python%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null && echo "$python" && return
+  done
+  echo "$1 is needed: install it or leave it out of WHEEL_ENVIRONMENTS" >&2
+  return 1
+}
+
+for environment in "$@"; do
+  python=${environment%%:*} torch=${environment#*:}
+  if [ "${torch#=}" != "$torch" ]; then
+    directory=${torch#=}
+  else
+    directory=build/wheel-environments/$python-$torch
+    [ -d "$directory" ] || "$(find_python "$python")" -m venv "$directory"
+    "$directory/bin/python" -m pip install --quiet "$torch"
+  fi
+  "$directory/bin/python" -m pip install --quiet numpy hypothesis 'pytest>=8'
+  "$directory/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
+  directory=$(realpath "$directory")
+  # Away from the sources, so that what is imported is what was installed.
+  tests=$(mktemp -d)
+  cp pyproject.toml tests/*.py "$tests"
+  rm -f "$tests"/test_demo.py "$tests"/test_docs.py "$tests"/test_benchmarks.py  # they need the checkout
+  (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
+    "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' .)
+  rm -r "$tests"
+done
