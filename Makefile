@@ -38,7 +38,7 @@ sanitize: $(VENV)/installed-test
 	for capability in avx512 avx2 baseline; do \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$$capability PYTHONPATH=build/sanitize/lib \
-		$(BIN)/python -m pytest -q -p no:cacheprovider -m 'not slow' tests/test_native.py \
+		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/test_native.py \
 			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
 	done
 

@@ -104,11 +104,10 @@ class BuildKernels(build_ext):
             objects = list(pool.map(compile, ext.sources))
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        link = [*cxx, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", *extra, "-o", str(library)]
-        if KIND == "cuda":
-            cuda = Path(TOOLS["nvcc"]).resolve().parent.parent
-            link += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
-        self.spawn(link)
+        linker = [*cxx, *extra]
+        if KIND == "cuda":  # nvcc knows where its static runtime is
+            linker = [TOOLS["nvcc"], "--cudart=static", f"-ccbin={cxx[0]}", *(f"-Xcompiler={flag}" for flag in extra)]
+        self.spawn([*linker, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(library)])
 
 
 TOOLS = find_tools()

@@ -87,6 +87,13 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
         self.process_group = process_group
 
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        if self.affine:
+            nn.init.ones_(self.weight)
+            if self.bias is not None:  # torch before 2.13 knows no layer without
+                nn.init.zeros_(self.bias)
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")

@@ -56,7 +56,11 @@ INTERLEAVED_ROWS = [1, 2, 7, 8, 9, 255, 256, 257, 1000]
 
 
 def test_the_native_kernels_are_loaded():
+    from bagua_syncbn import _C
+
     assert ops.KERNELS.startswith("native, cpu: ")
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):  # `make sanitize` is about its own build
+        assert "sanitize" in _C.__file__
 
 
 def check_ops(input, grad_output, parameter_dtype=None):

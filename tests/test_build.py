@@ -1,0 +1,119 @@
+"""What setup.py decides to build, by the tools that are there."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    package = tmp_path / "bagua_syncbn"
+    package.mkdir()
+    shutil.copy(ROOT / "bagua_syncbn" / "version.py", package)
+    return tmp_path
+
+
+def decide(checkout, **environment):
+    """Runs setup.py as far as the decision; returns its exit status, its output and what it recorded."""
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        cwd=checkout,
+        env={key: value for key, value in os.environ.items() if key not in ("CXX", "NVCC")} | environment,
+        capture_output=True,
+        text=True,
+    )
+    recorded = checkout / "bagua_syncbn" / "build_info.json"
+    return (
+        result.returncode,
+        result.stdout + result.stderr,
+        json.loads(recorded.read_text()) if recorded.exists() else {},
+    )
+
+
+def test_with_all_tools(checkout):
+    status, output, info = decide(checkout)
+    assert status == 0
+    assert f"bagua_syncbn: {info['build']} build: {info['build_reason']}" in output
+    assert info["build"] in ("cpu", "cuda")
+    assert info["build_torch"]
+    assert info["build_compiler"]
+
+
+def test_without_a_compiler(checkout):
+    status, _, info = decide(checkout, PATH="/nowhere", CUDA_HOME="/nowhere")
+    assert status == 0
+    assert (info["build"], info["build_reason"]) == ("python", "found without compiler")
+    assert info["build_compiler"] is None
+
+
+def test_without_nvcc(checkout):
+    (checkout / "csrc" / "cuda").mkdir(exist_ok=True)
+    (checkout / "csrc" / "cuda" / "some.cu").touch()
+    status, _, info = decide(checkout, NVCC="no-such-nvcc", CUDA_HOME="/nowhere")
+    assert status == 0
+    assert (info["build"], info["build_reason"]) == ("cpu", "found without nvcc")
+
+
+def test_asked_for_python(checkout):
+    (checkout / "bagua_syncbn" / "_C.abi3.so").touch()
+    status, _, info = decide(checkout, BAGUA_SYNCBN_BUILD="python")
+    assert status == 0
+    assert (info["build"], info["build_reason"]) == ("python", "BAGUA_SYNCBN_BUILD=python")
+    assert not (checkout / "bagua_syncbn" / "_C.abi3.so").exists()  # of an earlier build, and would be loaded
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"BAGUA_SYNCBN_BUILD": "cpu", "CXX": "no-such-compiler"}, "BAGUA_SYNCBN_BUILD=cpu: expected to find compiler"),
+        ({"BAGUA_SYNCBN_BUILD": "cuda", "NVCC": "no-such-nvcc", "CUDA_HOME": "/nowhere"}, "expected to find nvcc"),
+        ({"BAGUA_SYNCBN_BUILD": "gpu"}, "BAGUA_SYNCBN_BUILD: expected one of python, cpu, cuda, got 'gpu'"),
+    ],
+)
+def test_what_is_asked_for_and_missing_is_named(checkout, environment, message):
+    status, output, info = decide(checkout, **environment)
+    assert status != 0
+    assert message in output
+    assert info == {}
+
+
+@pytest.mark.skipif(not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()), reason="needs nvcc")
+def test_cuda_sources_are_compiled_beside_a_torch_without_cuda(checkout):
+    (checkout / "csrc" / "cuda").mkdir(exist_ok=True)
+    source = "__global__ void k(float* x) { x[0] = 1; }\nvoid launch(float* x) { k<<<1, 1>>>(x); }\n"
+    (checkout / "csrc" / "cuda" / "added.cu").write_text(source)
+    shutil.copytree(ROOT / "bagua_syncbn", checkout / "bagua_syncbn", dirs_exist_ok=True)
+    built = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-lib", "lib"],
+        cwd=checkout,
+        env=os.environ | {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": "90"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    code = "import torch, bagua_syncbn._C as c; from bagua_syncbn import ops; print(c.__file__, ops.KERNELS)"
+    # From an empty directory, so that what is imported is what was built.
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=checkout / "csrc",
+        env=os.environ | {"PYTHONPATH": str(checkout / "lib")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(checkout / "lib") in loaded.stdout
+    assert "native" in loaded.stdout
+    info = json.loads((checkout / "lib" / "bagua_syncbn" / "build_info.json").read_text())
+    assert info["build"] == "cuda"
+    assert "release" in info["build_nvcc"]
+    assert info["build_cuda_archs"] == ["90"]
