@@ -7,7 +7,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 pyth
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+NATIVE := $(shell find csrc -type f)
+SOURCES := pyproject.toml setup.py $(NATIVE)
 
 .PHONY: help demo test sanitize wheel test-wheel lint format docs clean
 
@@ -56,11 +57,13 @@ test-wheel: wheel
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	$(BIN)/mypy
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -5,7 +5,9 @@
 
 namespace {
 
-PyObject* cpu_capability(PyObject*, PyObject*) { return PyUnicode_FromString(bagua_syncbn::cpu_capability()); }
+PyObject* cpu_capability(PyObject*, PyObject*) {
+  return PyUnicode_FromString(bagua_syncbn::cpu_capability());
+}
 
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
@@ -16,4 +18,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Native kernels.", -1, method
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__C() {
+  return PyModule_Create(&module);
+}

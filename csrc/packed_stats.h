@@ -14,9 +14,13 @@ namespace bagua_syncbn {
 
 constexpr int64_t kCountBase = int64_t(1) << 24;
 
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels) { return 2 * channels + 2; }
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels) {
+  return 2 * channels + 2;
+}
 
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size) { return size / 2 - 1; }
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size) {
+  return size / 2 - 1;
+}
 
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_count(A* packed, int64_t channels, int64_t count) {

@@ -1,4 +1,5 @@
-// The only place that includes torch headers: LibTorch's stable ABI, so that one binary serves every torch from 2.10 on.
+// The only place that includes torch headers: LibTorch's stable ABI, so that one binary serves every torch from 2.10
+// on.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

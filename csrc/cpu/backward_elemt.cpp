@@ -6,9 +6,8 @@
 
 namespace bagua_syncbn::cpu {
 
-Tensor batch_norm_backward_elemt(
-    Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor mean, Tensor invstd, Tensor sums,
-    Tensor count) {
+Tensor batch_norm_backward_elemt(Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor mean,
+                                 Tensor invstd, Tensor sums, Tensor count) {
   check_same_input(grad_output, input);
   const bool counts = count.scalar_type() == ScalarType::Long && count.numel() == 1 && count.is_cpu();
   check(counts, "count", "an int64 scalar on cpu", "another tensor");

@@ -58,8 +58,8 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, std::optional<Tensor> weight) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean,
+                                                              Tensor invstd, std::optional<Tensor> weight) {
   check_same_input(grad_output, input);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;

@@ -6,8 +6,8 @@
 
 namespace bagua_syncbn::cpu {
 
-Tensor batch_norm_elemt(
-    Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean, Tensor invstd) {
+Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean,
+                        Tensor invstd) {
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   Tensor output = torch::stable::empty_like(laid.tensor);

@@ -45,9 +45,10 @@ void update_running(Tensor running, const std::vector<double>& values, double fa
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(
-    Tensor gathered, std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
-    std::optional<Tensor> num_batches_tracked, std::optional<double> momentum, double eps) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, std::optional<Tensor> running_mean,
+                                                           std::optional<Tensor> running_var,
+                                                           std::optional<Tensor> num_batches_tracked,
+                                                           std::optional<double> momentum, double eps) {
   const bool packed = gathered.dim() == 2 && gathered.size(1) >= 2 && gathered.size(1) % 2 == 0;
   check(packed, "gathered", "(ranks, 2 * channels + 2)", gathered.dim());
   const ScalarType dtype = gathered.scalar_type();

@@ -6,10 +6,10 @@
 
 namespace bagua_syncbn {
 
-#define BAGUA_SYNCBN_DECLARE(isa)  \
-  namespace isa {                  \
-  template <typename T>            \
-  const Spans<T>& table();         \
+#define BAGUA_SYNCBN_DECLARE(isa) \
+  namespace isa {                 \
+  template <typename T>           \
+  const Spans<T>& table();        \
   }
 BAGUA_SYNCBN_DECLARE(baseline)
 BAGUA_SYNCBN_DECLARE(avx2)
@@ -23,7 +23,8 @@ enum class Capability { kBaseline, kAvx2, kAvx512 };
 Capability best_capability() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return Capability::kBaseline;
+  // Every processor with AVX2 has F16C, which clang cannot ask for.
+  if (!__builtin_cpu_supports("avx2")) return Capability::kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return avx512 ? Capability::kAvx512 : Capability::kAvx2;

@@ -62,14 +62,14 @@ struct Spans {
   GradSums (*grad_sums)(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride);
   // Planar: contiguous rows of n values; the channel of the first is given, and each row is of the next channel.
   void (*normalize_rows)(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels, Affine<A>);
-  void (*grad_rows)(
-      const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels, GradAffine<A>);
+  void (*grad_rows)(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                    GradAffine<A>);
 
   // Interleaved: rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and m2, or the
   // two sums, of these rows are written to `out`, 2 * channels values.
   void (*moments_columns)(const T* x, int64_t rows, int64_t channels, A* columns, double* out);
-  void (*grad_sums_columns)(
-      const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels, A* columns, double* out);
+  void (*grad_sums_columns)(const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels, A* columns,
+                            double* out);
   void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, Affine<A>);
   void (*grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradAffine<A>);
 };

@@ -21,7 +21,9 @@ constexpr int64_t kTile = 65536;
 // A reduction has at least this many parts, if they are of kGrain values or more: enough for the threads of a machine.
 constexpr int64_t kParts = 64;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // Calls body(begin, end) on ranges of `count` pieces of work, each of about `values` values.
 template <typename Body>
@@ -34,9 +36,9 @@ void parallel_over(int64_t count, int64_t values, const Body& body) {
   }
 }
 
-// Whether to write `output` with streaming stores, which spare reading the lines that are about to be overwritten: where
-// it is larger than what a core can expect of the last-level cache, so that its next reader finds it in memory anyway,
-// and where every vector of every row is aligned.
+// Whether to write `output` with streaming stores, which spare reading the lines that are about to be overwritten:
+// where it is larger than what a core can expect of the last-level cache, so that its next reader finds it in memory
+// anyway, and where every vector of every row is aligned.
 inline bool streams(const Tensor& output, const Geometry& g) {
   constexpr int64_t kLarge = int64_t(16) << 20, kLine = 64;
   const int64_t size = output.element_size(), row = size * (g.interleaved ? g.channels : g.inner);
@@ -48,8 +50,8 @@ inline bool streams(const Tensor& output, const Geometry& g) {
 class PlanarParts {
  public:
   explicit PlanarParts(const Geometry& g) : batch_(g.batch), inner_(g.inner) {
-    const int64_t wanted = std::clamp<int64_t>(kParts / std::max<int64_t>(1, g.channels), 1,
-                                               std::max<int64_t>(1, g.rows() / kGrain));
+    const int64_t wanted =
+        std::clamp<int64_t>(kParts / std::max<int64_t>(1, g.channels), 1, std::max<int64_t>(1, g.rows() / kGrain));
     along_batch_ = std::min(wanted, std::max<int64_t>(1, g.batch));
     along_inner_ = wanted / along_batch_;
   }
@@ -64,7 +66,7 @@ class PlanarParts {
     const int64_t inner_begin = inner_ * i / along_inner_, inner_end = inner_ * (i + 1) / along_inner_;
     const int64_t length = inner_end - inner_begin;
     if (length <= 0) return;
-    // At most 64 rows, so that the first row is not too small a sample of them (see moments in spans.inl).
+    // At most 64 rows, so that the first row is not too small a sample of them (see moments in spans/planar.inl).
     const int64_t rows = std::clamp<int64_t>(kSpan / length, 1, 64);
     for (int64_t n = batch_begin; n < batch_end; n += rows) {
       for (int64_t s = inner_begin; s < inner_end; s += kSpan) {

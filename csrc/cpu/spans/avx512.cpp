@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "spans.h"
+#include "../spans.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
@@ -13,7 +13,7 @@
 
 #define BAGUA_SYNCBN_ISA avx512
 #define BAGUA_SYNCBN_VECTOR_BYTES 64
-#include "spans.inl"
+#include "table.inl"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "spans.h"
+#include "../spans.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
@@ -13,7 +13,7 @@
 
 #define BAGUA_SYNCBN_ISA avx2
 #define BAGUA_SYNCBN_VECTOR_BYTES 32
-#include "spans.inl"
+#include "table.inl"
 
 #if defined(__clang__)
 #pragma clang attribute pop
