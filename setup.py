@@ -25,6 +25,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 KINDS = ("python", "cpu", "cuda")
@@ -110,6 +111,18 @@ class BuildKernels(build_ext):
         self.spawn([*linker, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(library)])
 
 
+class BuildPackage(build_py):
+    """Copies the Python files and records the decision beside them."""
+
+    def run(self) -> None:
+        super().run()
+        package = Path(ROOT if self.editable_mode else self.build_lib, "bagua_syncbn")
+        package.joinpath("build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
+        if self.editable_mode and KIND == "python":  # the library of an earlier build would be loaded still
+            for library in package.glob("_C.*.so"):
+                library.unlink()
+
+
 TOOLS = find_tools()
 KIND, REASON = decide(TOOLS)
 torch_version = Path(TOOLS["torch"], "version.py").read_text() if TOOLS["torch"] else ""
@@ -122,16 +135,11 @@ INFO = {
     "build_cuda_archs": CUDA_ARCHS if KIND == "cuda" else [],
 }
 print(f"bagua_syncbn: {KIND} build: {REASON}")
-(ROOT / "bagua_syncbn" / "build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
-
-if KIND == "python":  # a library of an earlier editable build would be loaded still
-    for library in ROOT.glob("bagua_syncbn/_C.*"):
-        library.unlink()
 
 patterns = {"python": [], "cpu": ["csrc/*.cpp", "csrc/cpu/**/*.cpp"], "cuda": ["csrc/**/*.cpp", "csrc/cuda/*.cu"]}[KIND]
 sources = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 setup(
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources else {},
 )

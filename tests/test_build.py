@@ -19,20 +19,21 @@ def checkout(tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     package = tmp_path / "bagua_syncbn"
     package.mkdir()
-    shutil.copy(ROOT / "bagua_syncbn" / "version.py", package)
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "bagua_syncbn" / name, package)
     return tmp_path
 
 
 def decide(checkout, **environment):
-    """Runs setup.py as far as the decision; returns its exit status, its output and what it recorded."""
+    """Builds all but the library; returns the exit status, the output and what was recorded."""
     result = subprocess.run(
-        [sys.executable, "setup.py", "--name"],
+        [sys.executable, "setup.py", "build_py", "--build-lib", "lib"],
         cwd=checkout,
         env={key: value for key, value in os.environ.items() if key not in ("CXX", "NVCC")} | environment,
         capture_output=True,
         text=True,
     )
-    recorded = checkout / "bagua_syncbn" / "build_info.json"
+    recorded = checkout / "lib" / "bagua_syncbn" / "build_info.json"
     return (
         result.returncode,
         result.stdout + result.stderr,
@@ -65,11 +66,19 @@ def test_without_nvcc(checkout):
 
 
 def test_asked_for_python(checkout):
-    (checkout / "bagua_syncbn" / "_C.abi3.so").touch()
     status, _, info = decide(checkout, BAGUA_SYNCBN_BUILD="python")
     assert status == 0
     assert (info["build"], info["build_reason"]) == ("python", "BAGUA_SYNCBN_BUILD=python")
-    assert not (checkout / "bagua_syncbn" / "_C.abi3.so").exists()  # of an earlier build, and would be loaded
+
+
+def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
+    package = checkout / "bagua_syncbn"
+    (package / "_C.abi3.so").touch()
+    code = "import setuptools.build_meta as backend, sys; backend.build_editable(sys.argv[1])"
+    environment = os.environ | {"BAGUA_SYNCBN_BUILD": "python"}
+    subprocess.run([sys.executable, "-c", code, str(checkout)], cwd=checkout, env=environment, check=True)
+    assert not (package / "_C.abi3.so").exists()
+    assert json.loads((package / "build_info.json").read_text())["build"] == "python"
 
 
 @pytest.mark.parametrize(

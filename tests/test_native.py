@@ -224,6 +224,22 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_nan():
     torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_rounding_carries_no_nan_to_a_number():
+    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # all bits of the mantissa set
+    for dtype in (torch.bfloat16, torch.float16):
+        output = ops.batch_norm_elemt(torch.ones(40, 2, dtype=dtype), None, None, torch.zeros(2), nan)
+        assert output.isnan().all()
+
+
+@pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
+def test_ties_round_to_even(dtype, half_unit):
+    """One half unit in the last place above each value from 1 to 2."""
+    values = torch.arange(1, 2, 2 * half_unit).to(dtype).view(1, 1, -1)
+    zero, one = torch.zeros(1), torch.ones(1)
+    output = ops.batch_norm_elemt(values, None, torch.tensor([half_unit]), zero, one)
+    assert torch.equal(output, (values.float() + half_unit).to(dtype))
+
+
 BITS = """
 import hashlib, json, sys, torch
 from bagua_syncbn import ops
