@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f)
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
-.PHONY: help demo test sanitize wheel test-wheel lint format docs clean
+.PHONY: help demo test bench sanitize wheel test-wheel lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
 	@echo 'make test    all tests that run without a GPU'
+	@echo 'make bench   the CPU kernels against copying, torch and fairscale: build/bench/'
 	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
 	@echo 'make lint    formatting, lint and types'
@@ -42,6 +43,9 @@ sanitize: $(VENV)/installed-test
 		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/test_native.py \
 			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
 	done
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 # One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
 wheel: $(VENV)/installed-wheel

@@ -6,8 +6,10 @@ from torch import Tensor
 
 _WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 
-# Below this number of values the five calls from Python cost more than the kernels save. Measured, see docs/kernels.md.
-_WORTHWHILE = 2**18
+# Below these numbers of values the five calls from Python cost what the kernels save, or more: docs/benchmarks.md.
+# F.batch_norm is fast where channels are innermost, until its outputs leave the caches.
+_WORTHWHILE_PLANAR = 2**18
+_WORTHWHILE_INTERLEAVED = 2**22
 
 
 def _load() -> str:
@@ -28,4 +30,5 @@ KERNELS = _load()
 
 def beat_torch(input: Tensor) -> bool:
     """Whether the ops normalize ``input`` in training faster than F.batch_norm does."""
-    return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= _WORTHWHILE
+    worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
+    return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
