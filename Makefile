@@ -30,7 +30,7 @@ demo: $(VENV)/installed-demo
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 	BAGUA_SYNCBN_KERNELS=reference $(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS) \
-		tests/test_contract.py tests/test_layer.py tests/test_ops.py tests/test_semantics.py tests/test_training.py
+		tests/test_contract.py tests/test_data_parallel.py tests/test_layer.py tests/test_ops.py tests/test_semantics.py tests/test_training.py
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine.
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer

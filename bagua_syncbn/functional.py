@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ops
-from .communicators import Communicator, resolve_communicator
+from .communicators import Communicator, Replica, resolve_communicator
+from .functional_replicas import replicated_batch_norm
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -26,6 +27,7 @@ def sync_batch_norm(
     process_group: Any = None,
     *,
     num_batches_tracked: Tensor | None = None,
+    eps_mode: str = "plus",
 ) -> Tensor:
     r"""Batch normalization with the statistics of all ranks of a group.
 
@@ -58,6 +60,7 @@ def sync_batch_norm(
             there is no job), a :class:`torch.distributed.ProcessGroup`, or a
             :class:`~bagua_syncbn.communicators.Communicator`.
         num_batches_tracked: int64 scalar, increased by one in place whenever the running statistics are updated.
+        eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor.
 
     Returns:
         (N, C, \*), of the dtype and memory format of ``input``.
@@ -67,31 +70,35 @@ def sync_batch_norm(
             ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
-            ``num_batches_tracked``; this rank is not in ``process_group``.
+            ``num_batches_tracked``; ``eps_mode`` is neither of the two; this rank is not in ``process_group``.
         RuntimeError: a parameter or buffer does not have C elements, or is on another device than ``input``.
 
     Each of these is raised before this rank communicates or writes to a buffer.
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     _check_tensors(input, tensors)
+    if eps_mode not in ops.EPS_MODES:
+        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
     if not training:
-        return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps)
+        return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode)
 
     if momentum is None and running_mean is not None and num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    step = (input, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
+    if isinstance(process_group, Replica):
+        return replicated_batch_norm(*step, process_group)
     communicator = resolve_communicator(process_group)
     if communicator.size == 1:
         if input.numel() == input.size(1) > 0:
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        if input.numel() > 0 and momentum is not None and _suits_torch(input, tensors.values()):
+        suits_torch = input.numel() > 0 and eps_mode == "plus" and _suits_torch(input, tensors.values())
+        if suits_torch and momentum is not None:
             if num_batches_tracked is not None:
                 num_batches_tracked.add_(1)
             return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
-    output: Tensor = _SyncBatchNorm.apply(
-        input, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, communicator
-    )
+    output: Tensor = _SyncBatchNorm.apply(*step, communicator)
     return output
 
 
@@ -138,9 +145,13 @@ def _batch_norm_eval(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    eps_mode: str,
 ) -> Tensor:
-    if running_mean is None:
+    if running_mean is None or running_var is None:
         raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
+    if eps_mode == "clamp":
+        # F.batch_norm adds eps again; that of torch 2.10 takes no eps of 0.
+        running_var = (running_var.to(ops.accumulate_dtype(running_var.dtype)) - eps).clamp(min=0)
     tensors = (running_mean, running_var, weight, bias)
     if not _is_native(input, tensors):
         dtype = ops.accumulate_dtype(input.dtype)
@@ -160,12 +171,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
+        eps_mode: str,
         communicator: Communicator,
     ) -> Tensor:
         stats = ops.batch_norm_stats(input)
         gathered = communicator.all_gather(stats)
-        mean, invstd, count = ops.batch_norm_gather_stats(
-            gathered, running_mean, running_var, num_batches_tracked, momentum, eps
+        mean, invstd, count, ctx.clamped = ops.merge_stats(
+            gathered, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode
         )
         ctx.save_for_backward(input, weight, mean, invstd, count)
         ctx.communicator = communicator
@@ -182,11 +194,11 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
         # holds is not, so nothing else decides whether to communicate.
         if input_needs_grad:
-            sums = ctx.communicator.all_reduce(sums)
+            sums = ops.clear_clamped(ctx.communicator.all_reduce(sums), ctx.clamped)
             grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
         return (
             grad_input,
             grad_weight if weight_needs_grad else None,
             grad_bias if bias_needs_grad else None,
-            *[None] * 6,
+            *[None] * 7,
         )

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .communicators import LOCAL, check_process_group, describe_group
+from .communicators import LOCAL, CallbackContext, Replica, check_process_group, describe_group, resolve_communicator
 from .functional import sync_batch_norm
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -65,6 +65,12 @@ class SyncBatchNorm(_BatchNorm):
 
     process_group: Any = None
 
+    # How eps keeps the deviation from zero, see sync_batch_norm.
+    eps_mode: str = "plus"
+
+    # Set in the copies that data parallelism within one process makes of a layer.
+    _replica: Replica | None = None
+
     # What revert_sync_batchnorm turns the layer into. A subclass of this one must name its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
 
@@ -112,16 +118,49 @@ class SyncBatchNorm(_BatchNorm):
             uses_batch,
             self.momentum,
             self.eps,
-            self.process_group if self.training else LOCAL,
+            self._ranks() if self.training else LOCAL,
             num_batches_tracked=self.num_batches_tracked if tracks else None,
+            eps_mode=self.eps_mode,
         )
 
+    def _ranks(self) -> Any:
+        """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""
+        if self._replica is None:
+            if "_is_replica" in vars(self):  # set by torch
+                raise RuntimeError(
+                    f"{type(self).__name__}: expected replicas that know of each other, got one of a DataParallel "
+                    "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
+                    "patch_replication_callback on the model"
+                )
+            return self.process_group
+        if self._replica.size == 1:
+            return self.process_group
+        size = resolve_communicator(self.process_group).size
+        if size > 1:
+            raise RuntimeError(
+                f"process_group: expected a group of one where a layer is one of {self._replica.size} replicas, got "
+                f"one of {size} ranks; use one device for each rank, or set process_group to "
+                "bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process alone"
+            )
+        return self._replica
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        """Makes this copy of a layer know the others, see :mod:`bagua_syncbn.data_parallel`."""
+        if not isinstance(ctx, CallbackContext):
+            raise TypeError(
+                "ctx: expected a bagua_syncbn.data_parallel.CallbackContext, as execute_replication_callbacks makes "
+                f"it, got {type(ctx).__module__}.{type(ctx).__name__}"
+            )
+        self._replica = Replica(ctx.replicas, copy_id, ctx.layer)
+
     def extra_repr(self) -> str:
+        eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
         group = "" if self.process_group is None else f", process_group={self.process_group}"
-        return f"{super().extra_repr()}{group}"
+        return f"{super().extra_repr()}{eps_mode}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
+        state.pop("_replica", None)
         if "process_group" in state:
             state["process_group"] = describe_group(state["process_group"])
         return state

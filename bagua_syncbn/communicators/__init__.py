@@ -1,7 +1,8 @@
 """Whom a synchronized layer talks to, knowing nothing of what is computed.
 
 A :class:`Communicator` does two things with one small tensor: gather it and add it up. Everything that can synchronize
-batch normalization is one of these, in a file of its own.
+the processes of a job is one of these, in a file of its own. Replicas in threads of one process are not: a collective
+in their backward could wait for one that is to run next on the same thread. They meet as a :class:`Replica` does.
 """
 
 from typing import Protocol, runtime_checkable
@@ -10,13 +11,17 @@ from torch import Tensor
 
 from . import torch as _torch
 from .local import LOCAL, LocalCommunicator
+from .replicas import CallbackContext, Replica, Replicas
 from .torch import RankGroup, TorchCommunicator, describe_group
 
 __all__ = [
     "LOCAL",
+    "CallbackContext",
     "Communicator",
     "LocalCommunicator",
     "RankGroup",
+    "Replica",
+    "Replicas",
     "TorchCommunicator",
     "check_process_group",
     "describe_group",

@@ -3,6 +3,7 @@
 import torch
 
 from . import fake, reference
+from .eps_mode import EPS_MODES, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .schemas import accumulate_dtype
 
@@ -13,6 +14,7 @@ batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.d
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
 
 __all__ = [
+    "EPS_MODES",
     "KERNELS",
     "accumulate_dtype",
     "batch_norm_backward_elemt",
@@ -21,6 +23,8 @@ __all__ = [
     "batch_norm_gather_stats",
     "batch_norm_stats",
     "beat_torch",
+    "clear_clamped",
     "fake",
+    "merge_stats",
     "reference",
 ]

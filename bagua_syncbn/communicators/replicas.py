@@ -1,0 +1,214 @@
+"""Replicas of one model in threads of one process, as torch.nn.DataParallel runs them.
+
+They meet in forward only. What has to cross between them in backward crosses in autograd's graph, where nothing waits:
+how many threads run a backward pass, and in which order they take the replicas, is autograd's affair.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TIMEOUT = 1800.0
+"""Seconds that a replica waits for others that neither arrive nor end, as long as torch.distributed with gloo."""
+
+
+class ReplicaError(RuntimeError):
+    """What a replica raises that was waiting when another raised. The other's error is its cause."""
+
+
+class _Sent(NamedTuple):
+    """A tensor on its way to another thread, and the moment in its CUDA stream at which it is there."""
+
+    tensor: Tensor
+    event: torch.cuda.Event | None
+
+    def receive(self, device: torch.device) -> Tensor:
+        """Returns the tensor on ``device``, differentiably, for use in this thread's streams."""
+        if self.event is not None:
+            # A copy to another device runs in the stream of the source, so that is the one that has to wait.
+            stream = torch.cuda.current_stream(self.tensor.device)
+            stream.wait_event(self.event)
+            self.tensor.record_stream(stream)
+        return self.tensor.to(device)
+
+
+def _send(tensor: Tensor) -> _Sent:
+    if not tensor.is_cuda:
+        return _Sent(tensor, None)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return _Sent(tensor, event)
+
+
+@dataclass
+class _Meeting:
+    layer: str = ""
+    sent: dict[int, _Sent] = field(default_factory=dict)
+    results: list[list[_Sent]] | None = None
+
+
+class Replicas:
+    """The replicas of a model in one forward pass: who runs, who has ended, and where they meet.
+
+    Each meeting takes place in one layer, and each replica comes to the same ones in the same order.
+
+    Args:
+        size: number of replicas.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.error: BaseException | None = None  # the first that a replica raised
+        self._changed = Condition()
+        self._meeting = _Meeting()
+        self._calls: list[Counter[str]] = [Counter() for _ in range(size)]
+        # How often each has begun and ended a pass: counts, because a later pass may begin before all have ended one.
+        self._begun = [0] * size
+        self._ended = [0] * size
+
+    @contextmanager
+    def running(self, rank: int) -> Iterator[None]:
+        """The pass of one replica. Others that wait for it are freed with an error when it raises or ends."""
+        with self._changed:
+            nested = self._begun[rank] > self._ended[rank]  # a module that calls itself
+            self._begun[rank] += not nested
+        try:
+            yield
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            with self._changed:
+                self._ended[rank] += not nested
+                self._changed.notify_all()
+
+    def meet(
+        self, rank: int, layer: str, tensor: Tensor, merge: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]]
+    ) -> list[Tensor]:
+        """Waits until every replica has made this call; returns what ``merge`` made for this one.
+
+        Args:
+            rank: index of this replica.
+            layer: what the others know the layer by, and errors name.
+            tensor: what this replica brings.
+            merge: turns what all have brought, in the order of ranks and on the device of replica 0, into tensors for
+                each of them. That of replica 0 is called, on its thread.
+
+        Returns:
+            the tensors for this replica, on the device of ``tensor``.
+
+        Raises:
+            ReplicaError: another replica raised.
+            RuntimeError: another replica ended without this call or calls another layer; the pass of this one has
+                ended; some did not arrive in :data:`TIMEOUT` seconds.
+        """
+        try:
+            meeting = self._arrive(rank, layer, _send(tensor))
+            if rank == 0:
+                self._wait(meeting, lambda: len(meeting.sent) == self.size)
+                brought = [meeting.sent[other].receive(tensor.device) for other in range(self.size)]
+                results = [[_send(result) for result in results] for results in merge(brought)]
+                with self._changed:
+                    meeting.results = results
+                    self._changed.notify_all()
+            self._wait(meeting, lambda: meeting.results is not None)
+        except BaseException as error:
+            self._stop(error)
+            raise
+        assert meeting.results is not None
+        return [result.receive(tensor.device) for result in meeting.results[rank]]
+
+    def _arrive(self, rank: int, layer: str, sent: _Sent) -> _Meeting:
+        with self._changed:
+            if self._begun[rank] and self._begun[rank] == self._ended[rank]:
+                raise RuntimeError(
+                    f"{layer}: expected calls during the forward pass of its replica only, got one after replica "
+                    f"{rank} had ended; activation checkpointing, which repeats the pass in backward, cannot be "
+                    "combined with replicas"
+                )
+            self._calls[rank][layer] += 1
+            meeting = self._meeting
+            if meeting.sent and meeting.layer != layer:
+                raise RuntimeError(
+                    f"{layer}: expected every replica to call the same layers in the same order, got "
+                    f"{self._describe_call(rank, layer)}, where {self._describe_call(min(meeting.sent), meeting.layer)}"
+                )
+            meeting.layer = layer
+            meeting.sent[rank] = sent
+            if len(meeting.sent) == self.size:
+                self._meeting = _Meeting()
+                self._changed.notify_all()
+            return meeting
+
+    def _wait(self, meeting: _Meeting, is_done: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: is_done() or self._cannot_be_done(meeting), TIMEOUT)
+            if is_done():
+                return
+            if self.error is not None:
+                raise ReplicaError(
+                    f"{meeting.layer}: expected all replicas, got an error in another one: "
+                    f"{type(self.error).__name__}: {self.error}"
+                ) from self.error
+            calls = [counter[meeting.layer] for counter in self._calls]
+            ended = [rank for rank in self._missing(meeting) if self._has_ended(rank, meeting)]
+            reason = f"when replica {ended[0]} ended" if ended else f"and no more in {TIMEOUT:g} seconds"
+            raise RuntimeError(
+                f"{meeting.layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
+                f"{self.size - 1} {reason}"
+            )
+
+    def _cannot_be_done(self, meeting: _Meeting) -> bool:
+        return self.error is not None or any(self._has_ended(rank, meeting) for rank in self._missing(meeting))
+
+    def _missing(self, meeting: _Meeting) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in meeting.sent]
+
+    def _has_ended(self, rank: int, meeting: _Meeting) -> bool:
+        """Whether ``rank`` has ended the pass that those in ``meeting`` are in."""
+        now = max(self._begun[other] for other in meeting.sent)
+        return self._ended[rank] >= max(now, 1)
+
+    def _describe_call(self, rank: int, layer: str) -> str:
+        return f"replica {rank} in its call {self._calls[rank][layer]} of {layer}"
+
+    def _stop(self, error: BaseException) -> None:
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One layer of one replica."""
+
+    replicas: Replicas
+    rank: int
+    layer: str
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return self.replicas.size
+
+    def meet(self, tensor: Tensor, merge: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]]) -> list[Tensor]:
+        """Meets the others in this layer, see :meth:`Replicas.meet`."""
+        return self.replicas.meet(self.rank, self.layer, tensor, merge)
+
+
+class CallbackContext:
+    """What the copies of one submodule share in one forward pass: any attributes that they set.
+
+    Those of this package are ``replicas`` and ``layer``, the name of the submodule in messages.
+    """
+
+    def __init__(self, replicas: Replicas, layer: str) -> None:
+        self.replicas = replicas
+        self.layer = layer

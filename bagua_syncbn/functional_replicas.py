@@ -1,0 +1,128 @@
+"""The step among replicas of one process: the same ops, and no collective in backward.
+
+Sums of gradients cross between replicas along edges of autograd's graph. Each replica has a node at either end and all
+of them share one in the middle::
+
+    x --> _Statistics --> statistics --\\                  /--> moments of all --> _Normalize --> y
+               \\                         >--> _Merge -->--<                          /
+                \\                       /                 \\                         /
+                 \\       the other replicas             the other replicas        /
+                  \\--> x ----------------------------------------------------->--/
+
+Backward, an edge carries what the node at its far end needs rather than a gradient: from ``_Normalize`` to ``_Merge``
+go the replica's sums, from ``_Merge`` to ``_Statistics`` the sums of all, and along x goes the gradient of y. Autograd
+runs a node when all that it needs is there, with one thread for each device as well as with one for all replicas.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from .communicators.replicas import Replica
+
+
+def replicated_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    eps_mode: str,
+    replica: Replica,
+) -> Tensor:
+    """Training of :func:`~bagua_syncbn.sync_batch_norm` in a replica. Only replica 0 updates its buffers."""
+
+    def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
+        # Replica 0 may run without gradients where another does not.
+        with torch.set_grad_enabled(any(packed.requires_grad for packed in statistics)):
+            count, *moments = _Merge.apply(
+                running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, *statistics
+            )
+        return [(own, count) for own in moments]
+
+    totals = _Totals()
+    # The weight for the gradient of the input. Detached: it gets its own gradient from _Normalize.
+    input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
+    moments, count = replica.meet(statistics, merge)
+    totals.moments, totals.count = moments.detach(), count
+    output: Tensor = _Normalize.apply(input, weight, bias, moments)
+    return output
+
+
+class _Totals:
+    """What ``_Statistics`` needs in backward and what exists only after its forward: ``moments`` (2C) and ``count``."""
+
+    moments: Tensor
+    count: Tensor
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, totals: _Totals) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(input, weight)
+        ctx.totals = totals
+        return input, ops.batch_norm_stats(input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, sums: Tensor) -> tuple[Tensor, None, None]:
+        # An output that is not in the loss has a grad_output of zeros here; its input still acts through the moments.
+        input, weight = ctx.saved_tensors
+        mean, invstd = ctx.totals.moments.chunk(2)
+        sums = sums[: 2 * input.size(1)]
+        return (
+            ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, ctx.totals.count),
+            None,
+            None,
+        )
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+        eps_mode: str,
+        *statistics: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns the count, and the moments ``[mean (C) | invstd (C)]`` once for each replica."""
+        mean, invstd, count, ctx.clamped = ops.merge_stats(
+            torch.stack(statistics), running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode
+        )
+        ctx.mark_non_differentiable(count)
+        return count, *(torch.cat([mean, invstd]) for _ in statistics)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, *sums: Tensor) -> tuple[Tensor | None, ...]:
+        # In the order of replicas, so that the bits do not depend on which device is ready first.
+        total = ops.clear_clamped(torch.stack(sums).sum(0), ctx.clamped)
+        total = F.pad(total, (0, 2))  # of the size of statistics, whose last two values are the count
+        return *[None] * 6, *[total] * len(sums)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight, moments)
+        return ops.batch_norm_elemt(input, weight, bias, *moments.chunk(2))  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, moments = ctx.saved_tensors
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *moments.chunk(2), weight)
+        grads = (grad_output, grad_weight, grad_bias, sums)
+        return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

@@ -1,0 +1,44 @@
+"""The two ways in which eps keeps the deviation from zero, with the op that knows one of them.
+
+``"plus"`` is ``sqrt(var + eps)``, torch's; ``"clamp"`` is ``sqrt(max(var, eps))``, with the derivative of ``max``:
+where ``eps`` replaces the variance, no gradient passes through it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import schemas  # noqa: F401, declares the op
+
+EPS_MODES = ("plus", "clamp")
+
+_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
+
+
+def merge_stats(
+    gathered: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    eps_mode: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Calls ``batch_norm_gather_stats``; returns what it does and, for ``"clamp"``, where eps replaces the variance.
+
+    That is bool of shape (C), for :func:`clear_clamped`; None for ``"plus"``.
+    """
+    buffers = (running_mean, running_var, num_batches_tracked)
+    if eps_mode == "plus":
+        return *_gather_stats(gathered, *buffers, momentum, eps), None
+    mean, invstd, count = _gather_stats(gathered, *buffers, momentum, 0.0)
+    limit = eps**-0.5 if eps else math.inf
+    return mean, invstd.clamp(max=limit), count, invstd > limit
+
+
+def clear_clamped(sums: Tensor, clamped: Tensor | None) -> Tensor:
+    """Sets ``sum_dy_xmu`` of ``sums`` (2C), which is what passes through the variance, to 0 where ``clamped`` (C)."""
+    if clamped is not None:
+        sums[clamped.numel() :].masked_fill_(clamped, 0)
+    return sums
