@@ -19,13 +19,14 @@ def _load() -> str:
         from .. import _C
     except ModuleNotFoundError:  # a pure-Python installation
         return "reference"
-    return f"native, cpu: {_C.cpu_capability()}"
+    return f"native, cpu: {_C.cpu_capability()}{', cuda' if _C.has_cuda() else ''}"
 
 
 KERNELS = _load()
-"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set."""
+"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, and ``", cuda"`` if there are kernels for
+CUDA too."""
 
 
 def beat_torch(input: Tensor) -> bool:
-    """Whether the ops normalize ``input`` in training faster than F.batch_norm does."""
+    """Whether the ops normalize ``input`` in training faster than F.batch_norm does. Not known for the CUDA kernels."""
     return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= _WORTHWHILE
