@@ -109,8 +109,9 @@ const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype,
   return dispatch(dtype, [&](auto tag) {
     using T = decltype(tag);
     const bool vectors = takes_vectors(g, sizeof(T), {dy, x, dx});
-    return (vectors ? launch_backward_elemt<T, kVector<T>> : launch_backward_elemt<T, 1>)(
-        static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(dx), g, affine, stream);
+    return (vectors ? launch_backward_elemt<T, kVector<T>>
+                    : launch_backward_elemt<T, 1>)(static_cast<const T*>(dy), static_cast<const T*>(x),
+                                                   static_cast<T*>(dx), g, affine, stream);
   });
 }
 

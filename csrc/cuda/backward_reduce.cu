@@ -1,8 +1,9 @@
 // batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
 // and bias of this rank.
 //
-// Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under way.
-// A batch is added up before it is added to the sums of the thread, and all levels above it are those of reduce.cuh.
+// Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under
+// way. A batch is added up before it is added to the sums of the thread, and all levels above it are those of
+// reduce.cuh.
 
 #include "reduce.cuh"
 
@@ -121,8 +122,9 @@ const char* backward_reduce(const void* dy, const void* x, DType dtype, const Ge
   return dispatch(dtype, [&](auto tag) {
     using T = decltype(tag);
     const bool vectors = takes_vectors(g, sizeof(T), {dy, x});
-    return (vectors ? launch_backward_reduce<T, kVector<T>> : launch_backward_reduce<T, 1>)(
-        static_cast<const T*>(dy), static_cast<const T*>(x), g, mean, Results{invstd, outputs}, workspace, stream);
+    return (vectors ? launch_backward_reduce<T, kVector<T>>
+                    : launch_backward_reduce<T, 1>)(static_cast<const T*>(dy), static_cast<const T*>(x), g, mean,
+                                                    Results{invstd, outputs}, workspace, stream);
   });
 }
 

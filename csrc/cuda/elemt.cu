@@ -2,8 +2,8 @@
 //
 // Planar: a block takes a part of a channel, so that the factors are read once by each thread. Interleaved: a block
 // takes a range of rows of a tile of channels, a thread the factors of its W channels. See walk.cuh for both. Blocks go
-// over the tensor from its end: the statistics went over it from its beginning, and what they read last is still cached.
-// The mean is subtracted first: folded into the bias it would cancel where it is large beside the deviation.
+// over the tensor from its end: the statistics went over it from its beginning, and what they read last is still
+// cached. The mean is subtracted first: folded into the bias it would cancel where it is large beside the deviation.
 
 #include "walk.cuh"
 

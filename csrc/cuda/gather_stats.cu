@@ -1,8 +1,9 @@
 // batch_norm_gather_stats: the statistics of all ranks together, and the running ones.
 //
 // A thread takes a channel and goes over the ranks twice, in their order and in double, so that all ranks get the same
-// bits: neighbouring threads read neighbouring values of a row. The counter of batches is increased by the first thread.
-// Where others need it, for the average over all batches, there is one block, and they read it before a barrier.
+// bits: neighbouring threads read neighbouring values of a row. The counter of batches is increased by the first
+// thread. Where others need it, for the average over all batches, there is one block, and they read it before a
+// barrier.
 
 #include "../packed_stats.h"
 #include "values.cuh"

@@ -21,8 +21,8 @@ namespace {
 
 using StreamGetter = decltype(&aoti_torch_get_current_cuda_stream);
 
-// The weak symbol is found where libtorch_cuda is in the global scope. Python loads it into a scope of its own, where it
-// is found by its name; RTLD_NOLOAD, because only the one that torch itself uses will do.
+// The weak symbol is found where libtorch_cuda is in the global scope. Python loads it into a scope of its own, where
+// it is found by its name; RTLD_NOLOAD, because only the one that torch itself uses will do.
 StreamGetter find_stream_getter() {
   if (&aoti_torch_get_current_cuda_stream != nullptr) return &aoti_torch_get_current_cuda_stream;
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -34,8 +34,8 @@ void check_cuda(const char* error) {
   check(error == nullptr, "CUDA", "success", error == nullptr ? "" : error);
 }
 
-// Makes the device of `input` current as long as it lives, for torch and for the CUDA runtime in this library, and knows
-// the stream that torch uses there.
+// Makes the device of `input` current as long as it lives, for torch and for the CUDA runtime in this library, and
+// knows the stream that torch uses there.
 class Context {
  public:
   explicit Context(const Tensor& input) : device_(input.get_device_index()), guard_(device_) {
@@ -165,7 +165,7 @@ Tensor batch_norm_stats(Tensor input) {
   Tensor packed = new_channels(input, size, accumulate);
   TorchWorkspace workspace(input, context);
   check_cuda(stats(laid.tensor.const_data_ptr(), dtype, laid.geometry, packed.mutable_data_ptr(), workspace,
-                     context.stream()));
+                   context.stream()));
   return packed;
 }
 
@@ -187,16 +187,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, std:
   const std::optional<Tensor> tracked_var = tracks ? running_var : std::nullopt;
   const PerChannel mean_buffer(tracked_mean, channels, "running_mean", device);
   const PerChannel var_buffer(tracked_var, channels, "running_var", device);
-  const int64_t* batches =
-      num_batches_tracked ? counter(*num_batches_tracked, "num_batches_tracked", device) : nullptr;
+  const int64_t* batches = num_batches_tracked ? counter(*num_batches_tracked, "num_batches_tracked", device) : nullptr;
   const Tensor rows = dense(gathered);
   Tensor mean = new_channels(gathered, channels, dtype), invstd = new_channels(gathered, channels, dtype);
   Tensor count = torch::stable::new_empty(gathered, {}, ScalarType::Long);
-  check_cuda(gather_stats({rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
-                             mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
-                             static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
-                             const_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps},
-                            context.stream()));
+  check_cuda(gather_stats(
+      {rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"), mean.mutable_data_ptr(),
+       invstd.mutable_data_ptr(), static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
+       const_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps},
+      context.stream()));
   mean_buffer.copy_back(tracked_mean);
   var_buffer.copy_back(tracked_var);
   return {mean, invstd, count};
@@ -215,7 +214,7 @@ Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optiona
   const PerChannel means = per_channel(mean, "mean"), biases = per_channel(bias, "bias");
   const PerChannel weights = per_channel(weight, "weight"), invstds = per_channel(invstd, "invstd");
   check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype, laid.geometry,
-                     {means, invstds, weights, biases}, context.stream()));
+                   {means, invstds, weights, biases}, context.stream()));
   return with_strides_of(output, laid, input);
 }
 
@@ -241,12 +240,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output
   Tensor grad_weight = new_channels(input, channels, parameter), grad_bias = new_channels(input, channels, parameter);
   const DType parameter_dtype = dtype_of(grad_weight, "weight");
   TorchWorkspace workspace(input, context);
-  check_cuda(backward_reduce(grads.const_data_ptr(), laid.tensor.const_data_ptr(), dtype, laid.geometry, means,
-                               invstds,
-                               {sums.mutable_data_ptr(),
-                                {grad_weight.mutable_data_ptr(), parameter_dtype},
-                                {grad_bias.mutable_data_ptr(), parameter_dtype}},
-                               workspace, context.stream()));
+  check_cuda(backward_reduce(grads.const_data_ptr(), laid.tensor.const_data_ptr(), dtype, laid.geometry, means, invstds,
+                             {sums.mutable_data_ptr(),
+                              {grad_weight.mutable_data_ptr(), parameter_dtype},
+                              {grad_bias.mutable_data_ptr(), parameter_dtype}},
+                             workspace, context.stream()));
   return {sums, grad_weight, grad_bias};
 }
 
@@ -265,8 +263,8 @@ Tensor batch_norm_backward_elemt(Tensor grad_output, Tensor input, std::optional
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   const PerChannel means(mean, channels, "mean", device), invstds(invstd, channels, "invstd", device);
   const PerChannel weights(weight, channels, "weight", device), totals(sums, 2 * channels, "sums", device);
-  check_cuda(backward_elemt(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),
-                              dtype, laid.geometry, {means, invstds, weights, totals, counts}, context.stream()));
+  check_cuda(backward_elemt(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(), dtype,
+                            laid.geometry, {means, invstds, weights, totals, counts}, context.stream()));
   return with_strides_of(grad_input, laid, input);
 }
 

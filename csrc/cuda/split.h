@@ -1,5 +1,5 @@
-// How the values of a tensor are shared out over blocks and threads. All of it depends on sizes and alignment alone, not
-// on the card or on what else runs there, so that the result does not either.
+// How the values of a tensor are shared out over blocks and threads. All of it depends on sizes and alignment alone,
+// not on the card or on what else runs there, so that the result does not either.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
   return power;
 }
 
-// Planar. A row of `inner` values lies in `slots` slots of the kernel's width, which are aligned; the first and the last
-// slot of a row may be cut short by its ends. A part is a range of samples and a range of slots.
+// Planar. A row of `inner` values lies in `slots` slots of the kernel's width, which are aligned; the first and the
+// last slot of a row may be cut short by its ends. A part is a range of samples and a range of slots.
 struct Planar {
   int64_t batch;
   int64_t channels;

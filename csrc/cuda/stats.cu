@@ -4,7 +4,8 @@
 // range of rows of a tile of channels, a thread W channels. Either way a thread merges batches of values into its own
 // mean and sum of squared deviations, by two passes over the batch in registers; then warps, blocks and parts are
 // merged (reduce.cuh). All deviations are from a pivot, one value of the part, so that a mean that is large beside the
-// deviation costs no precision; that the pivot may be far off costs none either, since each batch has a mean of its own.
+// deviation costs no precision; that the pivot may be far off costs none either, since each batch has a mean of its
+// own.
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -117,7 +118,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Moments<A> sum = reduce_rows<W>(moments, count);
   const int64_t channel = walk.tile_begin + thread_index();
-  const double pivot = thread_index() < blockDim.x * W && channel < plan.channels ? widen(first_row[channel]) : 0;
+  const bool has_channel = thread_index() < plan.lanes * W && channel < plan.channels;
+  const double pivot = has_channel ? widen(first_row[channel]) : 0;
   Moments<double> total{pivot + sum.mean, sum.m2};
   double total_count = count;
   if (!merge_parts(total, total_count, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
@@ -146,8 +148,9 @@ const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, W
   return dispatch(dtype, [&](auto tag) {
     using T = decltype(tag);
     const bool vectors = takes_vectors(g, sizeof(T), {x});
-    return (vectors ? launch_stats<T, kVector<T>> : launch_stats<T, 1>)(
-        static_cast<const T*>(x), g, static_cast<Accumulate<T>*>(packed), workspace, stream);
+    return (vectors ? launch_stats<T, kVector<T>> : launch_stats<T, 1>)(static_cast<const T*>(x), g,
+                                                                        static_cast<Accumulate<T>*>(packed), workspace,
+                                                                        stream);
   });
 }
 
