@@ -23,8 +23,8 @@ def _load() -> str:
 
 
 KERNELS = _load()
-"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, and ``", cuda"`` if there are kernels for
-CUDA too."""
+"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, followed by
+``", cuda"`` if the library has CUDA kernels too."""
 
 
 def beat_torch(input: Tensor) -> bool:
