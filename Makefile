@@ -6,8 +6,12 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
+# For installations in $(VENV): one architecture and its PTX, which every later card can run. The wheel has them all.
+CUDA_ARCHS ?= 75
+
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f)
+EMULATOR := $(shell find tests/emulator -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
 .PHONY: help demo test bench sanitize wheel test-wheel lint format docs clean
@@ -61,13 +65,13 @@ test-wheel: wheel
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(EMULATOR)
 	$(BIN)/mypy
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(NATIVE) $(EMULATOR)
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -86,5 +90,5 @@ $(VENV)/installed-torch: $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-%: $(VENV)/installed-torch $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$*]'
+	BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$*]'
 	@touch $@

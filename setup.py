@@ -97,7 +97,8 @@ class BuildKernels(build_ext):
                 codes.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}")
                 command = [TOOLS["nvcc"], *NVCC_FLAGS, *codes]
             else:
-                command = [*cxx, *CXX_FLAGS, *STABLE_ABI, *includes, *extra]
+                kernels = ["-DBAGUA_SYNCBN_CUDA"] if KIND == "cuda" else []
+                command = [*cxx, *CXX_FLAGS, *STABLE_ABI, *kernels, *includes, *extra]
             self.spawn([*command, "-c", source, "-o", str(target)])
             return str(target)
 

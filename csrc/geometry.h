@@ -1,20 +1,10 @@
-// How the values of one channel lie in memory. There are two ways, and everything else is made one of them first.
+// Brings tensors into one of the two layouts of layout.h.
 #pragma once
 
+#include "layout.h"
 #include "stable_abi.h"
 
 namespace bagua_syncbn {
-
-// Planar, (batch, channels, inner): the `inner` values of one sample and channel are contiguous.
-// Interleaved, (batch * inner, channels): the channels of one place are contiguous; channels_last and (N, C) are this.
-struct Geometry {
-  bool interleaved;
-  int64_t batch;
-  int64_t channels;
-  int64_t inner;
-
-  int64_t rows() const { return batch * inner; }  // values per channel
-};
 
 // Whether the elements of `tensor` are dense in memory with dimension `innermost` fastest, or with the last one fastest
 // if that is 0, and otherwise in row-major order.

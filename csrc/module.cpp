@@ -9,8 +9,17 @@ PyObject* cpu_capability(PyObject*, PyObject*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
 }
 
+PyObject* has_cuda(PyObject*, PyObject*) {
+#if defined(BAGUA_SYNCBN_CUDA)
+  Py_RETURN_TRUE;
+#else
+  Py_RETURN_FALSE;
+#endif
+}
+
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
+    {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
     {nullptr, nullptr, 0, nullptr},
 };
 

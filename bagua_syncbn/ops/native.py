@@ -21,14 +21,15 @@ def _load() -> str:
         from .. import _C
     except ModuleNotFoundError:  # a pure-Python installation
         return "reference"
-    return f"native, cpu: {_C.cpu_capability()}"
+    return f"native, cpu: {_C.cpu_capability()}{', cuda' if _C.has_cuda() else ''}"
 
 
 KERNELS = _load()
-"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set."""
+"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, followed by
+``", cuda"`` if the library has CUDA kernels too."""
 
 
 def beat_torch(input: Tensor) -> bool:
-    """Whether the ops normalize ``input`` in training faster than F.batch_norm does."""
+    """Whether the ops normalize ``input`` in training faster than F.batch_norm does. Not known for the CUDA kernels."""
     worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
     return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile

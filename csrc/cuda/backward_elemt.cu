@@ -1,0 +1,118 @@
+// batch_norm_backward_elemt: dx = ((dy - mean_dy) - (x - mean) * projection) * scale, the gradient of the input.
+//
+// Threads are mapped to data as in elemt.cu, with half as many slots of each of the two inputs under way. Factors come
+// from the sums and the count of all ranks, which are on the device. Blocks go over the tensors from their end, since
+// backward_reduce went from their beginning.
+
+#include "walk.cuh"
+
+namespace bagua_syncbn::cuda {
+namespace {
+
+template <typename A>
+struct Factors {
+  A mean, mean_dy, projection, scale;
+
+  Factors() = default;
+  __device__ __forceinline__ Factors(const GradAffine& affine, int64_t channels, int64_t c, A inverse_count) {
+    const A invstd = read_channel<A>(affine.invstd, c);
+    mean = read_channel<A>(affine.mean, c);
+    mean_dy = read_channel<A>(affine.sums, c) * inverse_count;
+    projection = read_channel<A>(affine.sums, channels + c) * inverse_count * invstd * invstd;
+    scale = invstd * read_channel<A>(affine.weight, c, A(1));
+  }
+  __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
+};
+
+template <typename A>
+__device__ __forceinline__ A inverse_of(const int64_t* count) {
+  return static_cast<A>(1.0 / static_cast<double>(*count));
+}
+
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads)
+    planar_backward_elemt(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, Planar plan,
+                          int misaligned, GradAffine affine) {
+  constexpr int kPairs = kSlots<W> / 2;
+  PlanarWalk<W> walk(plan, misaligned, true);
+  const Factors<A> factors(affine, plan.channels, walk.channel, inverse_of<A>(affine.count));
+  while (!walk.done()) {
+    Slot<W> slots[kPairs];
+    Pack<T, W> grads[kPairs], values[kPairs];
+#pragma unroll
+    for (int u = 0; u < kPairs; ++u) {
+      slots[u] = walk.next();
+      grads[u] = load_slot(dy, slots[u]);
+      values[u] = load_slot(x, slots[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kPairs; ++u) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        values[u].values[j] = narrow<T>(factors.gradient(widen(grads[u].values[j]), widen(values[u].values[j])));
+      }
+      store_slot(dx, slots[u], values[u]);
+    }
+  }
+}
+
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads)
+    interleaved_backward_elemt(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, Interleaved plan,
+                               GradAffine affine) {
+  constexpr int kPairs = kSlots<W> / 2;
+  InterleavedWalk<W> walk(plan, true);
+  if (!walk.active) return;
+  const A inverse_count = inverse_of<A>(affine.count);
+  Factors<A> factors[W];
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w] = Factors<A>(affine, plan.channels, walk.channel + w, inverse_count);
+  while (!walk.done()) {
+    int64_t offsets[kPairs];
+    Pack<T, W> grads[kPairs], values[kPairs];
+#pragma unroll
+    for (int u = 0; u < kPairs; ++u) {
+      offsets[u] = walk.next();
+      if (offsets[u] < 0) continue;
+      grads[u] = load_pack<W>(dy + offsets[u]);
+      values[u] = load_pack<W>(x + offsets[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kPairs; ++u) {
+      if (offsets[u] < 0) break;
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        values[u].values[w] = narrow<T>(factors[w].gradient(widen(grads[u].values[w]), widen(values[u].values[w])));
+      }
+      store_pack(dx + offsets[u], values[u]);
+    }
+  }
+}
+
+template <typename T, int W>
+const char* launch_backward_elemt(const T* dy, const T* x, T* dx, const Geometry& g, const GradAffine& affine,
+                                  Stream stream) {
+  if (g.interleaved) {
+    const Interleaved plan = split_interleaved(g, W, sizeof(T), kElementwise);
+    return launch(interleaved_backward_elemt<T, W>, plan.blocks(), block_of(plan), stream, dy, x, dx, plan, affine);
+  }
+  const int misaligned = misalignment<T, W>(x);
+  const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
+  return launch(planar_backward_elemt<T, W>, plan.blocks(), block_of(plan), stream, dy, x, dx, plan, misaligned,
+                affine);
+}
+
+}  // namespace
+
+const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                           const GradAffine& affine, Stream stream) {
+  return dispatch(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const bool vectors = takes_vectors(g, sizeof(T), {dy, x, dx});
+    return (vectors ? launch_backward_elemt<T, kVector<T>>
+                    : launch_backward_elemt<T, 1>)(static_cast<const T*>(dy), static_cast<const T*>(x),
+                                                   static_cast<T*>(dx), g, affine, stream);
+  });
+}
+
+}  // namespace bagua_syncbn::cuda

@@ -1,0 +1,67 @@
+// batch_norm_gather_stats: the statistics of all ranks together, and the running ones.
+//
+// A thread takes a channel and goes over the ranks twice, in their order and in double, so that all ranks get the same
+// bits: neighbouring threads read neighbouring values of a row. The counter of batches is increased by the first
+// thread. Where others need it, for the average over all batches, there is one block, and they read it before a
+// barrier.
+
+#include "../packed_stats.h"
+#include "values.cuh"
+
+namespace bagua_syncbn::cuda {
+namespace {
+
+// `running` += factor * (value - running), in double.
+__device__ void update_running(const Channels& running, int64_t c, double value, double factor) {
+  const double old = read_channel<double>(running, c);
+  write_channel(running, c, old + factor * (value - old));
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads) merge_ranks(const Gather arguments) {
+  const A* gathered = static_cast<const A*>(arguments.gathered);
+  const int64_t channels = arguments.channels, size = packed_size(channels);
+  int64_t total = 0;
+  for (int64_t r = 0; r < arguments.ranks; ++r) total += unpack_count(gathered + r * size, channels);
+  const double inverse = 1.0 / static_cast<double>(total > 0 ? total : 1);
+  const auto share = [&](const A* row) { return static_cast<double>(unpack_count(row, channels)) * inverse; };
+
+  const bool updates = total >= 2;  // else there is no unbiased variance
+  double factor = arguments.momentum;
+  if (arguments.averages) {
+    factor = 1.0 / static_cast<double>(max(*arguments.batches + 1, int64_t(1)));
+    __syncthreads();  // all have read it
+  }
+  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+  if (first && updates && arguments.batches != nullptr) ++*arguments.batches;
+  if (first) *arguments.count = total;
+
+  for (int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; c < channels; c += gridDim.x * blockDim.x) {
+    double mean = 0, var = 0;
+#pragma unroll 2
+    for (int64_t r = 0; r < arguments.ranks; ++r) mean += share(gathered + r * size) * gathered[r * size + c];
+#pragma unroll 2
+    for (int64_t r = 0; r < arguments.ranks; ++r) {
+      const A* row = gathered + r * size;
+      const double difference = row[c] - mean;
+      var += share(row) * (row[channels + c] + difference * difference);
+    }
+    static_cast<A*>(arguments.mean)[c] = static_cast<A>(mean);
+    static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(var + arguments.eps));
+    if (!updates || arguments.running_mean.data == nullptr) continue;
+    const double unbiased = var * (static_cast<double>(total) / static_cast<double>(total - 1));
+    update_running(arguments.running_mean, c, mean, factor);
+    update_running(arguments.running_var, c, unbiased, factor);
+  }
+}
+
+}  // namespace
+
+const char* gather_stats(const Gather& arguments, Stream stream) {
+  const int64_t needed = (arguments.channels + kThreads - 1) / kThreads;
+  const int64_t blocks = arguments.averages || needed == 0 ? 1 : needed;
+  const auto kernel = arguments.accumulate == DType::kDouble ? merge_ranks<double> : merge_ranks<float>;
+  return launch(kernel, blocks, dim3(kThreads), stream, arguments);
+}
+
+}  // namespace bagua_syncbn::cuda

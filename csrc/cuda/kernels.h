@@ -1,0 +1,95 @@
+// The five ops on plain device memory: what register.cpp calls and the .cu files define. No torch here.
+//
+// Each op launches one kernel on `stream` and returns; it returns nullptr, or what went wrong. Tensors are in one
+// of the two layouts of layout.h and not empty; per-channel tensors are contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "../layout.h"
+
+struct CUstream_st;
+
+namespace bagua_syncbn::cuda {
+
+using Stream = CUstream_st*;
+
+enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
+
+// One value for each channel, of any dtype; `data` may be null where the op says so.
+struct Channels {
+  void* data;
+  DType dtype;
+};
+
+// Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
+const char* set_device(int32_t device);
+
+// Whether work on `stream` is being recorded into a graph.
+const char* is_capturing(Stream stream, bool& result);
+
+// Memory for reductions that are split over blocks. Called only for those.
+class Workspace {
+ public:
+  // `count` doubles, not initialized.
+  virtual double* partials(int64_t count) = 0;
+  // `kTickets` counters, all zero; kernels leave them so. No two kernels that could overlap may have the same.
+  virtual uint32_t* tickets() = 0;
+
+ protected:
+  ~Workspace() = default;
+};
+constexpr int64_t kTickets = 1024;
+
+// `packed`: 2 * channels + 2 values of the accumulate dtype, see packed_stats.h.
+const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, Workspace& workspace, Stream stream);
+
+// What has the accumulate dtype is `accumulate`. `running_mean` and `running_var`: both null, or neither. `batches` may
+// be null unless `averages`, which means a factor of 1 / batches in place of `momentum`.
+struct Gather {
+  const void* gathered;  // (ranks, 2 * channels + 2)
+  int64_t ranks;
+  int64_t channels;
+  DType accumulate;
+  void* mean;
+  void* invstd;
+  int64_t* count;
+  Channels running_mean;
+  Channels running_var;
+  int64_t* batches;
+  bool averages;
+  double momentum;
+  double eps;
+};
+const char* gather_stats(const Gather& arguments, Stream stream);
+
+// `weight` and `bias` may be null; the factors can be of any dtype.
+struct Affine {
+  Channels mean;
+  Channels invstd;
+  Channels weight;
+  Channels bias;
+};
+const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Affine& affine, Stream stream);
+
+// `sums`: 2 * channels values of the accumulate dtype.
+struct GradOutputs {
+  void* sums;
+  Channels grad_weight;
+  Channels grad_bias;
+};
+const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g, Channels mean,
+                            Channels invstd, const GradOutputs& outputs, Workspace& workspace, Stream stream);
+
+// `weight` may be null; `sums` has 2 * channels values, `count` is on the device.
+struct GradAffine {
+  Channels mean;
+  Channels invstd;
+  Channels weight;
+  Channels sums;
+  const int64_t* count;
+};
+const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                           const GradAffine& affine, Stream stream);
+
+}  // namespace bagua_syncbn::cuda

@@ -1,0 +1,111 @@
+// How the values of a tensor are shared out over blocks and threads. All of it depends on sizes and alignment alone,
+// not on the card or on what else runs there, so that the result does not either.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "../layout.h"
+
+namespace bagua_syncbn::cuda {
+
+// Blocks to aim at: two or three rounds on the largest cards, at the four to eight blocks that run on a multiprocessor.
+// A reduction takes fewer, since someone has to add up what they leave.
+constexpr int64_t kReduceBlocks = 1024;
+constexpr int64_t kElementBlocks = 4096;
+// Parts of a channel in a reduction at most: one for each thread of the block that merges them.
+constexpr int64_t kReduceParts = 256;
+// Loads that a thread has under way before it uses the first: by number of values at once.
+constexpr int kBatch = 4;
+// Less than this many batches for each thread of a part is not worth a block.
+constexpr int64_t kBatchesPerPart = 2;
+constexpr int64_t kBlock = 256;  // threads
+// Bytes of a row that a block of an interleaved kernel takes: a cache line.
+constexpr int64_t kLine = 128;
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// The smallest power of two from `value` on, in [low, high], which are powers of two.
+inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
+  int64_t power = low;
+  while (power < value && power < high) power *= 2;
+  return power;
+}
+
+// Planar. A row of `inner` values lies in `slots` slots of the kernel's width, which are aligned; the first and the
+// last slot of a row may be cut short by its ends. A part is a range of samples and a range of slots.
+struct Planar {
+  int64_t batch;
+  int64_t channels;
+  int64_t inner;
+  int64_t slots;
+  int64_t along_batch;
+  int64_t along_inner;
+  int64_t lanes;  // threads along a row
+  int64_t rows;   // rows at a time
+
+  int64_t blocks() const { return channels * along_batch * along_inner; }
+};
+
+// Interleaved. A block has a tile of channels and a range of rows.
+struct Interleaved {
+  int64_t height;  // rows of the tensor
+  int64_t channels;
+  int64_t tiles;
+  int64_t parts;
+  int64_t lanes;  // threads along a row
+  int64_t rows;   // rows at a time
+
+  int64_t blocks() const { return tiles * parts; }
+};
+
+struct Limits {
+  int64_t blocks;
+  int64_t parts;
+};
+constexpr Limits kReduction{kReduceBlocks, kReduceParts};
+constexpr Limits kElementwise{kElementBlocks, kElementBlocks};
+
+// Whether 16 bytes at a time can be loaded from all of these. Planar rows may begin anywhere, if in all tensors alike.
+inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
+  const int64_t width = 16 / value_size;
+  const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16; };
+  const auto first = offset(*addresses.begin());
+  const auto same = [&](const void* address) { return offset(address) == first; };
+  if (!std::all_of(addresses.begin(), addresses.end(), same) || first % value_size != 0) return false;
+  if (g.interleaved) return first == 0 && g.channels % width == 0;
+  const bool aligned = first == 0 && g.inner % width == 0;
+  return aligned || g.inner >= 4 * width;  // shorter rows are mostly ends
+}
+
+inline Planar split_planar(const Geometry& g, int64_t width, bool aligned, Limits limits) {
+  Planar plan{g.batch, g.channels, g.inner, 0, 1, 1, 1, 1};
+  plan.slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
+  const int64_t worth = g.batch * plan.slots / (kBlock * kBatch * kBatchesPerPart);
+  const int64_t wanted = std::min({limits.blocks / g.channels, limits.parts, worth});
+  plan.along_batch = std::clamp<int64_t>(wanted, 1, g.batch);
+  plan.along_inner = std::clamp<int64_t>(wanted / plan.along_batch, 1, plan.slots);
+  const int64_t part_slots = ceil_div(plan.slots, plan.along_inner);
+  const int64_t part_rows = ceil_div(g.batch, plan.along_batch);
+  const int64_t threads = power_of_two(part_slots * part_rows, 32, kBlock);
+  plan.lanes = power_of_two(part_slots, 1, threads);
+  plan.rows = threads / plan.lanes;
+  return plan;
+}
+
+inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Limits limits) {
+  Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
+  const int64_t slots = ceil_div(g.channels, width);
+  plan.lanes = power_of_two(slots, 1, width == 1 ? 32 : kLine / (width * value_size));
+  plan.tiles = ceil_div(slots, plan.lanes);
+  const int64_t threads = power_of_two(plan.lanes * plan.height, 64, kBlock);  // one for each channel of a tile
+  plan.rows = threads / plan.lanes;
+  const int64_t worth = plan.height / (plan.rows * kBatch * kBatchesPerPart);
+  plan.parts = std::max<int64_t>(1, std::min({limits.blocks / plan.tiles, limits.parts, worth}));
+  return plan;
+}
+
+}  // namespace bagua_syncbn::cuda

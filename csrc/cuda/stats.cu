@@ -1,0 +1,157 @@
+// batch_norm_stats: mean and biased variance of each channel and the number of values, packed for sending.
+//
+// Planar: a block takes a part of a channel, its threads go over slots of it (walk.cuh). Interleaved: a block takes a
+// range of rows of a tile of channels, a thread W channels. Either way a thread merges batches of values into its own
+// mean and sum of squared deviations, by two passes over the batch in registers; then warps, blocks and parts are
+// merged (reduce.cuh). All deviations are from a pivot, one value of the part, so that a mean that is large beside the
+// deviation costs no precision; that the pivot may be far off costs none either, since each batch has a mean of its
+// own.
+
+#include "../packed_stats.h"
+#include "reduce.cuh"
+
+namespace bagua_syncbn::cuda {
+namespace {
+
+// Adds K values to `total`, of which those whose bits in `valid` are set count, and `added` of them.
+template <int K, typename A>
+__device__ __forceinline__ void add_batch(Moments<A>& total, const A (&values)[K], unsigned valid, A added,
+                                          const Shares<A>& shares) {
+  Moments<A> batch{0, 0};
+#pragma unroll
+  for (int i = 0; i < K; ++i) batch.mean += (valid >> i & 1) != 0 ? values[i] : A(0);
+  batch.mean *= 1 / added;
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const A deviation = (valid >> i & 1) != 0 ? values[i] - batch.mean : A(0);
+    batch.m2 += deviation * deviation;
+  }
+  total.merge(batch, shares);
+}
+
+template <typename A>
+__device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, const Moments<double>& moments,
+                                            double count) {
+  packed[c] = static_cast<A>(moments.mean);
+  packed[channels + c] = static_cast<A>(moments.m2 / count);
+}
+
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads)
+    planar_stats(const T* x, Planar plan, int misaligned, A* packed, double* partials, uint32_t* tickets) {
+  constexpr int kHere = W == 8 ? 2 : kSlots<W>;  // 16 values in registers; 32 would halve the threads that fit
+  constexpr int kValues = kHere * W;
+  constexpr unsigned kAll = (1u << kValues) - 1;
+  PlanarWalk<W> walk(plan, misaligned, false);
+  const A pivot = widen(x[walk.first_value()]);
+  Moments<A> moments{0, 0};
+  A count = 0;
+  while (!walk.done()) {
+    Pack<T, W> packs[kHere];
+    unsigned valid = 0;
+#pragma unroll
+    for (int u = 0; u < kHere; ++u) {
+      const Slot<W> slot = walk.next();
+      packs[u] = load_slot(x, slot);
+#pragma unroll
+      for (int j = 0; j < W; ++j) valid |= slot.holds(j) ? 1u << (u * W + j) : 0u;
+    }
+    A values[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = widen(packs[i / W].values[i % W]) - pivot;
+    if (valid == kAll) {
+      add_batch(moments, values, kAll, A(kValues), Shares<A>(count, kValues));
+      count += kValues;
+    } else if (valid != 0) {
+      const A added = static_cast<A>(__popc(valid));
+      add_batch(moments, values, valid, added, Shares<A>(count, added));
+      count += added;
+    }
+  }
+  reduce_block(moments, count);
+  Moments<double> total{static_cast<double>(pivot) + moments.mean, moments.m2};
+  double total_count = count;
+  if (!merge_parts(total, total_count, plan, walk.channel, walk.part, partials, tickets)) return;
+  if (thread_index() != 0) return;
+  write_stats(packed, plan.channels, walk.channel, total, total_count);
+  if (walk.channel == 0) pack_count(packed, plan.channels, plan.batch * plan.inner);
+}
+
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads)
+    interleaved_stats(const T* x, Interleaved plan, A* packed, double* partials, uint32_t* tickets) {
+  InterleavedWalk<W> walk(plan, false);
+  const T* first_row = x + walk.first_row() * plan.channels;
+  A pivots[W];
+  if (walk.active) {
+    const Pack<T, W> pack = load_pack<W>(first_row + walk.channel);
+#pragma unroll
+    for (int w = 0; w < W; ++w) pivots[w] = widen(pack.values[w]);
+  }
+  Moments<A> moments[W] = {};
+  A count = 0;
+  while (!walk.done()) {
+    Pack<T, W> packs[kSlots<W>] = {};
+    unsigned valid = 0;
+#pragma unroll
+    for (int u = 0; u < kSlots<W>; ++u) {
+      const int64_t offset = walk.next();
+      if (offset < 0) continue;
+      packs[u] = load_pack<W>(x + offset);
+      valid |= 1u << u;
+    }
+    constexpr unsigned kAll = (1u << kSlots<W>)-1;
+    const A added = static_cast<A>(__popc(valid));
+    const Shares<A> shares(count, added);
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      A values[kSlots<W>];
+#pragma unroll
+      for (int u = 0; u < kSlots<W>; ++u) values[u] = widen(packs[u].values[w]) - pivots[w];
+      if (valid == kAll) {
+        add_batch(moments[w], values, kAll, A(kSlots<W>), shares);
+      } else {
+        add_batch(moments[w], values, valid, added, shares);
+      }
+    }
+    count += added;
+  }
+  const Moments<A> sum = reduce_rows<W>(moments, count);
+  const int64_t channel = walk.tile_begin + thread_index();
+  const bool has_channel = thread_index() < plan.lanes * W && channel < plan.channels;
+  const double pivot = has_channel ? widen(first_row[channel]) : 0;
+  Moments<double> total{pivot + sum.mean, sum.m2};
+  double total_count = count;
+  if (!merge_parts(total, total_count, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
+  write_stats(packed, plan.channels, channel, total, total_count);
+  if (channel == 0) pack_count(packed, plan.channels, plan.height);
+}
+
+template <typename T, int W>
+const char* launch_stats(const T* x, const Geometry& g, Accumulate<T>* packed, Workspace& workspace, Stream stream) {
+  if (g.interleaved) {
+    const Interleaved plan = split_interleaved(g, W, sizeof(T), kReduction);
+    const Scratch scratch(workspace, plan.parts, g.channels);
+    return launch(interleaved_stats<T, W>, plan.blocks(), block_of(plan), stream, x, plan, packed, scratch.partials,
+                  scratch.tickets);
+  }
+  const int misaligned = misalignment<T, W>(x);
+  const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kReduction);
+  const Scratch scratch(workspace, plan.along_batch * plan.along_inner, g.channels);
+  return launch(planar_stats<T, W>, plan.blocks(), block_of(plan), stream, x, plan, misaligned, packed,
+                scratch.partials, scratch.tickets);
+}
+
+}  // namespace
+
+const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, Workspace& workspace, Stream stream) {
+  return dispatch(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const bool vectors = takes_vectors(g, sizeof(T), {x});
+    return (vectors ? launch_stats<T, kVector<T>> : launch_stats<T, 1>)(static_cast<const T*>(x), g,
+                                                                        static_cast<Accumulate<T>*>(packed), workspace,
+                                                                        stream);
+  });
+}
+
+}  // namespace bagua_syncbn::cuda

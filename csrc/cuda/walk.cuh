@@ -1,0 +1,164 @@
+// How a thread goes over the values of its part: in slots of W values, kBatch of them at a time, so that several loads
+// are under way before the first is used.
+#pragma once
+
+#include "split.h"
+#include "values.cuh"
+
+namespace bagua_syncbn::cuda {
+
+__device__ __forceinline__ int thread_index() {
+  return threadIdx.y * blockDim.x + threadIdx.x;
+}
+
+// Of the W values at `offset`, those from `first` to before `last` belong to the row. `last` <= 0: none.
+template <int W>
+struct Slot {
+  int64_t offset;
+  int first;
+  int last;
+
+  __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
+  __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
+};
+
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot) {
+  if (W > 1 && slot.full()) return load_pack<W>(x + slot.offset);
+  Pack<T, W> pack;
+#pragma unroll
+  for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+  return pack;
+}
+
+template <int W, typename T>
+__device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack<T, W>& pack) {
+  if (W > 1 && slot.full()) {
+    store_pack(y + slot.offset, pack);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    if (slot.holds(j)) y[slot.offset + j] = pack.values[j];
+  }
+}
+
+// Planar: block (channel, part), blocks in the order of memory; `reversed`, from its end, where a pass over the same
+// tensor has just finished and left it in the cache. Threads go `lanes` slots along a row and `rows` samples at a time.
+//
+//   part: samples n0 .. n1, slots k0 .. k1           lanes = 4, rows = 2
+//     sample n0      | t0 t1 t2 t3 t0 t1 t2 t3 |
+//     sample n0 + 1  | t4 t5 t6 t7 t4 t5 t6 t7 |
+//     sample n0 + 2  | t0 t1 t2 t3 t0 t1 t2 t3 |
+template <int W>
+class PlanarWalk {
+ public:
+  int64_t channel, part;
+
+  // `misaligned`: by how many values the tensor begins after a multiple of 16 bytes.
+  __device__ PlanarWalk(const Planar& plan, int misaligned, bool reversed) : plan_(plan), misaligned_(misaligned) {
+    const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    channel = block % static_cast<unsigned>(plan.channels);
+    part = block / static_cast<unsigned>(plan.channels);
+    const int64_t b = part / plan.along_inner, i = part % plan.along_inner;
+    const int64_t begin = plan.batch * b / plan.along_batch;
+    slot_begin_ = plan.slots * i / plan.along_inner;
+    slot_end_ = plan.slots * (i + 1) / plan.along_inner;
+    sample_end_ = plan.batch * (b + 1) / plan.along_batch;
+    row_ = (begin * plan.channels + channel) * plan.inner;
+    const int64_t start = row_ + slot_begin_ * W - offset_in_slot(row_);
+    first_value_ = min(max(start, row_), row_ + plan.inner - 1);
+    slot_ = slot_begin_ + threadIdx.x;
+    sample_ = slot_ < slot_end_ ? begin + threadIdx.y : sample_end_;
+    row_ += threadIdx.y * plan.channels * plan.inner;
+  }
+
+  // A value of the part, the same for all threads; of the row next to it if the part has none.
+  __device__ int64_t first_value() const { return first_value_; }
+
+  __device__ __forceinline__ bool done() const { return sample_ >= sample_end_; }
+
+  // The next slot; one without values when there are no more.
+  __device__ __forceinline__ Slot<W> next() {
+    if (done()) return {0, 0, 0};
+    const int shift = offset_in_slot(row_);
+    const int64_t begin = slot_ * W - shift;
+    const int64_t rest = plan_.inner - begin;
+    const Slot<W> slot{row_ + begin, begin < 0 ? shift : 0, static_cast<int>(min(rest, static_cast<int64_t>(W)))};
+    slot_ += blockDim.x;
+    if (slot_ >= slot_end_) {
+      slot_ = slot_begin_ + threadIdx.x;
+      sample_ += blockDim.y;
+      row_ += blockDim.y * plan_.channels * plan_.inner;
+    }
+    return slot;
+  }
+
+ private:
+  // How far into its slot the row that begins at `row` begins.
+  __device__ __forceinline__ int offset_in_slot(int64_t row) const {
+    return W == 1 ? 0 : static_cast<int>((misaligned_ + row) % W);
+  }
+
+  const Planar& plan_;
+  int misaligned_;
+  int64_t slot_begin_, slot_end_, sample_end_, first_value_, row_, slot_, sample_;
+};
+
+// Interleaved: block (tile, part), likewise. A thread has the same W channels in every row.
+//
+//   part: rows r0 .. r1, tile of lanes * W channels  lanes = 2, rows = 2, W = 4
+//     row r0         | t0 t0 t0 t0 t1 t1 t1 t1 |
+//     row r0 + 1     | t2 t2 t2 t2 t3 t3 t3 t3 |
+//     row r0 + 2     | t0 t0 t0 t0 t1 t1 t1 t1 |
+template <int W>
+class InterleavedWalk {
+ public:
+  int64_t tile_begin, part;
+  int64_t channel;  // the first of the W of this thread
+  bool active;      // whether the tensor has these channels: W divides their number
+
+  __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
+    const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    part = block / static_cast<unsigned>(plan.tiles);
+    tile_begin = block % static_cast<unsigned>(plan.tiles) * plan.lanes * W;
+    channel = tile_begin + threadIdx.x * W;
+    active = channel < plan.channels;
+    row_begin_ = begin_of(part);
+    row_end_ = active ? begin_of(part + 1) : row_begin_;
+    row_ = row_begin_ + threadIdx.y;
+  }
+
+  __device__ int64_t begin_of(int64_t part) const { return plan_.height * part / plan_.parts; }
+  __device__ int64_t first_row() const { return row_begin_; }
+  __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
+
+  // The offset of the next slot, or -1 when there are no more.
+  __device__ __forceinline__ int64_t next() {
+    if (done()) return -1;
+    const int64_t offset = row_ * plan_.channels + channel;
+    row_ += blockDim.y;
+    return offset;
+  }
+
+ private:
+  const Interleaved& plan_;
+  int64_t row_begin_, row_end_, row_;
+};
+
+template <typename Plan>
+dim3 block_of(const Plan& plan) {
+  return dim3(static_cast<unsigned>(plan.lanes), static_cast<unsigned>(plan.rows));
+}
+
+// By how many values `x` begins after a multiple of W values.
+template <typename T, int W>
+int misalignment(const T* x) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % W);
+}
+
+// Slots of a batch of W values each, such that a scalar batch is not too small.
+template <int W>
+constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
+
+}  // namespace bagua_syncbn::cuda

@@ -1,0 +1,52 @@
+"""Compares any implementation of the ops with the reference in float64."""
+
+from typing import Any
+
+import torch
+from tolerances import TOLERANCES, assert_close
+from torch import Tensor
+
+from bagua_syncbn.ops import accumulate_dtype, reference
+
+
+def check_ops(ops: Any, input: Tensor, grad_output: Tensor, parameter_dtype: torch.dtype | None = None) -> None:
+    """Compares the four of ``ops`` that read the input, on the device of ``input``."""
+    channels, dtype, device = input.size(1), input.dtype, input.device
+    accumulate = accumulate_dtype(dtype)
+    wide, wide_grad = input.double(), grad_output.double()
+    packed = ops.batch_norm_stats(input)
+    expected = reference.batch_norm_stats(wide)
+    assert packed.dtype == accumulate
+    assert torch.equal(packed[-2:].double(), expected[-2:])
+    std = expected[channels : 2 * channels].sqrt()
+    error = (packed[: 2 * channels].double() - expected[: 2 * channels]).abs()
+    allowed = TOLERANCES[accumulate][0] * (expected[: 2 * channels].abs() + torch.cat([std, std * std]) + 1e-30)
+    assert (error <= allowed).all(), f"statistics are off by {(error / allowed).max():.2g} of what is allowed"
+
+    parameter_dtype = parameter_dtype or dtype
+    mean, invstd = (expected[:channels] + 0.1).to(accumulate), (std.square() + 0.1).rsqrt().to(accumulate)
+    weight, bias = torch.randn(2, channels).to(device, parameter_dtype).unbind()
+    output = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
+    assert output.dtype == dtype
+    assert output.stride() == torch.empty_like(input).stride()
+    arguments = [t.double() for t in (weight, bias, mean, invstd)]
+    assert_close(output, reference.batch_norm_elemt(wide, *arguments), "output")
+
+    sums, *parameter_grads = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
+    results = reference.batch_norm_backward_reduce(wide_grad, wide, mean.double(), invstd.double(), weight.double())
+    # Relative to what is added up, which may cancel.
+    deviation = (wide - mean.double().view(-1, *[1] * (input.dim() - 2))).abs()
+    scales = reference.batch_norm_backward_reduce(wide_grad.abs(), deviation, 0 * mean.double(), invstd.double(), None)
+    names = ("sums", "grad_weight", "grad_bias")
+    for name, actual, expected, scale in zip(names, (sums, *parameter_grads), results, scales, strict=True):
+        assert actual.dtype == (accumulate if name == "sums" else parameter_dtype)
+        rtol = max(TOLERANCES[dtype][0] for dtype in (actual.dtype, accumulate))
+        assert ((actual.double() - expected).abs() <= rtol * (scale + 1e-3)).all(), name
+
+    count = torch.tensor(input.numel() // channels, device=device)
+    grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
+    assert grad_input.dtype == dtype
+    assert grad_input.stride() == torch.empty_like(input).stride()
+    weight, mean, invstd, sums = (t.double() for t in (weight, mean, invstd, sums))
+    expected = reference.batch_norm_backward_elemt(wide_grad, wide, weight, mean, invstd, sums, count)
+    assert_close(grad_input, expected, "grad_input")

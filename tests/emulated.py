@@ -1,0 +1,209 @@
+"""The CUDA kernels on the CPU: builds ``tests/emulator`` with the kernel sources, and calls the ops in it."""
+
+import os
+import shutil
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_syncbn.ops import accumulate_dtype
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+FLAGS = ("-std=c++17", "-g1", "-O1", *SANITIZERS, "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror")
+# nvcc takes these; what GCC 12 says of swapcontext is about setjmp.
+FLAGS += (
+    "-Wno-unknown-pragmas",
+    "-Wno-clobbered",
+    "-Wno-maybe-uninitialized",
+    "-Wno-unused-parameter",
+    "-DBAGUA_SYNCBN_EMULATOR",
+)
+CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+NO_BUFFER = (None, 0)
+
+
+def find_headers() -> Path | None:
+    """The include directory of the CUDA toolkit, of which only headers are needed."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    found = (Path(home, "include") for home in homes if home)
+    return next((path for path in found if path.joinpath("cuda_fp16.h").exists()), None)
+
+
+def compile_object(source: Path, target: Path, csrc: Path, headers: Path) -> Path:
+    emulator = ROOT / "tests" / "emulator"
+    includes = [f"-I{emulator}", f"-I{csrc / 'cuda'}", "-isystem", str(headers)]
+    command = ["g++", *FLAGS, *includes, "-x", "c++", "-include", str(emulator / "emulator.h")]
+    result = subprocess.run([*command, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+def build(directory: Path, headers: Path) -> Path:
+    """Builds the server in ``directory``, from the kernels of the project."""
+    sources = [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in SOURCES]
+    sources += [ROOT / "tests" / "emulator" / f"{name}.cpp" for name in ("emulator", "server")]
+    with ThreadPoolExecutor(2) as pool:
+        targets = [directory / f"{source.name}.o" for source in sources]
+        objects = list(pool.map(lambda s, t: compile_object(s, t, ROOT / "csrc", headers), sources, targets))
+    return link(directory, objects)
+
+
+def build_changed(directory: Path, headers: Path, changed: Path, original: Path) -> Path:
+    """Builds it with ``changed``, one of the kernels in a copy of csrc, and all else from the build in ``original``."""
+    compiled = compile_object(changed, directory / "changed.o", changed.parents[1], headers)
+    # First, so that what headers define is taken from there by the others too.
+    return link(directory, [compiled, *(path for path in original.glob("*.o") if path.stem != changed.name)])
+
+
+def link(directory: Path, objects: list[Path]) -> Path:
+    program = directory / "server"
+    subprocess.run(["g++", *SANITIZERS, *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+class EmulationError(AssertionError):
+    """A thread did what it must not, or a sanitizer ended the program."""
+
+
+class EmulatedOps:
+    """The five ops, of the signatures in ``bagua_syncbn.ops``, for CPU tensors in one of the two layouts.
+
+    Attributes:
+        seed: of the order of threads and blocks; another for each call.
+        offset: the input, and what has its size, begin so many values after a multiple of 16 bytes.
+        grad_offset: likewise grad_output.
+        launches: kernels that the last op launched.
+    """
+
+    def __init__(self, program: Path) -> None:
+        self.program = program
+        self.process: Any = None
+        self.seed = self.offset = self.launches = 0
+        self.grad_offset: int | None = None
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def _read(self, size: int) -> bytes:
+        data: bytes = self.process.stdout.read(size)
+        if len(data) < size:
+            report = self.process.stderr.read().decode()
+            self.close()
+            raise EmulationError(report)
+        return data
+
+    def _call(self, integers: list[int], doubles: list[float], buffers: list[tuple[Tensor | None, int]]) -> None:
+        """Runs an op; what is in ``buffers`` is then what the op left there."""
+        if self.process is None:
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+            self.process = subprocess.Popen([self.program], env=environment, **pipes)
+        self.seed += 1
+        counts = (len(integers), len(doubles), len(buffers))
+        message = struct.pack(f"<3q{counts[0]}q{counts[1]}d", *counts, *integers, *doubles)
+        for tensor, offset in buffers:
+            if tensor is None:
+                message += struct.pack("<3q", -1, 0, 0)
+                continue
+            size = tensor.numel() * tensor.element_size()
+            message += struct.pack("<3q", size, offset * tensor.element_size(), CODES.get(tensor.dtype, -1))
+            message += memory(tensor).view(torch.uint8).numpy().tobytes() if size else b""
+        self.process.stdin.write(message)
+        self.process.stdin.flush()
+        (length,) = struct.unpack("<q", self._read(8))
+        error = self._read(length).decode()
+        (self.launches,) = struct.unpack("<q", self._read(8))
+        for tensor, _ in buffers:
+            if tensor is not None and tensor.numel():
+                data = bytearray(self._read(tensor.numel() * tensor.element_size()))
+                memory(tensor).copy_(torch.frombuffer(data, dtype=tensor.dtype))
+        if error:
+            self.close()  # threads have stopped halfway
+            raise EmulationError(error)
+
+    def _header(self, op: int, input: Tensor) -> list[int]:
+        batch, channels = input.shape[:2]
+        inner = input.numel() // (batch * channels)
+        planar = input.is_contiguous() and inner > 1
+        assert planar or memory(input).numel() == input.numel()
+        return [op, CODES[input.dtype], int(not planar), batch, channels, inner, self.seed]
+
+    def batch_norm_stats(self, input: Tensor) -> Tensor:
+        packed = poisoned(2 * input.size(1) + 2, accumulate_dtype(input.dtype))
+        self._call(self._header(0, input), [], [(input, self.offset), (packed, 0)])
+        return packed
+
+    def batch_norm_gather_stats(
+        self,
+        gathered: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels = gathered.size(1) // 2 - 1
+        averages = running_mean is not None and momentum is None
+        header = [1, CODES[gathered.dtype], 0, 0, channels, 0, self.seed, gathered.size(0), int(averages)]
+        mean, invstd = poisoned(channels, gathered.dtype), poisoned(channels, gathered.dtype)
+        count = torch.tensor(-1)
+        tensors = (gathered, mean, invstd, count, running_mean, running_var, num_batches_tracked)
+        self._call(header, [momentum or 0.0, eps], [(tensor, 0) for tensor in tensors])
+        return mean, invstd, count
+
+    def batch_norm_elemt(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+    ) -> Tensor:
+        output = torch.empty_like(input).fill_(torch.nan)
+        factors = [(tensor, 0) for tensor in (mean, invstd, weight, bias)]
+        self._call(self._header(2, input), [], [(input, self.offset), (output, self.offset), *factors])
+        return output
+
+    def batch_norm_backward_reduce(
+        self, grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
+        sums = poisoned(2 * channels, accumulate)
+        grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
+        tensors = [(tensor, 0) for tensor in (mean, invstd, sums, *grads)]
+        self._call(self._header(3, input), [], [self._grad(grad_output), (input, self.offset), *tensors])
+        return sums, grads[0], grads[1]
+
+    def batch_norm_backward_elemt(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        sums: Tensor,
+        count: Tensor,
+    ) -> Tensor:
+        grad_input = torch.empty_like(input).fill_(torch.nan)
+        factors = [(tensor, 0) for tensor in (mean, invstd, weight, sums, count)]
+        values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
+        self._call(self._header(4, input), [], [*values, *factors])
+        return grad_input
+
+    def _grad(self, grad_output: Tensor) -> tuple[Tensor, int]:
+        return grad_output, self.offset if self.grad_offset is None else self.grad_offset
+
+
+def poisoned(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((size,), torch.nan, dtype=dtype)
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The values of a dense tensor as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

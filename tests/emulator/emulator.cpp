@@ -1,0 +1,282 @@
+#include "emulator.h"
+
+#include <sys/mman.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if !defined(__x86_64__)
+#error "switch_stack is written for x86-64"
+#endif
+
+// Saves what calls preserve on the stack, and its address in `*from`; goes on with the stack `to`, saved likewise. What
+// swapcontext does, without its two system calls.
+extern "C" void switch_stack(void** from, void* to);
+asm(R"(
+switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace emulator {
+
+thread_local Place place;
+dim3 grid_size, block_size;
+int launches = 0;
+
+namespace {
+
+constexpr size_t kStack = 64 * 1024;
+constexpr size_t kGuard = 4096;
+constexpr int kLanes = 32;
+
+enum class State { kReady, kAtBarrier, kInShuffle, kDone };
+
+struct Fiber {
+  void* context = nullptr;
+  char* stack = nullptr;
+  State state = State::kReady;
+  uint3 index{};
+  unsigned mask = 0;
+  uint64_t bits = 0, received = 0;
+  int distance = 0;
+};
+
+// Of the block on this system thread.
+thread_local std::vector<Fiber> fibers;
+thread_local std::vector<size_t> ready;
+thread_local size_t running = 0;
+thread_local size_t at_barrier = 0, done = 0;
+thread_local bool hands_over = false;
+thread_local void* scheduler = nullptr;
+thread_local const void* scheduler_stack = nullptr;
+thread_local size_t scheduler_stack_size = 0;
+
+// Of the launch. Used by the worker whose turn it is, so that the same seed gives the same order.
+constexpr size_t kWorkers = 3;
+std::mt19937_64 random_bits;
+const std::function<void()>* body = nullptr;
+std::string failure;
+std::vector<unsigned> blocks_left;
+std::vector<size_t> workers_left;
+size_t turn = 0;
+std::mutex turn_mutex;
+std::condition_variable turn_changed;
+
+void fail(const std::string& what) {
+  const Fiber& fiber = fibers[running];
+  if (failure.empty()) {
+    failure = what + ": thread (" + std::to_string(fiber.index.x) + ", " + std::to_string(fiber.index.y) +
+              ") of block " + std::to_string(place.block.x);
+  }
+}
+
+void switch_to_fiber(Fiber& fiber) {
+#if defined(__SANITIZE_ADDRESS__)
+  void* fake = nullptr;
+  __sanitizer_start_switch_fiber(&fake, fiber.stack, kStack);
+#endif
+  switch_stack(&scheduler, fiber.context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#endif
+}
+
+void switch_to_scheduler() {
+  Fiber& fiber = fibers[running];
+#if defined(__SANITIZE_ADDRESS__)
+  void* fake = nullptr;
+  __sanitizer_start_switch_fiber(fiber.state == State::kDone ? nullptr : &fake, scheduler_stack, scheduler_stack_size);
+#endif
+  switch_stack(&fiber.context, scheduler);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#endif
+}
+
+void run_fiber() {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
+#endif
+  (*body)();
+  fibers[running].state = State::kDone;
+  ++done;
+  switch_to_scheduler();
+}
+
+void release(size_t thread) {
+  fibers[thread].state = State::kReady;
+  ready.push_back(thread);
+}
+
+// Ends a shuffle once all lanes of the mask are in it.
+void try_shuffle() {
+  const size_t first = running / kLanes * kLanes;
+  const unsigned mask = fibers[running].mask;
+  if ((mask >> running % kLanes & 1) == 0) return fail("shuffle: the mask leaves out the lane itself");
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    if ((mask >> lane & 1) == 0) continue;
+    if (first + lane >= fibers.size()) return fail("shuffle: the mask has a lane that the block has not");
+    const Fiber& fiber = fibers[first + lane];
+    if (fiber.state == State::kDone) return fail("shuffle: the mask has a lane that has ended");
+    if (fiber.state != State::kInShuffle) return;
+    if (fiber.mask != mask) return fail("shuffle: masks differ");
+  }
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    if ((mask >> lane & 1) == 0) continue;
+    Fiber& fiber = fibers[first + lane];
+    const size_t source = lane + fiber.distance < kLanes ? lane + fiber.distance : lane;
+    if ((mask >> source & 1) == 0) return fail("shuffle: the source is outside the mask");
+    fiber.received = fibers[first + source].bits;
+  }
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    if ((mask >> lane & 1) != 0) release(first + lane);
+  }
+}
+
+// Lets another worker run, or this one on, and returns when it is this one's turn again.
+void hand_over(size_t worker) {
+  const size_t next = workers_left[random_bits() % workers_left.size()];
+  if (next == worker) return;
+  std::unique_lock<std::mutex> lock(turn_mutex);
+  turn = next;
+  turn_changed.notify_all();
+  turn_changed.wait(lock, [&] { return turn == worker; });
+}
+
+void run_block(size_t worker, unsigned block, dim3 threads) {
+  place.block = {block, 0, 0};
+  ready.clear();
+  at_barrier = done = 0;
+  for (size_t i = 0; i < fibers.size(); ++i) {
+    Fiber& fiber = fibers[i];
+    const unsigned thread = static_cast<unsigned>(i);
+    fiber.index = {thread % threads.x, thread / threads.x, 0};
+    // As switch_stack leaves one: six registers and where to go on, with the alignment that a call gives.
+    void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 2;
+    top[0] = reinterpret_cast<void*>(run_fiber);
+    fiber.context = top - 6;
+    release(i);
+  }
+  while (done < fibers.size() && failure.empty()) {
+    if (ready.empty()) return fail("deadlock: not all threads reach a barrier, or not all lanes a shuffle");
+    if (hands_over || random_bits() % 4096 == 0) hand_over(worker);
+    hands_over = false;
+    if (!failure.empty()) return;
+    std::swap(ready[random_bits() % ready.size()], ready.back());
+    running = ready.back();
+    ready.pop_back();
+    place.thread = fibers[running].index;
+    switch_to_fiber(fibers[running]);
+    if (at_barrier == fibers.size()) {
+      at_barrier = 0;
+      for (size_t i = 0; i < fibers.size(); ++i) release(i);
+    }
+  }
+}
+
+// Runs blocks until there are no more.
+void work(size_t worker, dim3 threads, const std::vector<char*>& stacks) {
+  {
+    std::unique_lock<std::mutex> lock(turn_mutex);
+    turn_changed.wait(lock, [&] { return turn == worker; });
+  }
+  fibers.resize(size_t(threads.x) * threads.y);
+  for (size_t i = 0; i < fibers.size(); ++i) fibers[i].stack = stacks[i];
+  while (!blocks_left.empty() && failure.empty()) {
+    const unsigned block = blocks_left.back();
+    blocks_left.pop_back();
+    run_block(worker, block, threads);
+  }
+  workers_left.erase(std::find(workers_left.begin(), workers_left.end(), worker));
+  const std::lock_guard<std::mutex> lock(turn_mutex);
+  if (!workers_left.empty()) turn = workers_left[random_bits() % workers_left.size()];
+  turn_changed.notify_all();
+}
+
+// Stacks for the fibers of each worker, kept from launch to launch.
+std::vector<char*>& stacks_of(size_t worker, size_t count) {
+  static std::vector<char*> stacks[kWorkers];
+  while (stacks[worker].size() < count) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* stack = mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE) != 0) std::abort();
+    stacks[worker].push_back(static_cast<char*>(stack) + kGuard);
+  }
+  return stacks[worker];
+}
+
+}  // namespace
+
+void set_seed(uint64_t seed) {
+  random_bits.seed(seed);
+}
+
+const char* launch(unsigned blocks, dim3 threads, const std::function<void()>& kernel) {
+  ++launches;
+  failure.clear();
+  grid_size = dim3(blocks);
+  block_size = threads;
+  body = &kernel;
+  blocks_left.resize(blocks);
+  std::iota(blocks_left.begin(), blocks_left.end(), 0);
+  std::shuffle(blocks_left.begin(), blocks_left.end(), random_bits);
+  workers_left.resize(std::min<size_t>(blocks, kWorkers));
+  std::iota(workers_left.begin(), workers_left.end(), 0);
+  turn = random_bits() % workers_left.size();
+  std::vector<std::thread> workers;
+  const size_t count = workers_left.size();
+  for (size_t i = 0; i < count; ++i) {
+    workers.emplace_back(work, i, threads, std::cref(stacks_of(i, size_t(threads.x) * threads.y)));
+  }
+  for (std::thread& worker : workers) worker.join();
+  return failure.empty() ? nullptr : failure.c_str();
+}
+
+void wait_at_barrier() {
+  fibers[running].state = State::kAtBarrier;
+  ++at_barrier;
+  switch_to_scheduler();
+}
+
+void let_others_run() {
+  hands_over = true;
+  release(running);
+  switch_to_scheduler();
+}
+
+uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance) {
+  const size_t self = running;
+  Fiber& fiber = fibers[self];
+  fiber.mask = mask;
+  fiber.bits = bits;
+  fiber.distance = distance;
+  fiber.state = State::kInShuffle;
+  try_shuffle();
+  switch_to_scheduler();
+  return fibers[self].received;
+}
+
+}  // namespace emulator

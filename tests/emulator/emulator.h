@@ -1,0 +1,84 @@
+// Runs CUDA kernels on the CPU, for tests: what the kernels in csrc/cuda use of the language, as plain C++.
+//
+// A block's threads are fibers, resumed in random order. A few blocks at a time are under way, each on a system thread,
+// whose thread-local variables are its shared memory; one of them runs, and hands over at random. A thread runs until
+// it waits: at a barrier, or in a shuffle for the other lanes of the mask; or until it has counted something up, after
+// which other blocks may run. What could only happen by accident on a GPU happens here after a few seeds: a barrier or
+// a shuffle that not all reach is an error, and so is a shuffle from outside its mask or with masks that differ; a
+// missing barrier gives wrong results. Not to be seen here: missing fences between blocks, and races within a stretch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#undef __shared__
+#define __shared__ static thread_local
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+
+namespace emulator {
+
+// Of the thread that runs.
+struct Place {
+  uint3 thread;
+  uint3 block;
+};
+extern thread_local Place place;
+extern dim3 grid_size, block_size;
+extern int launches;
+
+void set_seed(uint64_t seed);
+
+// Returns nullptr, or what a thread did wrong.
+const char* launch(unsigned blocks, dim3 threads, const std::function<void()>& kernel);
+
+void wait_at_barrier();
+void let_others_run();
+
+// The bits that the lane `distance` after this one gave, or this one's if there is none.
+uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance);
+
+}  // namespace emulator
+
+#define threadIdx emulator::place.thread
+#define blockIdx emulator::place.block
+#define gridDim emulator::grid_size
+#define blockDim emulator::block_size
+
+using std::max;
+using std::min;
+
+inline void __syncthreads() {
+  emulator::wait_at_barrier();
+}
+inline void __threadfence() {}
+
+inline unsigned atomicInc(unsigned* address, unsigned highest) {
+  const unsigned old = *address;
+  *address = old >= highest ? 0 : old + 1;
+  emulator::let_others_run();
+  return old;
+}
+
+template <typename T>
+T __ldcg(const T* address) {
+  return *address;
+}
+
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, int distance) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = emulator::shuffle_down(mask, bits, distance);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline int __popc(unsigned value) {
+  return __builtin_popcount(value);
+}

@@ -1,0 +1,332 @@
+"""The CUDA kernels, run on the CPU by ``tests/emulator``: in random order, under sanitizers, against the reference.
+
+What this cannot show: a missing fence between blocks, and speed. The planted bugs at the end show what it can.
+"""
+
+import shutil
+from itertools import product
+
+import pytest
+import torch
+from comparison import check_ops
+from emulated import NO_BUFFER, ROOT, EmulatedOps, EmulationError, build, build_changed, find_headers
+from tolerances import assert_close
+
+from bagua_syncbn.ops import reference
+
+pytestmark = pytest.mark.skipif(
+    find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
+)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+# Around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a block of 256
+# slots, and two batches of one, from which on there are parts.
+PLANAR = [
+    *((3, 2, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
+    *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),
+    *((1, 1, size) for size in (4095, 8192, 16383, 16384, 16385, 40000)),
+    (70, 3, 7),
+    (257, 1, 49),
+    (520, 2, 31),
+    (2, 300, 4),
+]
+INTERLEAVED = [
+    *product((1, 2, 7, 33), (1, 2, 3, 4, 8, 9, 16, 31, 32, 33, 64, 65, 72)),
+    *product((255, 256, 257), (1, 5, 8)),
+    (2047, 8),
+    (2048, 8),
+    (2049, 8),
+    (4100, 3),
+    (530, 40),
+    (1000, 136),
+    (3, 260),
+]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("emulator"), find_headers())
+
+
+@pytest.fixture(scope="session")
+def server(built):
+    ops = EmulatedOps(built)
+    yield ops
+    ops.close()
+
+
+@pytest.fixture
+def emulated(server):
+    server.offset, server.grad_offset = 0, None
+    return server
+
+
+def tensors(shape, dtype):
+    return (torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_planar(emulated, dtype):
+    for shape in PLANAR:
+        check_ops(emulated, *tensors(shape, dtype), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_interleaved(emulated, dtype):
+    for shape in INTERLEAVED:
+        check_ops(emulated, *tensors(shape, dtype), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "memory_format"), [
+    ((2, 24, 3, 5), torch.channels_last),
+    ((3, 3, 40, 30), torch.channels_last),
+    ((2, 3, 4, 5, 6), torch.channels_last_3d),
+])  # fmt: skip
+def test_channels_last(emulated, shape, memory_format, dtype):
+    input, grad_output = (t.contiguous(memory_format=memory_format) for t in tensors(shape, dtype))
+    check_ops(emulated, input, grad_output)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pointers_that_are_not_aligned(emulated, dtype, offset):
+    """All tensors alike, which planar kernels read 16 bytes at a time still, and not alike."""
+    emulated.offset = offset
+    for grad_offset in (None, 0, 1):
+        emulated.grad_offset = grad_offset
+        for shape in ((3, 2, 64), (3, 2, 49), (9, 64), (1, 1, 20001), (2, 3, 5)):
+            check_ops(emulated, *tensors(shape, dtype))
+
+
+@pytest.mark.parametrize("parameter_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parameters_of_any_dtype(emulated, dtype, parameter_dtype):
+    check_ops(emulated, *tensors((4, 5, 33), dtype), parameter_dtype)
+    check_ops(emulated, *tensors((40, 16), dtype), parameter_dtype)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 9), (7, 8)])
+def test_without_weight_and_bias(emulated, shape):
+    input, grad_output = tensors(shape, torch.float32)
+    mean, invstd = torch.randn(shape[1]), torch.rand(shape[1]) + 0.5
+    output = emulated.batch_norm_elemt(input, None, None, mean, invstd)
+    assert_close(output, reference.batch_norm_elemt(input.double(), None, None, mean.double(), invstd.double()), "y")
+    arguments = grad_output, input, mean, invstd, None
+    results = zip(
+        emulated.batch_norm_backward_reduce(*arguments), reference.batch_norm_backward_reduce(*arguments), strict=True
+    )
+    for actual, expected in results:
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 128 * 128), (4 * 128 * 128, 3), (2 * 128 * 128, 8)])
+def test_statistics_of_data_that_drifts_and_has_outliers(emulated, shape):
+    input = torch.randn(shape) * 1e-2 + 1e3
+    input.view(-1)[: input.numel() // 32] = 0  # the first rows are far off
+    input.view(-1)[1] = 1e6
+    input += torch.linspace(0, 100, shape[-1])
+    packed = emulated.batch_norm_stats(input)
+    torch.testing.assert_close(packed.double(), reference.batch_norm_stats(input.double()), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5000), (9000, 3), (9000, 8)])
+def test_statistics_survive_a_mean_large_beside_the_deviation(emulated, shape):
+    input = torch.randn(shape) * 1e-2 + 1e3
+    packed = emulated.batch_norm_stats(input)
+    torch.testing.assert_close(packed.double(), reference.batch_norm_stats(input.double()), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("shape", [(5, 3, 33), (1, 3, 20000), (70, 33), (3000, 8)])
+def test_values_that_are_not_finite_stay_in_their_channel(emulated, shape, value, place):
+    input, grad_output = tensors(shape, torch.float32)
+    input.select(1, 1)[place] = value
+    channels = shape[1]
+    finite = torch.ones(channels, dtype=torch.bool)
+    finite[1] = False
+    stats = emulated.batch_norm_stats(input)
+    assert torch.equal(stats[:channels].isfinite(), finite)
+    assert torch.equal(stats[channels : 2 * channels].isnan(), ~finite)
+    zeros, ones = torch.zeros(channels), torch.ones(channels)
+    output = emulated.batch_norm_elemt(input, None, None, zeros, ones)
+    torch.testing.assert_close(output, input, rtol=0, atol=0, equal_nan=True)
+    sums, _, _ = emulated.batch_norm_backward_reduce(grad_output, input, zeros, ones, None)
+    assert sums[:channels].isfinite().all()
+    assert torch.equal(sums[channels:].isfinite(), finite)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 30000), (5000, 16)])
+def test_same_bits_in_any_order(emulated, shape):
+    input, grad_output = tensors(shape, torch.float32)
+    ones = torch.ones(shape[1])
+    results = set()
+    for _ in range(4):
+        stats = emulated.batch_norm_stats(input)
+        sums = emulated.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)
+        results.add(torch.cat([stats, *sums]).numpy().tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("sizes", "channels"), [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2)])
+def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
+    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels, dtype=dtype)) for n in sizes])
+    for tracked in (True, False):
+        running = [torch.rand(channels).to(buffer_dtype) for _ in range(2)] if tracked else [None, None]
+        counter = torch.tensor(4) if tracked or momentum is None else None
+        buffers = [None if t is None else t.clone() for t in (*running, counter)]
+        results = emulated.batch_norm_gather_stats(rows, *buffers, momentum, 1e-5)
+        expected_buffers = [t if t is None or t.dtype == torch.int64 else t.double() for t in (*running, counter)]
+        expected = reference.batch_norm_gather_stats(rows.double(), *expected_buffers, momentum, 1e-5)
+        assert emulated.launches == 1
+        for name, actual, wanted in zip(("mean", "invstd"), results, expected, strict=False):
+            assert_close(actual, wanted, name)
+        assert results[2] == expected[2]
+        for actual, wanted in zip(buffers, expected_buffers, strict=True):
+            assert_close(actual, wanted, "buffer") if actual is not None and actual.dtype != torch.int64 else None
+        assert counter is None or torch.equal(buffers[2], expected_buffers[2])
+
+
+@pytest.mark.parametrize("count", [1, 2**24 + 1, 3 * 2**24 + 5])
+def test_counts_are_exact(emulated, count):
+    rows = torch.zeros(3, 6)
+    rows[:, 4], rows[:, 5] = count % 2**24, count // 2**24
+    assert emulated.batch_norm_gather_stats(rows, None, None, None, 0.1, 1e-5)[2] == 3 * count
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1, 40000), (5, 8), (5000, 8)])
+def test_each_op_is_one_kernel(emulated, shape):
+    input, grad_output = tensors(shape, torch.float32)
+    ones = torch.ones(shape[1])
+    calls = [
+        lambda: emulated.batch_norm_stats(input),
+        lambda: emulated.batch_norm_elemt(input, ones, ones, ones, ones),
+        lambda: emulated.batch_norm_backward_reduce(grad_output, input, ones, ones, ones),
+        lambda: emulated.batch_norm_backward_elemt(
+            grad_output, input, ones, ones, ones, ones.repeat(2), torch.tensor(3)
+        ),
+    ]
+    for call in calls:
+        call()
+        assert emulated.launches == 1
+
+
+def test_the_emulator_sees_one_value_too_many(emulated):
+    """Its buffers end where they end: a tensor that is said to be larger than it is does not go unnoticed."""
+    input = torch.ones(2, 3, 5)
+    header = emulated._header(0, input)
+    header[3] = 3
+    with pytest.raises(EmulationError, match="heap-buffer-overflow"):
+        emulated._call(header, [], [(input, 0), (torch.zeros(8), 0), NO_BUFFER])
+
+
+# What breaks a kernel, in which it shows, and the error if one is certain.
+PLANTED = {
+    "no barrier between warps": (
+        "stats",
+        "reduce.cuh",
+        "    counts[warp] = count;\n  }\n  __syncthreads();",
+        "    counts[warp] = count;\n  }",
+        None,
+    ),
+    "no barrier between warps of a tile": (
+        "stats",
+        "reduce.cuh",
+        "counts[warp] = count;\n  }\n  __syncthreads();\n  S result",
+        "counts[warp] = count;\n  }\n  S result",
+        None,
+    ),
+    "no barrier before the ticket": (
+        "backward_reduce",
+        "reduce.cuh",
+        "  __threadfence();\n  __syncthreads();",
+        "  __threadfence();",
+        None,
+    ),
+    "no barrier before halves are merged": (
+        "stats",
+        "reduce.cuh",
+        "rest[thread] = {value, count};\n    __syncthreads();",
+        "rest[thread] = {value, count};",
+        None,
+    ),
+    "not all reach a barrier": (
+        "stats",
+        "reduce.cuh",
+        "  value = single[0];\n  __syncthreads();",
+        "  value = single[0];\n  if (warp == 0) __syncthreads();",
+        None,
+    ),
+    "one value of a row too many": (
+        "elemt",
+        "walk.cuh",
+        "min(rest, static_cast<int64_t>(W))",
+        "min(rest + 1, static_cast<int64_t>(W))",
+        None,
+    ),
+    "one row too many": (
+        "backward_elemt",
+        "walk.cuh",
+        "return row_ >= row_end_;",
+        "return row_ > row_end_;",
+        "heap-buffer-overflow",
+    ),
+    "one channel too many": (
+        "backward_reduce",
+        "walk.cuh",
+        "active = channel < plan.channels;",
+        "active = channel <= plan.channels;",
+        "heap-buffer-overflow",
+    ),
+    "a lane missing in the mask": ("stats", "launch.cuh", "0xffffffffu", "0x7fffffffu", "shuffle"),
+    "one ticket too many": (
+        "stats",
+        "reduce.cuh",
+        "static_cast<unsigned>(parts - 1)",
+        "static_cast<unsigned>(parts)",
+        "ticket counter is not zero",
+    ),
+    "one ticket too few": (
+        "backward_reduce",
+        "reduce.cuh",
+        "static_cast<unsigned>(parts - 1)",
+        "static_cast<unsigned>(parts - 2)",
+        "ticket counter is not zero",
+    ),
+    "vectors from any address": (
+        "elemt",
+        "split.h",
+        "first == 0 && g.channels % width == 0",
+        "true",
+        "misaligned address|heap-buffer-overflow",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_found(bug, built, tmp_path):
+    kernel, file, old, new, error = PLANTED[bug]
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    changed = tmp_path / "csrc" / "cuda"
+    text = (changed / file).read_text()
+    assert old in text, "the kernels have changed: plant this bug anew"
+    (changed / file).write_text(text.replace(old, new, 1))
+    values = changed / "values.cuh"  # one dtype is enough, and faster to compile
+    text = values.read_text()
+    for other in ("__half()", "__nv_bfloat16()", "double()"):
+        text = text.replace(f"return body({other});", 'return "left out";')
+    values.write_text(text)
+    ops = EmulatedOps(build_changed(tmp_path, find_headers(), changed / f"{kernel}.cu", built.parent))
+    try:
+        with pytest.raises(EmulationError if error else AssertionError, match=error):  # noqa: PT012
+            for _ in range(40):  # of thread orders
+                for shape in ((3, 2, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9)):
+                    check_ops(ops, *tensors(shape, torch.float32))
+    finally:
+        ops.close()
