@@ -139,7 +139,7 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
     """Returns what conversion of ``module`` does with each module that it concerns; changes nothing.
 
     Raises:
-        TypeError: ``filter`` is not callable, or a converter returned something else than a class.
+        TypeError: ``filter`` is not callable.
     """
     if filter is not None and not callable(filter):
         raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")

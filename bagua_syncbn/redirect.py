@@ -42,8 +42,9 @@ def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Calla
 
     @functools.wraps(forward)
     def observed(layer: ObservedSyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Proxy):
-            return as_one_node(layer, args[0])
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Proxy):
+                return as_one_node(layer, argument, args, kwargs)
         if not layer.training:
             return forward(layer, *args, **kwargs)
         # On the layer and not in the mode, which is another object while torch.compile traces.
@@ -132,13 +133,9 @@ def _synchronized_forward(layer: SyncBatchNorm, input: Tensor) -> Tensor:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    for tensors in (module._parameters, module._buffers):
-        yield from (tensor for tensor in tensors.values() if tensor is not None)
-    # Replicas of DataParallel and parametrized layers have them elsewhere.
-    for name in ("running_mean", "running_var"):
-        tensor = getattr(module, name, None)
-        if isinstance(tensor, Tensor):
-            yield tensor
+    # The last is where replicas of DataParallel and layers in FullyShardedDataParallel have their parameters.
+    for tensors in (module._parameters, module._buffers, vars(module)):
+        yield from (tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
 
 
 def _have_one_in_common(first: list[Tensor], second: Iterator[Tensor]) -> bool:

@@ -102,7 +102,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
-            return as_one_node(self, input)
+            return as_one_node(self, input, (input,), {})
         self._check_input_dim(input)
         tracks = self.training and self.track_running_stats
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)

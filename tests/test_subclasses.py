@@ -248,6 +248,15 @@ class SyncForeign(SyncBatchNorm2d):
         return super().forward(input).relu()
 
 
+def test_replicas_have_their_tensors_elsewhere():
+    model = convert_sync_batchnorm(nn.Sequential(BatchNormAct(3, track_running_stats=False)))
+    replica = model[0]._replicate_for_data_parallel()
+    for name, parameter in model[0].named_parameters():
+        setattr(replica, name, parameter * 1)  # no Parameter
+    input = torch.randn(4, 3, 2, 2)
+    torch.testing.assert_close(replica(input), model(input))
+
+
 @pytest.fixture
 def registered():
     register_converter(Foreign, lambda layer: SyncForeign if layer.num_features > 2 else None)
