@@ -211,6 +211,37 @@ def test_what_turns_out_to_be_unsynchronized_raises(cls, what):
     model(torch.randn(4, 3, 4, 4))
 
 
+def means_of_pairs():
+    layer = convert_sync_batchnorm(nn.Sequential(BatchNormAct(1, momentum=1.0)), [[0, 2], [1, 3]])
+    layer(torch.full((2, 1, 1, 1), float(dist.get_rank())))
+    return layer[0].running_mean.item()
+
+
+def test_the_group_of_the_layer_is_used(pool):
+    assert pool.run(means_of_pairs, 4) == [1, 2, 1, 2]
+
+
+def test_a_part_that_is_left_out_stays_as_it_is():
+    model = nn.Sequential(WithPart(3))
+    input = torch.randn(4, 3, 2, 2)
+    expected = copy.deepcopy(model)(input)
+    convert_sync_batchnorm(model, filter=lambda name, layer: not name.endswith("part"))
+    torch.testing.assert_close(model(input), expected)
+    assert type(model[0].part) is nn.BatchNorm2d
+    assert model[0].part.num_batches_tracked == 1
+
+
+class NothingInEvaluation(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input) if self.training else input
+
+
+def test_evaluation_is_not_watched():
+    model = convert_sync_batchnorm(nn.Sequential(NothingInEvaluation(3))).eval()
+    input = torch.randn(4, 3, 2, 2)
+    assert model(input) is input
+
+
 class Frozen(nn.BatchNorm2d):
     """In training, but by its running statistics."""
 
