@@ -221,8 +221,18 @@ def test_the_group_of_the_layer_is_used(pool):
     assert pool.run(means_of_pairs, 4) == [1, 2, 1, 2]
 
 
-def test_a_part_that_is_left_out_stays_as_it_is():
-    model = nn.Sequential(WithPart(3))
+class ActWithPart(BatchNormAct):
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.part = nn.BatchNorm2d(num_features)
+
+    def forward(self, input):
+        return super().forward(input) + self.part(input * 2)
+
+
+@pytest.mark.parametrize("cls", [WithPart, ActWithPart])
+def test_a_part_that_is_left_out_stays_as_it_is(cls):
+    model = nn.Sequential(cls(3))
     input = torch.randn(4, 3, 2, 2)
     expected = copy.deepcopy(model)(input)
     convert_sync_batchnorm(model, filter=lambda name, layer: not name.endswith("part"))
