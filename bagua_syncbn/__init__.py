@@ -1,7 +1,10 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
+from .communicators import sync_group
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
+from .derive import register_converter
 from .functional import sync_batch_norm
+from .report import conversion_report
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .version import __version__
 from .wrapper import with_bagua
@@ -12,8 +15,11 @@ __all__ = [
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
     "__version__",
+    "conversion_report",
     "convert_sync_batchnorm",
+    "register_converter",
     "revert_sync_batchnorm",
     "sync_batch_norm",
+    "sync_group",
     "with_bagua",
 ]

@@ -6,62 +6,78 @@ stay what they are. What changes is ``layer.__class__``, to a class that inherit
 meet torch's.
 """
 
-import inspect
 import sys
-from typing import Any, TypeVar
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .communicators import check_process_group
-from .sync_batchnorm import BatchNorm, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from .communicators import RankGroup, check_process_group
+from .derive import class_after_conversion, class_before_conversion, is_candidate
+from .sync_batchnorm import SyncBatchNorm
 from .wrapper import is_data_parallel
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
+Filter = Callable[[str, nn.Module], bool]
+Action = Literal["converted", "skipped", "refused"]
 
-def convert_sync_batchnorm(module: _Module, process_group: Any = None) -> _Module:
+
+def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter: Filter | None = None) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
     The layers stay the same objects and only change their class, so optimizers may be made before or after, and
     parameters, buffers, hooks, attributes and training flags stay. Subclasses of torch's layers keep their own
-    ``forward`` if it calls ``super().forward``. Layers of :class:`torch.nn.SyncBatchNorm` are converted too. Convert
-    before the model is wrapped or compiled.
+    ``forward`` if it calls ``super().forward`` or ``F.batch_norm``; one that turns out in training to call neither
+    raises then. Layers of :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is wrapped or
+    compiled. :func:`conversion_report` tells what is converted and why the rest is not.
 
     Args:
         module: the model. If it is itself a batch normalization layer, a converted copy that shares its parameters and
             buffers is returned and ``module`` stays as it is, as with torch's converter (but a Lazy layer, which torch
             cannot copy, is converted in place).
-        process_group: the ranks to synchronize with, see :func:`sync_batch_norm`. None leaves layers that have a group
-            with theirs, and gives the others the default group.
+        process_group: the ranks to synchronize with: a :class:`torch.distributed.ProcessGroup`; an int for that many
+            consecutive ranks, ``"node"`` for those of this host, a list of lists of ranks or a 1-D ``DeviceMesh``, see
+            :func:`sync_group`; or a :class:`~bagua_syncbn.communicators.Communicator`. None leaves layers that have a
+            group with theirs, and gives the others the default group.
+        filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
+            stays as it is. Likewise asked for what would be refused. A layer of several names is converted if one of
+            them is accepted.
 
     Returns:
         ``module``, or its converted copy.
 
     Raises:
         TypeError: ``module`` holds a batch normalization layer that conversion cannot synchronize, or is TorchScript;
-            ``process_group`` is of no known kind.
-        ValueError: this rank is not in ``process_group``.
+            ``process_group`` is of no known kind; ``filter`` is not callable.
+        ValueError: this rank is not in ``process_group``, or that describes groups which the job does not have.
         RuntimeError: ``module`` is data parallel or compiled already.
 
     If it raises, ``module`` is unchanged.
 
     Example::
 
-        >>> model = bagua_syncbn.convert_sync_batchnorm(model)
+        >>> model = bagua_syncbn.convert_sync_batchnorm(model, filter=lambda name, layer: "head" not in name)
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
     check_process_group(process_group)
-    for name, child in module.named_modules():
-        _check_convertible(name, child)
-    if _is_batch_norm(module):
+    # All the classes first: one layer that is refused leaves all as they were.
+    targets: dict[nn.Module, type[SyncBatchNorm]] = {}
+    for finding in examine(module, filter):
+        if finding.error is not None:
+            raise finding.error
+        if finding.target is not None:
+            targets[finding.module] = finding.target
+    if module in targets:
+        target = targets.pop(module)
         module = _shallow_copy(module)
-    # The classes first: one layer that is refused leaves all as they were.
-    classes = {layer: synchronized_class(type(layer)) for layer in module.modules() if _is_batch_norm(layer)}
-    for layer, cls in classes.items():
+        targets[module] = target
+    for layer, cls in targets.items():
+        if not isinstance(layer, SyncBatchNorm) and "process_group" in vars(layer):
+            layer.process_group_before = layer.process_group  # the layer's own, to be what it was after revert
         layer.__class__ = cls
         if process_group is not None:
             layer.process_group = process_group
@@ -73,11 +89,11 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
     Layers that were made as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or
     ``3d``, and those made as :class:`SyncBatchNorm` become :class:`~bagua_syncbn.sync_batchnorm.BatchNorm`. Layers that
-    were :class:`torch.nn.SyncBatchNorm` become that again.
+    were :class:`torch.nn.SyncBatchNorm` become that again, with the group that they had.
 
     Args:
-        module: the model. If it is itself a synchronized layer, a reverted copy that shares its parameters and buffers
-            is returned.
+        module: the model, which may have been loaded from a file or copied. If it is itself a synchronized layer, a
+            reverted copy that shares its parameters and buffers is returned.
 
     Returns:
         ``module``, or its reverted copy.
@@ -90,111 +106,119 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     """
     if isinstance(module, SyncBatchNorm):
         module = _shallow_copy(module)
-    classes = {layer: _local_class(type(layer)) for layer in module.modules() if isinstance(layer, SyncBatchNorm)}
-    for layer, local_class in classes.items():
-        # torch's own layer has a group too, and keeps it.
-        if local_class is not nn.SyncBatchNorm:
-            vars(layer).pop("process_group", None)
-        object.__setattr__(layer, "__class__", local_class)
+    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    classes = [class_before_conversion(type(layer)) for layer in layers]
+    groups = [_group_before_conversion(layer) for layer in layers]
+    for layer, cls, group in zip(layers, classes, groups, strict=True):
+        vars(layer).pop("process_group", None)
+        if "process_group_before" in vars(layer):
+            del layer.process_group_before
+            layer.process_group = group
+        object.__setattr__(layer, "__class__", cls)
     return module
 
 
-_STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
-    BatchNorm: SyncBatchNorm,
-}
-
-# Neither side is kept alive: parametrized layers have a class each.
-_derived_classes: WeakKeyDictionary[type[nn.Module], ReferenceType[type[SyncBatchNorm]]] = WeakKeyDictionary()
+def _group_before_conversion(layer: SyncBatchNorm) -> Any:
+    group = vars(layer).get("process_group_before")
+    # A layer that was copied or loaded has the ranks of it; torch's layer needs the group.
+    return group.resolve() if isinstance(group, RankGroup) else group
 
 
-def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Returns the class that layers of class ``cls`` get, made at the first call.
+class Finding(NamedTuple):
+    """What conversion does with one module, and why."""
+
+    names: list[str]
+    module: nn.Module
+    action: Action
+    reason: str
+    target: type[SyncBatchNorm] | None = None  # the class it gets, if converted
+    error: Exception | None = None  # raised for it, if refused
+
+
+def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
+    """Returns what conversion of ``module`` does with each module that it concerns; changes nothing.
 
     Raises:
-        TypeError: a ``forward`` of ``cls`` does not lead to that of :class:`SyncBatchNorm`.
+        TypeError: ``filter`` is not callable.
     """
-    if issubclass(cls, SyncBatchNorm):
-        return cls
-    if cls in _STANDARD_CLASSES:
-        return _STANDARD_CLASSES[cls]
-    cached = _derived_classes.get(cls)
-    derived = cached() if cached else None
-    if derived is None:
-        derived = _derive(cls)
-        _derived_classes[cls] = ref(derived)
-    return derived
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
+    return [
+        finding
+        for found, names in _modules_with_names(module).items()
+        if (finding := _examine_one(found, names, filter)) is not None
+    ]
 
 
-def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    namespace: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce_ex,
-        "local_class": cls,
-    }
-    if cls is nn.SyncBatchNorm:
-        # Not a subclass of it: DistributedDataParallel refuses those on CPU.
-        return type("SyncBatchNorm", (SyncBatchNorm,), namespace)
-    _check_forward(cls)
-    becomes = getattr(cls, "cls_to_become", None)
-    if becomes is not None:  # a Lazy layer, which changes class when it has seen its first input
-        namespace["cls_to_become"] = synchronized_class(becomes)
-    return type(f"Sync{cls.__name__}", (cls, SyncBatchNorm), namespace)
+def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
+    error = _closed(module, names[0])
+    if error is None and not is_candidate(module):
+        reason = _why_not_concerned(module)
+        return None if reason is None else Finding(names, module, "skipped", reason)
+    if filter is not None and not any(filter(name, module) for name in names):
+        return Finding(names, module, "skipped", "left out by filter")
+    if error is None and "forward" in vars(module):
+        where = _where(module, names[0])
+        error = TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
+    if error is None:
+        try:
+            target = class_after_conversion(module)
+        except TypeError as refusal:
+            error = refusal
+    if error is not None:
+        return Finding(names, module, "refused", str(error), error=error)
+    if target is None:
+        return Finding(names, module, "skipped", "left as it is by its converter")
+    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
+    return Finding(names, module, "converted", reason, target)
 
 
-def _check_forward(cls: type[nn.Module]) -> None:
-    """Raises unless each ``forward`` that ``cls`` adds to torch's calls ``super().forward``.
+def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """All modules in the order of ``named_modules``, with each name that they have in one of their parents."""
+    found: dict[nn.Module, list[str]] = {}
 
-    Any other would normalize by this rank's statistics and leave nobody the wiser.
-    """
-    for base in cls.__mro__[: cls.__mro__.index(_BatchNorm)]:
-        if "forward" not in vars(base):
-            continue
-        code = getattr(inspect.unwrap(vars(base)["forward"]), "__code__", None)
-        if code is None or not {"super", "forward"} <= set(code.co_names):
-            raise TypeError(
-                "module: expected batch normalization layers whose forward calls super().forward, got "
-                f"{base.__module__}.{base.__qualname__}, whose forward does not and would stay unsynchronized"
-            )
+    def visit(module: nn.Module, name: str) -> None:
+        if module in found:  # shared, or in a cycle
+            found[module].append(name)
+            return
+        found[module] = [name]
+        if _closed(module, name) is None:
+            for child_name, child in _children(module):
+                visit(child, f"{name}.{child_name}" if name else child_name)
 
-
-def _local_class(cls: type[SyncBatchNorm]) -> type[nn.Module]:
-    if "local_class" not in vars(cls):
-        raise TypeError(
-            f"module: expected layers whose class names its local_class, got {cls.__module__}.{cls.__qualname__}; "
-            "set local_class in it to the class that its layers are to become"
-        )
-    return cls.local_class
+    visit(root, "")
+    return found
 
 
-def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
-    # A derived class cannot be imported by name: a file holds the class that it was made from.
-    reduced: Any = super(SyncBatchNorm, layer).__reduce_ex__(protocol)
-    return _new_layer, (type(layer).local_class,), *reduced[2:]
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
-def _new_layer(cls: type[nn.Module]) -> SyncBatchNorm:
-    derived = synchronized_class(cls)
-    return derived.__new__(derived)
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm)
-
-
-def _check_convertible(name: str, module: nn.Module) -> None:
-    where = f"{type(module).__name__} at {name!r}" if name else type(module).__name__
+def _closed(module: nn.Module, name: str) -> Exception | None:
+    """Returns what to raise for a module that cannot be converted any more, with all that is in it."""
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"module: expected a model of Python modules, got a TorchScript {where}; convert, then script")
+        where = _where(module, name)
+        return TypeError(f"module: expected a model of Python modules, got a TorchScript {where}; convert, then script")
     if is_data_parallel(module):
-        raise RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
+        where = _where(module, name)
+        return RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
     if _is_compiled(module):
-        raise RuntimeError(f"module: expected a model before compilation, got compiled {where}; convert, then compile")
-    if _is_batch_norm(module) and "forward" in vars(module):
-        raise TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
+        where = _where(module, name)
+        return RuntimeError(f"module: expected a model before compilation, got compiled {where}; convert, then compile")
+    return None
+
+
+def _where(module: nn.Module, name: str) -> str:
+    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
+
+
+def _why_not_concerned(module: nn.Module) -> str | None:
+    """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
+    if isinstance(module, _NormBase):
+        return "not batch normalization: it normalizes each sample by itself"
+    if "batchnorm" in type(module).__name__.lower():
+        return "not derived from torch's batch normalization; register_converter makes it known"
+    return None
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -207,4 +231,7 @@ def _shallow_copy(layer: _Module) -> _Module:
         return layer  # has hooks that are bound to the object, and cannot be copied
     twin = layer.__new__(type(layer))
     twin.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(layer).items()}
+    for name, child in _children(twin):
+        if child is layer:
+            twin._modules[name] = twin
     return twin

@@ -1,5 +1,6 @@
 """The layer. It holds state and decides; it computes nothing."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -7,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .communicators import LOCAL, CallbackContext, Replica, check_process_group, describe_group, resolve_communicator
 from .functional import sync_batch_norm
+from .tracing import Proxy, as_one_node
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -105,6 +107,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_one_node(self, input, (input,), {})
         self._check_input_dim(input)
         tracks = self.training and self.track_running_stats
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
@@ -161,16 +165,19 @@ class SyncBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_replica", None)
-        if "process_group" in state:
-            state["process_group"] = describe_group(state["process_group"])
+        for name in ("process_group", "process_group_before"):
+            if name in state:
+                state[name] = describe_group(state[name])
         return state
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: _Module, process_group: Any = None) -> _Module:
+    def convert_sync_batchnorm(
+        cls, module: _Module, process_group: Any = None, *, filter: Callable[[str, nn.Module], bool] | None = None
+    ) -> _Module:
         """Same as :func:`bagua_syncbn.convert_sync_batchnorm`, under the name that torch and Bagua give it."""
         from .convert import convert_sync_batchnorm
 
-        return convert_sync_batchnorm(module, process_group)
+        return convert_sync_batchnorm(module, process_group, filter=filter)
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

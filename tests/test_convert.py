@@ -16,6 +16,7 @@ from bagua_syncbn import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
+    conversion_report,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
@@ -33,16 +34,11 @@ class BatchNormReLU(nn.BatchNorm2d):
         return nn.functional.leaky_relu(super().forward(input), self.slope)
 
 
-class OwnBatchNorm(nn.BatchNorm2d):
-    """A subclass that does not come back to torch's forward."""
+class Centered(nn.BatchNorm2d):
+    """A subclass that never comes to torch's batch normalization."""
 
     def forward(self, input):
-        return nn.functional.batch_norm(input, self.running_mean, self.running_var, training=self.training)
-
-
-class BypassingBatchNorm(nn.BatchNorm2d):
-    def forward(self, input):
-        return nn.BatchNorm2d.forward(self, input)
+        return input - input.mean((0, 2, 3), keepdim=True)
 
 
 class OwnSyncBatchNorm(nn.SyncBatchNorm):
@@ -134,10 +130,12 @@ def test_one_class_for_all_layers_of_a_class():
     assert type(first) is type(second)
 
 
-@pytest.mark.parametrize("cls", [OwnBatchNorm, BypassingBatchNorm, OwnSyncBatchNorm])
-def test_a_layer_that_would_stay_unsynchronized_is_refused(cls):
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(Centered, "would stay unsynchronized"), (OwnSyncBatchNorm, "synchronizes by itself")]
+)
+def test_a_layer_that_would_stay_unsynchronized_is_refused(cls, reason):
     model = nn.Sequential(nn.BatchNorm2d(2), cls(2))
-    with pytest.raises(TypeError, match=cls.__name__ if cls is not OwnSyncBatchNorm else "SyncBatchNorm"):
+    with pytest.raises(TypeError, match=f"{cls.__name__}, .*{reason}"):
         convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
     assert type(model[1]) is cls
@@ -331,3 +329,257 @@ def test_a_synchronized_layer_keeps_its_group(pool):
     assert first_kept
     assert second_kept
     assert (first, second) == pytest.approx((0.0, 0.1))
+
+
+def choice():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm2d(2), nn.InstanceNorm2d(2)), "b": BatchNormReLU(2)})
+    model["again"] = model["a"][0]
+    model["c"] = Centered(2)
+    return model
+
+
+def test_filter_chooses_by_name_and_layer():
+    asked = []
+
+    def chosen(name, layer):
+        asked.append((name, type(layer)))
+        return not isinstance(layer, Centered) and name != "a.0"
+
+    model = convert_sync_batchnorm(choice(), filter=chosen)
+    assert [type(layer).__name__ for layer in (model["b"], model["c"])] == ["SyncBatchNormReLU", "Centered"]
+    assert type(model["again"]) is SyncBatchNorm2d  # one of its names is accepted
+    assert set(asked) == {
+        ("a.0", nn.BatchNorm2d),
+        ("again", nn.BatchNorm2d),
+        ("b", BatchNormReLU),
+        ("c", Centered),
+    }
+    convert_sync_batchnorm(model, 1, filter=lambda name, layer: name == "b")
+    assert (model["b"].process_group, model["again"].process_group) == (1, None)
+
+    layer = nn.BatchNorm1d(2)
+    assert convert_sync_batchnorm(layer, filter=lambda name, layer: bool(name)) is layer
+    for use in (convert_sync_batchnorm, conversion_report):
+        with pytest.raises(TypeError, match=r"filter: expected a function .* got str"):
+            use(model, filter="b")
+
+
+def test_filter_leaves_out_what_is_refused_as_a_whole():
+    model = nn.Sequential(nn.BatchNorm1d(2), torch.compile(nn.Sequential(nn.BatchNorm1d(2))))
+    convert_sync_batchnorm(model, filter=lambda name, layer: not name.startswith("1"))
+    assert type(model[0]) is SyncBatchNorm1d
+    assert type(model[1]._orig_mod[0]) is nn.BatchNorm1d
+
+
+def test_report_tells_what_conversion_does_and_changes_nothing():
+    model = choice()
+    model["compiled"] = torch.compile(nn.Sequential(nn.BatchNorm1d(2)))
+    model["foreign"] = type("FrozenBatchNorm2d", (nn.Identity,), {})()
+    classes = [type(module) for module in model.modules()]
+    report = conversion_report(model, filter=lambda name, layer: name != "b")
+    assert [type(module) for module in model.modules()] == classes
+    assert [(layer.names, layer.layer_class.__name__, layer.action) for layer in report.layers] == [
+        (("a.0", "again"), "BatchNorm2d", "converted"),
+        (("a.1",), "InstanceNorm2d", "skipped"),
+        (("b",), "BatchNormReLU", "skipped"),
+        (("c",), "Centered", "refused"),
+        (("compiled",), "OptimizedModule", "refused"),
+        (("foreign",), "FrozenBatchNorm2d", "skipped"),
+    ]
+    summary, *lines = str(report).splitlines()
+    assert summary == "1 converted, 3 skipped, 2 refused"
+    assert lines[0] == "converted  a.0, again  BatchNorm2d: becomes SyncBatchNorm2d"
+    assert lines[2] == "skipped    b  BatchNormReLU: left out by filter"
+    assert "would stay unsynchronized" in lines[3]
+    assert "convert, then compile" in lines[4]
+    assert "register_converter" in lines[5]
+
+    again = conversion_report(convert_sync_batchnorm(nn.BatchNorm1d(2)))
+    assert str(again).splitlines()[1] == "converted  (the model itself)  SyncBatchNorm1d: synchronized already"
+
+
+def test_containers_cycles_and_lists():
+    layer = nn.BatchNorm1d(2)
+    layer.me = layer
+    model = nn.ModuleDict({"list": nn.ModuleList([layer]), "more": nn.ModuleDict({"x": nn.BatchNorm1d(2)})})
+    model.parameters_too = nn.ParameterList([layer.weight])
+    model.none = None
+    model["list"].append(model["more"])
+    unregistered = nn.BatchNorm1d(2)
+    model.plain = [layer, unregistered]
+    assert conversion_report(model).layers[0].names == ("list.0", "list.0.me")
+    convert_sync_batchnorm(model)
+    assert type(layer) is SyncBatchNorm1d
+    assert model.plain[0] is layer is layer.me
+    assert type(model["more"]["x"]) is SyncBatchNorm1d
+    assert model.parameters_too[0] is layer.weight
+    assert type(unregistered) is nn.BatchNorm1d  # torch does not know it as part of the model either
+    revert_sync_batchnorm(model)
+    assert type(layer) is nn.BatchNorm1d
+
+    copied = convert_sync_batchnorm(layer)
+    assert copied.me is copied
+    assert type(layer) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("options", [{"device": "meta"}, {"dtype": torch.bfloat16}, {"affine": False}], ids=str)
+def test_tensors_stay(options):
+    model = nn.Sequential(BatchNormReLU(3), nn.BatchNorm2d(3, **options))
+    tensors = list(model[1].state_dict(keep_vars=True).values())
+    convert_sync_batchnorm(model)
+    assert all(a is b for a, b in zip(model[1].state_dict(keep_vars=True).values(), tensors, strict=True))
+    if "device" in options:
+        model.to_empty(device="cpu")
+        assert type(model[1]) is SyncBatchNorm2d
+
+
+def test_memory_format_stays():
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+    input = torch.randn(2, 2, 4, 4).to(memory_format=torch.channels_last)
+    assert convert_sync_batchnorm(model)(input).is_contiguous(memory_format=torch.channels_last)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
+def test_removing_parametrizations_after_conversion(cls):
+    model = nn.Sequential(cls(3))
+    input = torch.randn(4, 3, 2, 2)
+    layer = model[0]
+    before = type(layer)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    parametrize.register_parametrization(layer, "bias", Doubled())
+    parametrized = type(layer)
+    convert_sync_batchnorm(model)
+    converted = type(layer)
+    assert type(revert_sync_batchnorm(model)[0]) is parametrized
+    assert type(convert_sync_batchnorm(model)[0]).__name__ == converted.__name__
+    parametrize.remove_parametrizations(layer, "weight")
+    assert isinstance(layer, SyncBatchNorm)
+    twin = revert_sync_batchnorm(copy.deepcopy(model))
+    assert not isinstance(twin[0], SyncBatchNorm)
+    assert isinstance(twin[0], before)
+    assert parametrize.is_parametrized(twin[0], "bias")
+    torch.testing.assert_close(twin(input), model(input))
+    parametrize.remove_parametrizations(layer, "bias")
+    assert not parametrize.is_parametrized(layer)
+    assert isinstance(layer, SyncBatchNorm)
+    assert layer.weight.tolist() == [2, 2, 2]
+    assert type(revert_sync_batchnorm(model)[0]) is before
+
+
+def test_parametrizing_after_conversion():
+    model = convert_sync_batchnorm(nn.Sequential(BatchNormReLU(3)))
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    assert convert_sync_batchnorm(model)[0].weight.tolist() == [2, 2, 2]
+    revert_sync_batchnorm(model)
+    assert isinstance(model[0], BatchNormReLU)
+    assert not isinstance(model[0], SyncBatchNorm)
+    assert model[0].weight.tolist() == [2, 2, 2]
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is BatchNormReLU
+
+
+def parametrized_with_a_group():
+    pair = dist.new_group([0, 1])
+    model = nn.Sequential(nn.BatchNorm1d(1))
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    convert_sync_batchnorm(model, pair)
+    twin = copy.deepcopy(model)
+    for net in (model, twin):
+        net(torch.full((2, 1), float(dist.get_rank())))
+    return [net[0].running_mean.item() for net in (model, twin)]
+
+
+def test_parametrized_layers_are_copied_with_their_group(pool):
+    assert pool.run(parametrized_with_a_group, 2) == [pytest.approx([0.05, 0.05])] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*torch.ao.quantization:DeprecationWarning")
+def test_weight_norm_and_quantization_aware_training():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    nn.utils.weight_norm(model[0])
+    convert_sync_batchnorm(model)
+    assert {"weight_g", "weight_v"} < set(dict(model[0].named_parameters()))
+    model(torch.randn(4, 3)).sum().backward()
+    assert model[0].weight_g.grad is not None
+
+    qat = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
+    qat.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.fuse_modules_qat(qat, [["0", "1", "2"]], inplace=True)
+    torch.ao.quantization.prepare_qat(qat, inplace=True)
+    inside = qat[0].bn
+    hooks = len(qat[3]._forward_hooks)
+    qconfig = qat[3].qconfig
+    convert_sync_batchnorm(qat)
+    assert type(inside) is type(qat[3]) is SyncBatchNorm2d
+    assert qat[3].qconfig is qconfig
+    assert len(qat[3]._forward_hooks) == hooks
+    qat(torch.randn(2, 2, 4, 4)).sum().backward()
+    revert_sync_batchnorm(qat)
+    assert type(inside) is nn.BatchNorm2d
+
+
+def test_optimizer_state_and_hooks_of_all_kinds_stay():
+    model = net()
+    calls = []
+    layer = model[1]
+    layer.register_full_backward_hook(lambda *args: calls.append("backward"))
+    layer.register_load_state_dict_pre_hook(lambda *args: calls.append("load"))
+    layer.weight.register_hook(lambda grad: calls.append("grad"))
+    layer.rate = 3
+    convert_sync_batchnorm(model)
+    model(torch.randn(2, 3, 6, 6)).sum().backward()
+    model.load_state_dict(model.state_dict())
+    assert sorted(calls) == ["backward", "grad", "load"]
+    assert layer.rate == 3
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.SyncBatchNorm, BatchNormReLU])
+def test_state_dicts_of_torchs_layers(cls):
+    def make(convert):
+        model = nn.Sequential(cls(3))
+        return convert_sync_batchnorm(model) if convert else model
+
+    def spoil(model):
+        for value in model.state_dict().values():
+            value.add_(2)
+        return model.state_dict()
+
+    for convert in (True, False):
+        state = spoil(make(convert))
+        other = make(not convert)
+        other.load_state_dict(state)
+        assert list(other.state_dict()) == list(state)
+        assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+        assert other.state_dict()._metadata == state._metadata
+
+
+def groups_of_torchs_layers():
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    model = nn.Sequential(nn.SyncBatchNorm(1, process_group=groups[0]), nn.SyncBatchNorm(1, process_group=groups[0]))
+    convert_sync_batchnorm(model, groups[1])
+    twin = copy.deepcopy(model)
+    convert_sync_batchnorm(model, "node")
+    reverted = [layer.process_group for net in (model, twin) for layer in revert_sync_batchnorm(net)]
+    return [groups.index(group) for group in reverted], "process_group_before" in vars(model[0])
+
+
+def test_torchs_layers_get_their_group_back(pool):
+    for (first, second, *copied), kept in pool.run(groups_of_torchs_layers, 2):
+        assert first == second == 0
+        assert set(copied) <= {0, 1}  # of the same ranks
+        assert not kept
+
+
+def spawned(rank, model, path):
+    assert isinstance(model[0], BatchNormReLU)
+    model(torch.ones(2, 4, 2, 2))
+    torch.save(revert_sync_batchnorm(model), path)
+
+
+def test_spawned_processes_act_locally(tmp_path):
+    model = convert_sync_batchnorm(nn.Sequential(BatchNormReLU(4)), "node")
+    torch.multiprocessing.spawn(spawned, (model, str(tmp_path / "model")), nprocs=1)
+    loaded = torch.load(tmp_path / "model", weights_only=False)
+    assert type(loaded[0]) is BatchNormReLU
+    torch.testing.assert_close(loaded[0].running_mean, torch.full((4,), 0.1))

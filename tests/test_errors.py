@@ -68,7 +68,7 @@ def test_one_value_per_channel(shape):
         ),
         ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
         ({"bias": torch.ones(2, 1)}, RuntimeError, r"bias: expected 2 elements.* got \[2, 1\]"),
-        ({"process_group": "node"}, TypeError, "process_group: expected"),
+        ({"process_group": "host"}, TypeError, "process_group: expected"),
     ],
 )
 def test_functional(arguments, error, message):

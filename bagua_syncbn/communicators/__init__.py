@@ -10,9 +10,10 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from . import torch as _torch
+from .groups import check_description, describe_group, is_description, sync_group
 from .local import LOCAL, LocalCommunicator
 from .replicas import CallbackContext, Replica, Replicas
-from .torch import RankGroup, TorchCommunicator, describe_group
+from .torch import RankGroup, TorchCommunicator
 
 __all__ = [
     "LOCAL",
@@ -26,6 +27,7 @@ __all__ = [
     "check_process_group",
     "describe_group",
     "resolve_communicator",
+    "sync_group",
 ]
 
 
@@ -53,15 +55,19 @@ def check_process_group(process_group: object) -> None:
 
     Raises:
         TypeError: it is none of the supported kinds.
-        ValueError: it is a group that this rank is not a member of.
+        ValueError: it is a group that this rank is not a member of, or a description that fits no job, or not this one.
     """
     if process_group is None or isinstance(process_group, (RankGroup, Communicator)):
         return
-    if not _torch.is_process_group(process_group):
+    if _torch.is_process_group(process_group):
+        return
+    if not is_description(process_group):
+        got = repr(process_group) if isinstance(process_group, str) else type(process_group).__name__
         raise TypeError(
-            "process_group: expected None, a torch.distributed.ProcessGroup or a Communicator, "
-            f"got {type(process_group).__name__}"
+            "process_group: expected None, a torch.distributed.ProcessGroup, an int, 'node', a list of lists of "
+            f"ranks, a 1-D DeviceMesh or a Communicator, got {got}"
         )
+    check_description(process_group)
 
 
 def resolve_communicator(process_group: object = None) -> Communicator:
@@ -69,8 +75,8 @@ def resolve_communicator(process_group: object = None) -> Communicator:
 
     Args:
         process_group: None for the default group of the job, or of no job: then each process is alone. Otherwise a
-            :class:`torch.distributed.ProcessGroup`, a :class:`Communicator`, or the :class:`RankGroup` that a layer
-            holds after it was copied or loaded.
+            :class:`torch.distributed.ProcessGroup`, a description as :func:`sync_group` takes it, a
+            :class:`Communicator`, or the :class:`RankGroup` that a layer holds after it was copied or loaded.
 
     Raises:
         TypeError, ValueError: as :func:`check_process_group`.
@@ -81,6 +87,8 @@ def resolve_communicator(process_group: object = None) -> Communicator:
         group = process_group.resolve()
     elif _torch.is_process_group(process_group):
         group = process_group
+    elif is_description(process_group):
+        group = sync_group(process_group)
     else:
         check_process_group(process_group)
         assert isinstance(process_group, Communicator)

@@ -89,26 +89,25 @@ class RankGroup:
                 "convert the model again with a group of this job"
             )
         group = _groups_by_ranks.get(self.ranks)
-        if group is None or not _is_alive(group):
+        if group is None or not is_alive(group):
             group = dist.new_group(list(self.ranks), use_local_synchronization=True)
             _groups_by_ranks[self.ranks] = group
         return group
 
 
-def describe_group(process_group: Any) -> Any:
-    """Returns what to keep of ``process_group`` in a copy or a file; what is no live c10d group stays as it is."""
-    if not is_process_group(process_group):
-        return process_group
+def describe_process_group(process_group: Any) -> Any:
+    """Returns what to keep of a live c10d group in a copy or a file: None for the default one, else its ranks."""
     if process_group is default_group():
         return None
-    if not _is_alive(process_group):
+    if not is_alive(process_group):
         raise ValueError("process_group: expected a live group, got one that was destroyed")
     ranks = tuple(dist.get_process_group_ranks(process_group))
     _groups_by_ranks[ranks] = process_group
     return RankGroup(ranks)
 
 
-def _is_alive(group: Any) -> bool:
+def is_alive(group: Any) -> bool:
+    """Whether ``group`` belongs to the job that runs now, and was not destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):

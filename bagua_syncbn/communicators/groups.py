@@ -1,0 +1,204 @@
+"""Groups by what they are to be rather than by which ranks they have: ``8``, ``"node"``, lists of ranks, a mesh.
+
+A description can be written down before there is a job, copied and saved. In a job it stands for the group that this
+rank is in, made once and shared by all layers that have it; without a job, for no group at all.
+"""
+
+import socket
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from .torch import RankGroup, default_group, describe_process_group, is_alive, is_process_group
+
+NODE = "node"
+
+_Partition = tuple[tuple[int, ...], ...]
+
+# By default group, as a job that follows another in the process has its own: this rank's group by description, and by
+# the partition of the ranks that it came to, so that descriptions of the same groups share them.
+_groups: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def sync_group(process_group: Any) -> Any:
+    """Returns the process group of this rank that a description stands for, the one that layers with it use.
+
+    The first use of a description in a job makes its groups, so all ranks of the job make that use together, whether
+    it is this call or the first training forward of a layer, and make those of several descriptions in the same order.
+    This call is the way to have it done at a moment of your choice. A mesh has its groups already.
+
+    Args:
+        process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of
+            ranks, or a 1-D :class:`torch.distributed.device_mesh.DeviceMesh`.
+
+    Returns:
+        A :class:`torch.distributed.ProcessGroup`; the default one if all ranks of the job are in the group. None where
+        there is no job.
+
+    Raises:
+        TypeError: ``process_group`` is none of these.
+        ValueError: the job's ranks do not divide into groups of this number; a rank of the job is in no list, or the
+            job has no rank that is in one; numbers or lists that make sense in no job.
+
+    Example::
+
+        >>> group = bagua_syncbn.sync_group(8)
+        >>> torch.distributed.all_reduce(tensor, group=group)
+    """
+    if not is_description(process_group):
+        raise TypeError(
+            'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
+            f"got {type(process_group).__name__}"
+        )
+    check_description(process_group)
+    world = default_group()
+    if world is None:
+        return None
+    if _is_mesh(process_group):
+        return process_group.get_group()
+    groups = _groups.setdefault(world, {})
+    key = process_group
+    if isinstance(process_group, (list, tuple)):
+        key = tuple(tuple(sorted(ranks)) for ranks in process_group)
+    if key not in groups or not is_alive(groups[key]):
+        partition = _partition(key, world)
+        if len(partition) == 1:
+            return world  # not kept, as it would keep itself
+        if partition not in groups or not is_alive(groups[partition]):
+            groups[partition] = _make_groups(partition, world)
+        groups[key] = groups[partition]
+    return groups[key]
+
+
+def describe_group(process_group: Any) -> Any:
+    """Returns what to keep of ``process_group`` in a copy or a file: a description of it, where it is not one itself.
+
+    A mesh holds process groups, which cannot travel, so of it remain the ranks too.
+    """
+    if is_process_group(process_group):
+        return describe_process_group(process_group)
+    if _is_mesh(process_group):
+        if default_group() is None:
+            return RankGroup(tuple(process_group.mesh.tolist()))
+        return describe_process_group(process_group.get_group())
+    return process_group
+
+
+def is_description(process_group: object) -> bool:
+    """Whether ``process_group`` is of a kind that :func:`sync_group` takes."""
+    if isinstance(process_group, (list, tuple)):
+        return all(isinstance(ranks, (list, tuple)) for ranks in process_group)
+    if isinstance(process_group, int):
+        return not isinstance(process_group, bool)
+    return (isinstance(process_group, str) and process_group == NODE) or _is_mesh(process_group)
+
+
+def check_description(process_group: Any) -> None:
+    """Raises for a description that this process can know to be wrong, without communication.
+
+    Raises:
+        TypeError: something other than an int stands where a rank is expected.
+        ValueError: as :func:`sync_group`.
+    """
+    world = default_group()
+    if _is_mesh(process_group):
+        _check_mesh(process_group, world)
+    elif isinstance(process_group, int):
+        if process_group < 1:
+            raise ValueError(f"process_group: expected at least 1 consecutive rank, got {process_group}")
+        if world is not None and world.size() % process_group:
+            raise ValueError(
+                f"process_group: expected a number that divides the {world.size()} ranks of the job, "
+                f"got {process_group}, which leaves {world.size() % process_group} of them over"
+            )
+    elif process_group != NODE:
+        _check_lists(process_group)
+        if world is not None:
+            _check_lists_cover(process_group, world)
+
+
+def _partition(key: Any, world: Any) -> _Partition:
+    """The ranks of all groups that a description stands for."""
+    if key == NODE:
+        return _exchange_hosts(world)
+    if isinstance(key, int):
+        return tuple(tuple(range(first, first + key)) for first in range(0, world.size(), key))
+    partition: _Partition = key
+    return partition
+
+
+def _make_groups(partition: _Partition, world: Any) -> Any:
+    """Makes all groups of ``partition``, and returns the one of this rank.
+
+    Made by all ranks, because new_group with use_local_synchronization finds the members of a group together only if
+    they are in the same number of groups already: it names the group by that.
+    """
+    own = None
+    for ranks in partition:
+        group = dist.new_group(list(ranks))
+        if world.rank() in ranks:
+            own = group
+    return own
+
+
+def _exchange_hosts(world: Any) -> _Partition:
+    hosts: list[Any] = [None] * world.size()
+    dist.all_gather_object(hosts, _host())
+    ranks: dict[Any, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return tuple(tuple(members) for members in ranks.values())
+
+
+def _host() -> tuple[str, str]:
+    # The name alone would join machines that share one, as images with a fixed name do.
+    return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def _check_lists(lists: Sequence[Sequence[Any]]) -> None:
+    for ranks in lists:
+        for rank in ranks:
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise TypeError(f"process_group: expected lists of ranks, each an int, got {rank!r} in {lists}")
+    if not lists or not all(lists):
+        raise ValueError(f"process_group: expected at least one list, each of at least one rank, got {lists}")
+    ranks = sorted(rank for ranks in lists for rank in ranks)
+    if ranks[0] < 0:
+        raise ValueError(f"process_group: expected ranks from 0 on, got {ranks[0]} in {lists}")
+    for rank, following in pairwise(ranks):
+        if rank == following:
+            raise ValueError(f"process_group: expected each rank in one list, once, got rank {rank} twice in {lists}")
+
+
+def _check_lists_cover(lists: Sequence[Sequence[int]], world: Any) -> None:
+    given, expected = {rank for ranks in lists for rank in ranks}, set(range(world.size()))
+    for what, ranks in (("no list for rank", expected - given), ("no such rank as", given - expected)):
+        if ranks:
+            numbers = ", ".join(map(str, sorted(ranks)))
+            raise ValueError(
+                f"process_group: expected each of the {world.size()} ranks of the job in one list, "
+                f"got {what} {numbers} in {lists}"
+            )
+
+
+def _is_mesh(process_group: object) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(process_group, DeviceMesh)
+
+
+def _check_mesh(mesh: Any, world: Any) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"process_group: expected a DeviceMesh of 1 dimension, got one of {mesh.ndim}; name one, as in mesh['dp']"
+        )
+    if world is not None and mesh.get_coordinate() is None:
+        raise ValueError(f"process_group: expected a DeviceMesh with this rank, rank {world.rank()}, got {mesh}")

@@ -1,0 +1,152 @@
+"""Layers with a forward of their own: what it asks of torch's batch normalization is done over all ranks.
+
+Such a forward may call ``super().forward``, torch's forward by its name, or ``F.batch_norm``. The first leads to
+:class:`SyncBatchNorm` by itself. The others are seen by a mode that intercepts torch's functions, on only while the
+forward of such a layer runs in training.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from .functional import sync_batch_norm
+from .sync_batchnorm import SyncBatchNorm
+from .tracing import Proxy, as_one_node
+
+
+class ObservedSyncBatchNorm(SyncBatchNorm):
+    """What ``super().forward`` leads to in a layer with a forward of its own: it leaves a note that it was there."""
+
+    was_synchronized: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.was_synchronized = True
+        return _synchronized_forward(self, input)
+
+
+def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Callable[..., Any]:
+    """Returns ``forward``, a method of a class of layers, such that it is synchronized in training.
+
+    The method raises RuntimeError if it has run without any batch normalization by the layer's own statistics, or with
+    some by statistics that belong to no layer: these would be this rank's alone.
+
+    Args:
+        forward: the method.
+        calls_function: whether it may use something else than ``super().forward``.
+    """
+
+    @functools.wraps(forward)
+    def observed(layer: ObservedSyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Proxy):
+                return as_one_node(layer, argument, args, kwargs)
+        if not layer.training:
+            return forward(layer, *args, **kwargs)
+        # On the layer and not in the mode, which is another object while torch.compile traces.
+        layer.was_synchronized = False
+        if calls_function:
+            with _Redirect(layer):
+                output = forward(layer, *args, **kwargs)
+        else:
+            output = forward(layer, *args, **kwargs)
+        was_synchronized = layer.was_synchronized
+        del layer.was_synchronized
+        if not was_synchronized:
+            raise _unsynchronized(layer, "called neither the forward of torch's layer nor F.batch_norm")
+        return output
+
+    return observed
+
+
+class _Call(NamedTuple):
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self[1:5] if isinstance(tensor, Tensor)]
+
+
+def _call_of_aten(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> _Call:
+    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+_CALLS: Mapping[Any, Callable[..., _Call]] = {F.batch_norm: _Call, torch.batch_norm: _call_of_aten}
+
+
+class _Redirect(TorchFunctionMode):
+    """Sends calls of batch normalization with tensors of ``layer`` to :func:`sync_batch_norm`, with its group."""
+
+    def __init__(self, layer: ObservedSyncBatchNorm) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CALLS:
+            call = _CALLS[func](*args, **kwargs)
+            if self._is_own(call):
+                self.layer.was_synchronized = True
+                # In evaluation of its own making, like that of a layer with frozen statistics, there is nothing to do.
+                if call.training:
+                    # The forward counts the batches itself, as torch's does before this call.
+                    return sync_batch_norm(*call, process_group=self.layer._ranks(), eps_mode=self.layer.eps_mode)
+            elif call.training and not self._is_of_a_part(call):
+                raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
+        return func(*args, **kwargs)
+
+    def _is_own(self, call: _Call) -> bool:
+        return not call.tensors or _have_one_in_common(call.tensors, _tensors_of(self.layer))
+
+    def _is_of_a_part(self, call: _Call) -> bool:
+        parts = (module for module in self.layer.modules() if module is not self.layer)
+        return any(_have_one_in_common(call.tensors, _tensors_of(part)) for part in parts)
+
+
+def _synchronized_forward(layer: SyncBatchNorm, input: Tensor) -> Tensor:
+    """The forward of :class:`SyncBatchNorm`, as a function that the mode sees: what it calls in turn, it does not."""
+    if has_torch_function((input,)):
+        output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input)
+        return output
+    return SyncBatchNorm.forward(layer, input)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    # The last is where replicas of DataParallel and layers in FullyShardedDataParallel have their parameters.
+    for tensors in (module._parameters, module._buffers, vars(module)):
+        yield from (tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
+
+
+def _have_one_in_common(first: list[Tensor], second: Iterator[Tensor]) -> bool:
+    ids = {id(tensor) for tensor in second}
+    return any(id(tensor) in ids for tensor in first)
+
+
+def _unsynchronized(layer: nn.Module, what: str) -> RuntimeError:
+    cls = type(layer).__dict__.get("local_class", type(layer))
+    return RuntimeError(
+        f"{cls.__module__}.{cls.__qualname__}: expected its forward to normalize, in training, by the layer's own "
+        f"statistics through super().forward or F.batch_norm, but it {what}: the layer would not be synchronized. "
+        "Leave it out of conversion with filter, or register_converter a class for it"
+    )

@@ -1,0 +1,66 @@
+"""What conversion does with a model, as data and to be read."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from .convert import Action, Filter, examine
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What conversion does with one layer."""
+
+    names: tuple[str, ...]
+    """All names that the layer has in the model; ``("",)`` for the model itself."""
+    layer_class: type[nn.Module]
+    action: Action
+    """``"converted"``, also for what is synchronized already; ``"skipped"``; or ``"refused"``, which raises."""
+    reason: str
+
+    def __str__(self) -> str:
+        names = ", ".join(name or "(the model itself)" for name in self.names)
+        return f"{self.action:9}  {names}  {self.layer_class.__name__}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`conversion_report` returns: its text is a summary, and a line for each layer."""
+
+    layers: tuple[LayerReport, ...]
+
+    def __str__(self) -> str:
+        counts = Counter(layer.action for layer in self.layers)
+        actions: tuple[Action, ...] = ("converted", "skipped", "refused")
+        summary = ", ".join(f"{counts[action]} {action}" for action in actions)
+        return "\n".join([summary, *map(str, self.layers)])
+
+
+def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> ConversionReport:
+    """Tells what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
+
+    There is a line for each batch normalization layer; for each module that is refused as a whole, such as a compiled
+    one, instead of what is in it; and for each that stays as it is and might be taken for batch normalization.
+
+    Args:
+        module: the model, converted or not.
+        filter: as for :func:`convert_sync_batchnorm`.
+
+    Raises:
+        TypeError: ``filter`` is not callable.
+
+    Example::
+
+        >>> print(bagua_syncbn.conversion_report(model))
+        2 converted, 1 skipped, 0 refused
+        converted  backbone.bn, neck.bn  BatchNorm2d: becomes SyncBatchNorm2d
+        converted  head.1  BatchNormAct2d: becomes SyncBatchNormAct2d
+        skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
+    """
+    return ConversionReport(
+        tuple(
+            LayerReport(tuple(finding.names), type(finding.module), finding.action, finding.reason)
+            for finding in examine(module, filter)
+        )
+    )

@@ -1,0 +1,214 @@
+"""Groups by description: what they resolve to, when, and what is refused."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
+from bagua_syncbn.communicators import RankGroup, groups, resolve_communicator
+
+
+def ranks_of(process_group):
+    return dist.get_process_group_ranks(sync_group(process_group))
+
+
+def running_mean(process_group):
+    """What a layer sees of ranks that each have their rank as input."""
+    layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
+    layer(torch.full((2, 1), float(dist.get_rank())))
+    return layer.running_mean.item()
+
+
+@pytest.mark.parametrize(
+    ("process_group", "expected"),
+    [
+        (2, [[0, 1], [2, 3]]),
+        (1, [[0], [1], [2], [3]]),
+        (4, [[0, 1, 2, 3]]),
+        ([[3, 0], [1, 2]], [[0, 3], [1, 2]]),
+        (((0,), (1, 2, 3)), [[0], [1, 2, 3]]),
+        ("node", [[0, 1, 2, 3]]),
+    ],
+    ids=str,
+)
+def test_ranks_of_each_description(pool, process_group, expected):
+    groups_of = {rank: ranks for ranks in expected for rank in ranks}
+    assert pool.run(ranks_of, 4, process_group) == [groups_of[rank] for rank in range(4)]
+    means = pool.run(running_mean, 4, process_group)
+    assert means == pytest.approx([sum(groups_of[rank]) / len(groups_of[rank]) for rank in range(4)])
+
+
+def on_two_hosts():
+    exchanges = []
+    host, all_gather_object = groups._host, dist.all_gather_object
+
+    def counted(*args):
+        exchanges.append(args)
+        all_gather_object(*args)
+
+    groups._host = lambda: ("even" if dist.get_rank() % 2 == 0 else "odd", "")
+    dist.all_gather_object = counted
+    groups._groups.clear()
+    try:
+        return ranks_of("node"), running_mean("node"), len(exchanges)
+    finally:
+        groups._host, dist.all_gather_object = host, all_gather_object
+        groups._groups.clear()
+
+
+def test_the_ranks_of_a_host_are_asked_for_once(pool):
+    for rank, (ranks, mean, exchanges) in enumerate(pool.run(on_two_hosts, 4)):
+        assert ranks == [rank % 2, rank % 2 + 2]
+        assert mean == rank % 2 + 1
+        assert exchanges == 1
+
+
+def shared():
+    made = []
+    groups._groups.clear()
+    new_group = dist.new_group
+
+    def counted(*args, **kwargs):
+        made.append(args)
+        return new_group(*args, **kwargs)
+
+    dist.new_group = counted
+    try:
+        pairs = [[1, 2], [3, 0]]
+        model = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(3)))
+        convert_sync_batchnorm(model, pairs)
+        model(torch.randn(3, 1))
+        copy.deepcopy(model)(torch.randn(3, 1))
+        assert sync_group(4) is dist.group.WORLD
+        assert sync_group(pairs) is resolve_communicator(pairs).group is sync_group([[2, 1], [0, 3]])
+        assert sync_group(2) is sync_group([[0, 1], [2, 3]])
+        return len(made)
+    finally:
+        dist.new_group = new_group
+
+
+def test_layers_and_copies_share_a_group_that_is_made_once(pool):
+    assert pool.run(shared, 4) == [4] * 4
+
+
+def destroyed():
+    first = sync_group(2)
+    dist.destroy_process_group(first)
+    dist.barrier()
+    return sync_group(2) is not first, running_mean(2)
+
+
+def test_a_group_that_was_destroyed_is_made_again(pool):
+    assert pool.run(destroyed, 4) == [(True, 0.5), (True, 0.5), (True, 2.5), (True, 2.5)]
+
+
+def on_meshes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    means = [running_mean(mesh[name]) for name in ("node", "local")]
+    layer = SyncBatchNorm(1, process_group=mesh["local"])
+    described = copy.deepcopy(layer).process_group
+    same = resolve_communicator(described).group is mesh["local"].get_group()
+    loaded = pickle.loads(pickle.dumps(layer)).process_group
+    whole = copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group
+    try:
+        SyncBatchNorm(1, process_group=mesh)
+    except ValueError as error:
+        return means, described, same, loaded, whole, str(error)
+
+
+def test_meshes(pool):
+    for rank, (means, described, same, loaded, whole, error) in enumerate(pool.run(on_meshes, 4)):
+        assert means == [rank % 2 + 1, rank // 2 * 2 + 0.5]
+        assert described == loaded == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
+        assert same
+        assert whole is None
+        assert "expected a DeviceMesh of 1 dimension, got one of 2; name one, as in mesh['dp']" in error
+
+
+NONSENSE = [
+    (0, ValueError, "expected at least 1 consecutive rank, got 0"),
+    (-2, ValueError, "got -2"),
+    ([], ValueError, "at least one list"),
+    ([[0], []], ValueError, "each of at least one rank"),
+    ([[0, 1], [1]], ValueError, r"got rank 1 twice in \[\[0, 1\], \[1\]\]"),
+    ([[0, -1]], ValueError, "from 0 on, got -1"),
+    ([[0, True]], TypeError, "each an int, got True"),
+    ([[0, "1"]], TypeError, "each an int, got '1'"),
+    ([[0], 1], TypeError, "got list"),
+]
+
+
+@pytest.mark.parametrize(("process_group", "error", "message"), NONSENSE, ids=lambda value: str(value)[:20])
+def test_nonsense_is_refused_at_construction(process_group, error, message):
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    for use in (
+        lambda: SyncBatchNorm(2, process_group=process_group),
+        lambda: convert_sync_batchnorm(model, process_group),
+        lambda: sync_group(process_group),
+        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
+    ):
+        with pytest.raises(error, match=message):
+            use()
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("process_group", [None, dist, RankGroup((0,)), True, "host"], ids=str)
+def test_sync_group_takes_descriptions_only(process_group):
+    with pytest.raises(TypeError, match="process_group: expected an int"):
+        sync_group(process_group)
+
+
+def not_of_this_job():
+    errors = []
+    for process_group in (2, 4, [[0, 1]], [[0, 1], [2, 3]]):
+        for use in (lambda group: SyncBatchNorm(1, process_group=group), resolve_communicator):
+            try:
+                use(process_group)
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_job_that_does_not_divide_is_named(pool):
+    for errors in pool.run(not_of_this_job, 3):
+        assert len(errors) == 8
+        assert errors[::2] == errors[1::2]
+        assert "expected a number that divides the 3 ranks of the job, got 2, which leaves 1 of them over" in errors[0]
+        assert "got 4, which leaves 3" in errors[2]
+        assert "got no list for rank 2 in [[0, 1]]" in errors[4]
+        assert "got no such rank as 3 in" in errors[6]
+
+
+DESCRIPTIONS = [2, "node", [[0, 1]]]
+
+
+@pytest.mark.parametrize("process_group", DESCRIPTIONS, ids=str)
+def test_without_a_job_descriptions_are_local_and_travel(process_group):
+    assert sync_group(process_group) is None
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), process_group)
+    assert f"process_group={process_group}" in repr(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    input = torch.randn(4, 2)
+    expected = nn.BatchNorm1d(2)(input)
+    for net in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert net[0].process_group == process_group
+        torch.testing.assert_close(net(input), expected)
+
+
+def resolve_in_a_new_job():
+    group = sync_group(1)
+    return dist.get_process_group_ranks(group), running_mean("node"), running_mean(1)
+
+
+def test_each_job_resolves_anew(pool):
+    for world_size in (2, 3, 2):
+        expected = [([rank], (world_size - 1) / 2, float(rank)) for rank in range(world_size)]
+        assert pool.run(resolve_in_a_new_job, world_size) == expected

@@ -1,0 +1,182 @@
+"""The rows of the table in docs/conversion.md: what torch's converter makes of a case, and what ours does."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_convert import Doubled
+from test_subclasses import BatchNormAct
+from torch import nn
+from torch.nn.utils import parametrize
+
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "conversion.md"
+CONVERTERS = {"torch": nn.SyncBatchNorm.convert_sync_batchnorm, "ours": convert_sync_batchnorm}
+CASES = {}
+
+
+def case(row, torchs, ours):
+    """``row`` begins a row of the table; the function below returns ``torchs`` and ``ours`` for the two converters."""
+
+    def register(function):
+        CASES[row] = (function, {"torch": torchs, "ours": ours})
+        return function
+
+    return register
+
+
+def synchronized(layer):
+    return isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+
+
+@case("references to the layer", False, True)
+def identity(convert):
+    model = nn.Sequential(nn.BatchNorm2d(2))
+    layer = model[0]
+    return convert(model)[0] is layer
+
+
+@case("hooks", 0, 2)
+def hooks(convert):
+    model = nn.Sequential(nn.BatchNorm2d(2))
+    model[0].register_forward_hook(lambda *args: None)
+    model[0].register_state_dict_post_hook(lambda *args: None)
+    layer = convert(model)[0]
+    return len(layer._forward_hooks) + len(layer._state_dict_hooks)
+
+
+@case("attributes of your own", False, True)
+def attributes(convert):
+    model = nn.Sequential(nn.BatchNorm2d(2))
+    model[0].note = "kept"
+    return hasattr(convert(model)[0], "note")
+
+
+@case("`requires_grad`, `qconfig`, training flag", (False, "q", False), (False, "q", False))
+def flags(convert):
+    model = nn.Sequential(nn.BatchNorm2d(2)).eval()
+    model[0].weight.requires_grad_(False)
+    model[0].qconfig = "q"
+    layer = convert(model)[0]
+    return layer.weight.requires_grad, layer.qconfig, layer.training
+
+
+@case("a subclass with a forward of its own", False, True)
+def subclass(convert):
+    layer = convert(nn.Sequential(BatchNormAct(2)))[0]
+    return synchronized(layer) and isinstance(layer, BatchNormAct)
+
+
+@case("the number of dimensions of the input", "accepted", "ValueError")
+def dimensions(convert):
+    layer = convert(nn.Sequential(nn.BatchNorm2d(2).eval()))
+    try:
+        layer(torch.randn(4, 2))
+    except ValueError:
+        return "ValueError"
+    return "accepted"
+
+
+@case("a layer under two names in one parent", [True, False], [True, True])
+def two_names(convert):
+    model = nn.Module()
+    model.a = model.b = nn.BatchNorm2d(2)
+    model = convert(model)
+    return [synchronized(model.a), synchronized(model.b)]
+
+
+@case("a layer in two parents", False, True)
+def two_parents(convert):
+    layer = nn.BatchNorm2d(2)
+    model = convert(nn.Sequential(nn.Sequential(layer), nn.Sequential(layer)))
+    return model[0][0] is model[1][0]
+
+
+@case("modules that hold themselves", "RecursionError", True)
+def cycle(convert):
+    model = nn.Sequential(nn.BatchNorm2d(2))
+    model.me = model
+    try:
+        return synchronized(convert(model)[0])
+    except RecursionError:
+        return "RecursionError"
+
+
+@case("lazy layers", "fails at the first input", "works")
+def lazy(convert):
+    model = convert(nn.Sequential(nn.LazyBatchNorm1d())).eval()
+    try:
+        model(torch.randn(4, 2))
+    except Exception:
+        return "fails at the first input"
+    return "works"
+
+
+@case("a parametrized weight", "TypeError", True)
+def parametrized(convert):
+    model = nn.Sequential(nn.BatchNorm2d(2))
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    try:
+        layer = convert(model)[0]
+    except TypeError:
+        return "TypeError"
+    return parametrize.is_parametrized(layer, "weight") and synchronized(layer)
+
+
+@case("a TorchScript or compiled child", "left unsynchronized", "TypeError")
+def scripted(convert):
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        model = nn.Sequential(torch.jit.script(nn.BatchNorm2d(2)))
+    try:
+        model = convert(model)
+    except TypeError:
+        return "TypeError"
+    return "synchronized" if synchronized(model[0]) else "left unsynchronized"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+@pytest.mark.parametrize("row", CASES)
+def test_rows_of_one_process(row, whose):
+    function, expected = CASES[row]
+    assert function(CONVERTERS[whose]) == expected[whose]
+
+
+def rows_of_a_job(whose):
+    convert = CONVERTERS[whose]
+    group = dist.new_group([0, 1])
+    before = nn.Sequential(nn.SyncBatchNorm(2, process_group=group))
+    kept = convert(before)[0].process_group is group
+    copies = []
+    for copied in (copy.deepcopy, pickle.dumps):
+        try:
+            copied(convert(nn.Sequential(nn.BatchNorm2d(2)), group))
+            copies.append("works")
+        except TypeError:
+            copies.append("TypeError")
+    try:
+        nn.parallel.DistributedDataParallel(convert(nn.Sequential(nn.BatchNorm2d(2))))
+        wrapped = "works"
+    except ValueError:
+        wrapped = "ValueError"
+    try:
+        convert(nn.Sequential(nn.BatchNorm2d(2)))(torch.randn(2, 2, 3, 3))
+        trained = "works"
+    except ValueError:
+        trained = "ValueError"
+    return kept, copies, wrapped, trained
+
+
+def test_rows_of_a_job(pool):
+    assert pool.run(rows_of_a_job, 2, "torch") == [(False, ["TypeError"] * 2, "ValueError", "ValueError")] * 2
+    assert pool.run(rows_of_a_job, 2, "ours") == [(True, ["works"] * 2, "works", "works")] * 2
+
+
+def test_the_table_has_these_rows():
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    for row in CASES:
+        assert any(line.startswith(f"| {row}") for line in lines), row
