@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .communicators import CallbackContext, Replicas
 from .convert import convert_sync_batchnorm
+from .functional import check_eps_mode
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 
 __all__ = [
@@ -46,8 +47,7 @@ class _SynchronizedBatchNorm(SyncBatchNorm):
         bias: bool = True,
         eps_mode: str = "plus",
     ) -> None:
-        if eps_mode not in ("plus", "clamp"):
-            raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
+        check_eps_mode(eps_mode)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, bias=bias
         )

@@ -77,8 +77,7 @@ def sync_batch_norm(
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     _check_tensors(input, tensors)
-    if eps_mode not in ops.EPS_MODES:
-        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
+    check_eps_mode(eps_mode)
     if not training:
         return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode)
 
@@ -102,12 +101,23 @@ def sync_batch_norm(
     return output
 
 
+def check_dimensions(input: Tensor) -> None:
+    """Raises ValueError unless ``input`` has a dimension of samples and one of channels."""
+    if input.dim() < 2:
+        raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+
+
+def check_eps_mode(eps_mode: str) -> None:
+    """Raises ValueError unless ``eps_mode`` is one of the two."""
+    if eps_mode not in ops.EPS_MODES:
+        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
+
+
 def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
     """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
     if input.dtype not in _INPUT_DTYPES:
         raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
-    if input.dim() < 2:
-        raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+    check_dimensions(input)
     for name, tensor in tensors.items():
         if tensor is None:
             continue

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .communicators import LOCAL, CallbackContext, Replica, check_process_group, describe_group, resolve_communicator
-from .functional import sync_batch_norm
+from .functional import check_dimensions, sync_batch_norm
 from .tracing import Proxy, as_one_node
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -20,8 +20,7 @@ class BatchNorm(_BatchNorm):
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+        check_dimensions(input)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -103,8 +102,7 @@ class SyncBatchNorm(_BatchNorm):
                 nn.init.zeros_(self.bias)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+        check_dimensions(input)
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
