@@ -166,8 +166,11 @@ def _batch_norm_alone(
     eps: float,
     num_batches_tracked: Tensor | None,
 ) -> Tensor:
-    if is_in_backward():  # the batch was counted in the forward pass that this one repeats
-        running_mean = running_var = num_batches_tracked = None
+    if running_mean is not None and running_var is not None and is_in_backward():
+        # The batch was counted in the forward pass that this one repeats.
+        num_batches_tracked = None
+        with unseen_by_selective_checkpointing():
+            running_mean, running_var = running_mean.clone(), running_var.clone()
     if num_batches_tracked is not None:
         with unseen_by_selective_checkpointing():
             num_batches_tracked.add_(1)

@@ -71,9 +71,11 @@ def _batches_counted_once(layer: nn.Module) -> Iterator[None]:
         return
     with unseen_by_selective_checkpointing():
         before = counted.clone()
-    yield
-    with unseen_by_selective_checkpointing():
-        counted.copy_(before)
+    try:
+        yield
+    finally:  # checkpointing ends a repetition by an exception, when it has what it needs
+        with unseen_by_selective_checkpointing():
+            counted.copy_(before)
 
 
 class _Call(NamedTuple):
