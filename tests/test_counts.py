@@ -21,7 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "benchmarks" / "measures").is_dir():
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.measures import CollectiveClock, DispatchCounter, count_step, record_allocations
+from benchmarks.measures import (  # noqa: E402 - found through the line above
+    CollectiveClock,
+    DispatchCounter,
+    count_step,
+    record_allocations,
+)
 
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it
@@ -50,19 +55,20 @@ class Case(NamedTuple):
     plain_grad: bool = True  # else one that autograd has expanded, as that of a sum
 
 
-# Forward: stats, two for the room and the view of what is gathered, the collective, merge, normalize.
+# Forward: a detached view, stats, room for what is gathered and a view of it, the collective, merge, normalize.
 # Backward: sums, the collective, gradient.
-FORWARD, BACKWARD = Pass(6, (PACKED,), 1), Pass(3, (SUMS,), 1)
+FORWARD, BACKWARD = Pass(7, (PACKED,), 1), Pass(3, (SUMS,), 1)
 
 CASES = {
     "float32": Case(FORWARD, BACKWARD),
     "channels_last": Case(FORWARD, BACKWARD, memory_format=torch.channels_last),
-    "float64": Case(Pass(6, (2 * PACKED,), 1), Pass(3, (2 * SUMS,), 1), dtype=torch.float64),
+    "float64": Case(Pass(7, (2 * PACKED,), 1), Pass(3, (2 * SUMS,), 1), dtype=torch.float64),
     "bfloat16": Case(FORWARD, BACKWARD, dtype=torch.bfloat16),
     "momentum=None": Case(FORWARD, BACKWARD, options={"momentum": None}),
     "not affine": Case(FORWARD, BACKWARD, options={"affine": False}),
     "no statistics": Case(FORWARD, BACKWARD, options={"track_running_stats": False}),
     "first layer": Case(FORWARD, Pass(1, (), 0), peak=1, input_grad=False),
+    # The two kernels that read it make it contiguous, each for itself.
     "expanded gradient": Case(FORWARD, Pass(3, (SUMS,), 3), peak=3, plain_grad=False),
 }
 
@@ -192,7 +198,7 @@ def test_what_costs_more_is_found(pool, plant, name, found):
 def test_what_costs_less_is_found(pool):
     (counted, *_) = pool.run(count, 2, "first layer")
     problems = complain("float32", counted)
-    assert problems
+    assert any("dispatched ops" in problem for problem in problems)
     assert all("lower what" in problem for problem in problems)
 
 
