@@ -78,5 +78,7 @@ print("steps without data")
 
 
 def test_no_shape_depends_on_data():
-    result = subprocess.run([sys.executable, "-c", WITHOUT_DATA], cwd=Path(__file__).parent, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DATA], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     assert result.stdout == "steps without data\n", result.stderr
