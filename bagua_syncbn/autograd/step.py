@@ -31,7 +31,11 @@ def synchronized_batch_norm(
         return ops.merge_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
 
     if torch.compiler.is_compiling():  # which plans by itself what to repeat in backward
-        moments = synchronize(ops.batch_norm_stats(input.detach()))
+        gathered = communicator.all_gather(ops.batch_norm_stats(input.detach()))
+        # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
+        moments = ops.merge_stats(gathered, None, None, None, None, eps, eps_mode)
+        if running_mean is not None:
+            ops.merge_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
         traced: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator, None)
         return traced
     forwards = forwards_of(layer)
