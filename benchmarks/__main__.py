@@ -48,9 +48,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", type=workloads.parse_shape, metavar="8x64x56x56")
     parser.add_argument("--quick", action="store_true", help="few shapes and rounds, no second attempt when disturbed")
     parser.add_argument("--seconds", type=float, help="for the rounds of a case (default: 1.5, --quick: 0.2)")
+    parser.add_argument("--attempts", type=int, help="at a case that others disturb (default: 3, --quick: 1)")
     parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
+    parser.add_argument("--charts", type=Path, metavar="DIRECTORY", help="(default: charts beside the output)")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and max(arguments.ranks) > torch.cuda.device_count():
         parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, one for each device, with --device cuda")
@@ -68,7 +70,7 @@ def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": arguments.seconds if arguments.seconds is not None else 0.2 if quick else 1.5,
         "least": 3 if quick else 7,
         "most": 40,
-        "attempts": 1 if quick else 3,
+        "attempts": arguments.attempts or (1 if quick else 3),
         "patience": PATIENCE,
         "quick": quick,
     }
@@ -86,8 +88,8 @@ def count_cases(job: dict[str, Any]) -> int:
     for section, world_size in itertools.product(job["sections"], job["ranks"]):
         if section == "layers":
             total += len(layers.cases(job, world_size))
-        elif section == "collectives" and world_size > 1:
-            total += len(collectives.CHANNELS)
+        elif section == "collectives":
+            total += len(collectives.channels_of(job, world_size))
         elif section == "training":
             total += training.seeds(job, world_size)
     return total
@@ -138,7 +140,7 @@ def main() -> None:
     print(report.report(results))
     print(f"samples: {arguments.output}")
     if any(case["section"] in ON_RANKS for case in results["cases"]):
-        directory = arguments.output.parent / "charts"
+        directory = arguments.charts or arguments.output.parent / "charts"
         print(f"charts: {', '.join(str(path) for path in charts.draw_all(results, directory))}")
 
 

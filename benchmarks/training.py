@@ -5,6 +5,7 @@ parameters and the optimizer. The peers train in turn, some steps at a time, eac
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -67,7 +68,10 @@ class Trainer:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
         if dist.get_world_size() > 1:
             # Buffers are not broadcast: with synchronization they are equal, and without it would be charged for them.
-            self._model = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
+            with warnings.catch_warnings():
+                # torch 2.13 has a new name for it, with which they would be broadcast once.
+                warnings.simplefilter("ignore", FutureWarning)
+                self._model = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
         self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.seconds: list[float] = []
         self.losses: list[float] = []
@@ -146,9 +150,9 @@ def _digits(value: float) -> float:
 
 def seeds(job: dict[str, Any], world_size: int) -> int:
     """How often to train: where ranks share cores, a step takes so long that its samples have to do."""
-    if world_size > machine.count_cores():
-        return 0 if job["quick"] else 1
-    return 1 if job["quick"] else 3
+    if job["quick"]:
+        return 1 if world_size <= 2 else 0
+    return 3 if world_size <= machine.count_cores() else 1
 
 
 def measure_all(

@@ -6,7 +6,8 @@ from pathlib import Path
 def bytes_written() -> int | None:
     """Returns the bytes that this process has written to files and sockets; None where the system does not say.
 
-    gloo sends by writev, which is counted; what is sent by sendmsg would not be.
+    gloo sends by writev, which is counted; what is sent by sendmsg would not be. Threads that wake each other write a
+    few bytes too.
     """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from .cells import Results
 from .kernels import local_table, ops_table, summary
-from .layers import counts_table, layers_table, phases_table
+from .layers import counts_table, headline_table, layers_table, phases_table
 from .machine import machine_table, peers_table
 from .scale import collectives_table, crossover_table, deviation_table, fit_table, scale_table
 from .training import training_table
@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ops": ops_table,
     "local": local_table,
     "peers": peers_table,
+    "headline": headline_table,
     "layers": layers_table,
     "phases": phases_table,
     "counts": counts_table,
@@ -31,6 +32,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
 
 # The section that a table needs, where it is not that of its name.
 _NEEDS = {
+    "headline": "layers",
     "phases": "layers",
     "counts": "layers",
     "fit": "collectives",

@@ -22,6 +22,28 @@ def _ranks(case: Case, results: Results) -> str:
     return f"{case['ranks']}{'*' if case['ranks'] > results['machine']['cores'] else ''}"
 
 
+def headline_table(results: Results) -> str:
+    """Over all inputs that were measured with so many ranks of one thread: geometric mean (smallest to largest)."""
+    peers = measured_peers(results)
+    shown = [case for case in cells.cases(results, "layers") if case["threads"] == 1]
+
+    def cell(cases: list[Case], name: str, other: str) -> str:
+        medians = [statistics.median(cells.ratios(case, name, other)) for case in cases if name in case["microseconds"]]
+        if not medians:
+            return ""
+        return f"{statistics.geometric_mean(medians):.2f} ({min(medians):.2f} to {max(medians):.2f})"
+
+    def row(ranks: int) -> list[str]:
+        cases = [case for case in shown if case["ranks"] == ranks]
+        pairs = [(name, "local") for name in peers]
+        pairs += [("ours", name) for name in peers if name != "ours"]
+        return [_ranks(cases[0], results), str(len(cases)), *(cell(cases, *pair) for pair in pairs)]
+
+    header = ["ranks", "inputs", *(f"{name} / local" for name in peers)]
+    header += [f"ours / {name}" for name in peers if name != "ours"]
+    return cells.table(header, map(row, sorted({case["ranks"] for case in shown})))
+
+
 def layers_table(results: Results) -> str:
     """Each peer's step over that of the layer that does not synchronize, and over each other; ratios first."""
     peers = measured_peers(results)
