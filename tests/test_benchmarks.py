@@ -2,9 +2,9 @@
 
 import json
 import math
-import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import charts, peers, report, rounds, training  # noqa: E402 - found through the line above
+from benchmarks.layers import TimedStep  # noqa: E402
+from benchmarks.measures import CollectiveClock  # noqa: E402
 from benchmarks.report import cells, kernels, layers  # noqa: E402
 from benchmarks.report.training import seconds_to_target  # noqa: E402
 from benchmarks.scale import fit, measured, model, networks, published  # noqa: E402
@@ -74,7 +76,32 @@ def test_all_peers_are_measured_or_skipped_by_name(smoke):
         assert "expected input tensor to be on GPU" in smoke[1]  # why torch's layer was skipped, in its own words
 
 
-def test_a_step_is_its_forward_and_its_backward(smoke):
+class Slow(torch.nn.Module):
+    """Takes 20 ms forward and 10 ms backward."""
+
+    def forward(self, x):
+        time.sleep(0.02)
+        y = x * 1
+        y.register_hook(lambda _: time.sleep(0.01))
+        return y
+
+
+def test_a_step_is_timed_in_two_parts():
+    x = torch.ones(3, requires_grad=True)
+    step = TimedStep(Slow(), x, torch.ones(3), CollectiveClock())
+    start = time.perf_counter()
+    step()
+    step()
+    total = time.perf_counter() - start
+    parts = step.take_parts()
+    assert parts["forward"] >= 0.04
+    assert parts["backward"] >= 0.02
+    assert parts["forward"] + parts["backward"] <= total
+    assert parts["forward collectives"] == parts["backward collectives"] == 0
+    assert step.take_parts() == {}
+
+
+def test_parts_are_within_a_step_and_collectives_within_parts(smoke):
     for case in cells.cases(json.loads(smoke[0].read_text()), "layers"):
         times = case["microseconds"]
         for name in case["counts"]:
@@ -84,8 +111,6 @@ def test_a_step_is_its_forward_and_its_backward(smoke):
                 assert both[0] + both[1] <= total * 1.005
                 assert both[2] <= both[0] * 1.01
                 assert both[3] <= both[1] * 1.01
-            # What is left is the call, the clock and giving memory back.
-            assert sum(map(statistics.median, parts)) >= 0.5 * statistics.median(times[name])
             communicates = case["ranks"] > 1 and name != "local"
             assert not communicates or min(waited[0]) > 0
 
@@ -172,6 +197,9 @@ def test_seconds_to_the_target_end_with_the_step_that_reaches_it():
 
 
 def test_the_fit_finds_latency_and_bandwidth():
+    # Of 4 ranks an all-gather has 3 steps of 8 bytes, an all-reduce 6 of 2.
+    assert fit.Fit(1, 10, 100).predict("all_gather", 4, 8) == 1 + 3 * 10 + 24 * 100
+    assert fit.Fit(1, 10, 100).predict("all_reduce", 4, 8) == 1 + 6 * 10 + 12 * 100
     truth = fit.Fit(20e-6, 5e-6, 1e-9)
     points = [
         fit.Point(name, ranks, size, truth.predict(name, ranks, size))
@@ -351,7 +379,9 @@ class Parts:
 
 
 def test_a_function_may_time_parts_of_itself():
-    measured_round = rounds.run_round({"a": Parts(), "b": lambda: None}, ["a", "b"], {"a": 4}, lambda: None)
+    function = Parts()
+    function()  # before the round: not part of it
+    measured_round = rounds.run_round({"a": function, "b": lambda: None}, ["a", "b"], {"a": 4}, lambda: None)
     assert set(measured_round.seconds) == {"a", "a forward", "b"}
     assert measured_round.seconds["a forward"] == 0.5
 
