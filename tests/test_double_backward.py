@@ -10,6 +10,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn.autograd.differentiable import _AllReduce
+from bagua_syncbn.communicators import resolve_communicator
 
 EPS = 0.5  # large, so that "clamp" has channels on either side
 
@@ -168,7 +170,9 @@ def local(input, weight, bias):
 
 
 def test_gradcheck():
-    tensors = [draw(5, 3, 2, seed=1) * 2, draw(3, seed=2), draw(3, seed=3)]
+    # Of the channels' variances the first is below EPS.
+    scale = torch.tensor([0.2, 2, 3], dtype=torch.float64).view(-1, 1)
+    tensors = [draw(5, 3, 2, seed=1) * scale, draw(3, seed=2), draw(3, seed=3)]
     for tensor in tensors:
         tensor.requires_grad_()
     assert torch.autograd.gradcheck(local, tensors, check_forward_ad=True)
@@ -255,6 +259,21 @@ def test_input_that_depends_on_the_weight(pool):
     for rank, (rank_grad, rank_second) in enumerate(pool.run(shared_weight, 2)):
         torch.testing.assert_close(rank_grad, grad[rank])
         torch.testing.assert_close(rank_second, second.sum(0))
+
+
+def all_reduced():
+    packed = draw(4, seed=dist.get_rank()).requires_grad_()
+    before = packed.detach().clone()
+    total = _AllReduce.apply(packed, resolve_communicator())
+    (grad,) = torch.autograd.grad(total, packed, draw(4, seed=5 + dist.get_rank()))
+    return torch.equal(packed, before), total.detach(), grad
+
+
+def test_all_reduce_leaves_its_argument(pool):
+    for unchanged, total, grad in pool.run(all_reduced, 2):
+        assert unchanged
+        torch.testing.assert_close(total, draw(4, seed=0) + draw(4, seed=1))
+        torch.testing.assert_close(grad, draw(4, seed=5) + draw(4, seed=6))
 
 
 def profiled_backward(create_graph):

@@ -67,14 +67,13 @@ def differentiable_backward(
 
     They are made by autograd from :func:`differentiable_batch_norm`, so that no formula stands twice.
     """
-    # Views, so that autograd ends at this use of the tensors: the input may itself depend on the weight.
-    input_view = input.view_as(input)
+    # A view, so that autograd ends at this use of the weight: the input may depend on it too.
     weight_view = None if weight is None else weight.view_as(weight)
     bias = torch.zeros_like(moments.mean, requires_grad=True)  # of which nothing depends on the value
     output = differentiable_batch_norm(
-        input_view, weight_view, bias, None, None, None, None, 0.0, "plus", communicator, moments
+        input, weight_view, bias, None, None, None, None, 0.0, "plus", communicator, moments
     )
-    tensors = (input_view, weight_view, bias)
+    tensors = (input, weight_view, bias)
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
     grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
     return tuple(next(grads) if needed else None for needed in needs_grad)

@@ -10,15 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 
@@ -39,11 +37,13 @@ def is_in_backward() -> bool:
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
     """What runs in it is not seen by selective checkpointing, which expects a repetition to repeat all that it saw."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    if any(isinstance(mode, _SELECTIVE_MODES) for mode in _get_current_dispatch_mode_stack()):
-        return torch._C._DisableTorchDispatch()
-    return nullcontext()
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _SELECTIVE_MODES):
+            return torch._C._DisableTorchDispatch()
+    return _seen
+
+
+_seen = nullcontext()
 
 
 @dataclass(eq=False)
@@ -60,13 +60,14 @@ class Forwards:
     """The forward passes of one layer that may still be repeated."""
 
     def __init__(self) -> None:
-        self._numbers = count()
-        self._alive: WeakValueDictionary[int, Forward] = WeakValueDictionary()
+        self._alive: deque[ref[Forward]] = deque()
         self._held: deque[Forward] = deque(maxlen=HELD_WITHOUT_GRAPH)
 
     def remember(self, forward: Forward) -> None:
         """Remembers ``forward`` as long as a graph holds it."""
-        self._alive[next(self._numbers)] = forward
+        while self._alive and self._alive[0]() is None:
+            self._alive.popleft()
+        self._alive.append(ref(forward))
 
     def hold(self, forward: Forward) -> None:
         """Holds ``forward``, which no graph does, until others have taken its place."""
@@ -105,7 +106,10 @@ class Forwards:
 
     def _alike(self, stats: Tensor, eps: float, eps_mode: str) -> Iterator[Forward]:
         # The newest first, which argmin takes where several are the same.
-        for forward in reversed(list(self._alive.values())):
+        for alive in reversed(self._alive):
+            forward = alive()
+            if forward is None:
+                continue
             other = forward.stats
             same_kind = (other.size(), other.dtype, other.device) == (stats.size(), stats.dtype, stats.device)
             if same_kind and (forward.eps, forward.eps_mode) == (eps, eps_mode):
@@ -125,7 +129,7 @@ def _distance(stats: Tensor, other: Tensor) -> Tensor:
     return distances.amax()
 
 
-_forwards_by_layer: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_forwards_by_layer: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
 _forwards_of_none = Forwards()
 
 
@@ -133,7 +137,7 @@ def forwards_of(layer: nn.Module | None) -> Forwards:
     """Returns the forward passes of ``layer``, or those of all calls without one."""
     if layer is None:
         return _forwards_of_none
-    forwards: Forwards | None = _forwards_by_layer.get(layer)
+    forwards = _forwards_by_layer.get(layer)
     if forwards is None:
         forwards = _forwards_by_layer[layer] = Forwards()
     return forwards

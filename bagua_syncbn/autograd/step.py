@@ -39,8 +39,8 @@ def synchronized_batch_norm(
         traced: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator, None)
         return traced
     forwards = forwards_of(layer)
-    with unseen_by_selective_checkpointing():
-        stats = ops.batch_norm_stats(input.detach())
+    with torch.no_grad(), unseen_by_selective_checkpointing():
+        stats = ops.batch_norm_stats(input)
         forward = forwards.recall(stats, eps, eps_mode)
         if forward is None:
             forward = Forward(stats, eps, eps_mode, synchronize(stats))
