@@ -32,7 +32,7 @@ OUTPUT = Path(__file__).resolve().parent.parent / "build" / "bench" / "results.j
 SECTIONS = ("ops", "local", "layers", "collectives", "training")
 ON_RANKS = ("layers", "collectives", "training")
 
-# A first impression: one small and one large input, the largest that all peers handle in a second on 8 ranks.
+# A first impression: input of which a step is mostly messages, and mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
 
 # Seconds to wait for others to be done with the processor: in the measurements of one process, and in each job.
@@ -96,8 +96,8 @@ def count_cases(job: dict[str, Any]) -> int:
 
 
 def describe(case: dict[str, Any]) -> str:
-    ranks = f", {case['ranks']} ranks" if "ranks" in case else ""
-    return f"{case['section']} {'x'.join(map(str, case.get('shape', ())))}{ranks}"
+    parts = [case["section"], "x".join(map(str, case.get("shape", ()))), f"{case.get('ranks', 1)} ranks"]
+    return " ".join(filter(None, parts))
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def main() -> None:
     torch.manual_seed(0)
     results = run(make_job(arguments))
     write(results, arguments.output)
-    print(report.report(results))
-    print(f"samples: {arguments.output}")
+    print(report.report(results, leave_out=report.DETAILS))
+    print(f"samples: {arguments.output}\ntables of each case: python -m benchmarks.report {arguments.output}")
     if any(case["section"] in ON_RANKS for case in results["cases"]):
         directory = arguments.charts or arguments.output.parent / "charts"
         print(f"charts: {', '.join(str(path) for path in charts.draw_all(results, directory))}")

@@ -42,6 +42,9 @@ _NEEDS = {
 }
 _ALWAYS = ("machine", "summary")
 
+# Tables with a row for each case: too long and too wide for the end of a run.
+DETAILS = ("ops", "local", "layers", "phases", "collectives")
+
 
 def table_names(results: Results) -> list[str]:
     """Returns the tables that these results have data for."""
@@ -49,10 +52,10 @@ def table_names(results: Results) -> list[str]:
     return [name for name in TABLES if name in _ALWAYS or _NEEDS.get(name, name) in measured]
 
 
-def report(results: Results) -> str:
-    """Returns all tables, each under its name and what it shows."""
+def report(results: Results, leave_out: tuple[str, ...] = ()) -> str:
+    """Returns the tables, each under its name and what it shows."""
     parts = []
-    for name in table_names(results):
+    for name in (name for name in table_names(results) if name not in leave_out):
         what = (TABLES[name].__doc__ or "").strip()
         parts.append("\n\n".join(filter(None, [f"## {name}", what, TABLES[name](results)])))
     return "\n\n".join(parts) + "\n"
