@@ -39,6 +39,12 @@ class SelectivelyCheckpointed(nn.Sequential):
         return checkpoint(super().forward, input, use_reentrant=False, context_fn=contexts)
 
 
+# What torch 2.10 does not trace, in a layer with a forward of its own: properties of tuples, vars() of a module.
+OWN_FORWARD = pytest.param(
+    "own forward",
+    marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile traces the redirection from 2.13 on"),
+)
+
 CHECKPOINTED = {"checkpointed": Checkpointed, "selectively checkpointed": SelectivelyCheckpointed}
 
 
@@ -120,12 +126,12 @@ def test_inductor(pool, layout):
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, with_bagua_])
-@pytest.mark.parametrize("kind", ["plain", "own forward"])
+@pytest.mark.parametrize("kind", ["plain", OWN_FORWARD])
 def test_compiled_data_parallel(pool, kind, wrap):
     pool.run(partial(compare, "aot_eager", kind=kind, wrap=wrap), 2)
 
 
-@pytest.mark.parametrize("kind", ["own forward", *CHECKPOINTED])
+@pytest.mark.parametrize("kind", [OWN_FORWARD, *CHECKPOINTED])
 def test_compiled_models_of_other_kinds(pool, kind):
     pool.run(partial(compare, "aot_eager", kind=kind), 2)
 
