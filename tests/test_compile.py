@@ -81,6 +81,7 @@ def compare(
     dynamic=None,
     layout=torch.contiguous_format,
     wrap=None,
+    wrap_first=False,
     autocast=False,
     batches=(9, 9, 10, 12),
 ):
@@ -89,9 +90,11 @@ def compare(
     counters.clear()
     eager = make_model(kind).to(memory_format=layout)
     original = copy.deepcopy(eager)
-    compiled = torch.compile(original, backend=backend, fullgraph=True, dynamic=dynamic)
+    if wrap_first:  # what wrappers do around the forward breaks the graph
+        original = wrap(original)
+    compiled = torch.compile(original, backend=backend, fullgraph=not wrap_first, dynamic=dynamic)
     if wrap is not None:
-        eager, compiled = wrap(eager), wrap(compiled)
+        eager, compiled = wrap(eager), compiled if wrap_first else wrap(compiled)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
     for number, batch in enumerate(batches):
         input, grad_output = draw(batch + dist.get_rank(), number, layout)
@@ -129,6 +132,11 @@ def test_inductor(pool, layout):
 @pytest.mark.parametrize("kind", ["plain", OWN_FORWARD])
 def test_compiled_data_parallel(pool, kind, wrap):
     pool.run(partial(compare, "aot_eager", kind=kind, wrap=wrap), 2)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, with_bagua_])
+def test_data_parallel_compiled(pool, wrap):
+    pool.run(partial(compare, "aot_eager", wrap=wrap, wrap_first=True), 2)
 
 
 @pytest.mark.parametrize("kind", [OWN_FORWARD, *CHECKPOINTED])
