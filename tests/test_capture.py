@@ -77,6 +77,7 @@ print("steps without data")
 """
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="c10d ops take tensors without data from torch 2.13 on")
 def test_no_shape_depends_on_data():
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_DATA], cwd=Path(__file__).parent, capture_output=True, text=True

@@ -37,6 +37,8 @@ def is_in_backward() -> bool:
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
     """What runs in it is not seen by selective checkpointing, which expects a repetition to repeat all that it saw."""
+    if torch.compiler.is_compiling():
+        return _seen
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _SELECTIVE_MODES):
             return torch._C._DisableTorchDispatch()
