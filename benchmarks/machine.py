@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ def describe_versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    if commit.returncode == 0:
+        versions["commit"] = commit.stdout.strip()
     for package in ("fairscale", "inplace-abn"):
         try:
             versions[package] = importlib.metadata.version(package)

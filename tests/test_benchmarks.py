@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -457,6 +458,16 @@ def test_tables_of_a_page_are_replaced_where_their_results_are_given():
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_results_are_small(name):
     assert (BENCHMARKS / "results" / name).stat().st_size < 600_000
+
+
+def test_what_the_readme_says_was_measured():
+    assert "of two and four ranks take less time than with\nfairscale's layer on every input measured" in (
+        (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    layers_cases = cells.cases(RECORDED["ranks.json"], "layers")
+    compared = [case for case in layers_cases if case["threads"] == 1 and case["ranks"] in (2, 4)]
+    assert len(compared) > 30
+    assert all(statistics.median(cells.ratios(case, "ours", "fairscale")) < 1 for case in compared)
 
 
 def test_committed_charts_show_recorded_results():

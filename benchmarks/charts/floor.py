@@ -40,7 +40,7 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
         axes.set_yticks(range(len(cases)), [common.shape_of(case) for case in cases])
         axes.set_xlabel("forward + backward / floor (logarithmic)")
         axes.set_title("one rank" if ranks == 1 else f"{ranks} ranks, the floor includes two collectives", fontsize=10)
-    panels[0].set_ylabel("input of each rank, by size")
+    panels[0].set_ylabel("input of each rank, by size", labelpad=8)
     panels[0].invert_yaxis()
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(

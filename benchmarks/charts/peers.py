@@ -39,7 +39,7 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
     axes.set_xscale("log")
     common.log_axis(axes.xaxis)
     axes.set_xlabel("forward + backward, ratio to nn.BatchNorm that does not synchronize (line at 1; logarithmic)")
-    axes.set_ylabel("input of each rank, by size")
+    axes.set_ylabel("input of each rank, by size", labelpad=8)
     axes.set_title("Two ranks, gloo, one thread each; medians and quartiles of the rounds", fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(peers))
     figure.suptitle(f"What synchronization costs\n{common.where(results)}", fontsize=12)

@@ -1,6 +1,7 @@
 """When and where results were measured, how disturbed, and which peers took part."""
 
 from .. import peers
+from ..rounds import QUIET_CORES
 from . import cells
 from .cells import Results
 
@@ -27,6 +28,8 @@ def machine_table(results: Results) -> str:
     if foreign:
         quiet = f"at most {max(foreign):.2f}, on average over a case; {cells.quartiles(foreign)[1]:.2f} in half of them"
         rows.append(["cores used by others", quiet])
+        if cells.quartiles(foreign)[1] > QUIET_CORES:
+            rows.append(["**disturbed**", "in most cases: small differences mean nothing here, and times little"])
     return cells.table(["", ""], rows)
 
 
