@@ -65,17 +65,31 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def find_commit() -> str | None:
+    """Returns the commit that is checked out, and whether the package was changed since; None without a checkout."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+    except FileNotFoundError:
+        return None
+    if commit.returncode:
+        return None
+    changed = git("diff", "--quiet", "HEAD", "--", "bagua_syncbn", "csrc").returncode
+    return commit.stdout.strip() + (" and changes" if changed else "")
+
+
 def describe_versions() -> dict[str, str]:
     versions = {
         "bagua_syncbn": f"{bagua_syncbn.__version__} ({ops.KERNELS})",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    if commit.returncode == 0:
-        versions["commit"] = commit.stdout.strip()
+    if commit := find_commit():
+        versions["commit"] = commit
     for package in ("fairscale", "inplace-abn"):
         try:
             versions[package] = importlib.metadata.version(package)
