@@ -5,11 +5,12 @@
 ``differentiable``     the same step in parts that can be differentiated any number of times and in both directions
 ``recomputation``      the step again, in a backward pass, when activation checkpointing repeats it
 ``replicas``           the step among replicas in one process
+``internals``          what the others have to know of torch that torch does not document
 =====================  ================================================================================================
 """
 
-from .differentiable import differentiable_batch_norm, is_transforming
-from .recomputation import is_in_backward, unseen_by_selective_checkpointing
+from .differentiable import differentiable_batch_norm
+from .internals import is_in_backward, is_transforming, unseen_by_selective_checkpointing
 from .replicas import replicated_batch_norm
 from .step import synchronized_batch_norm
 

@@ -14,17 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import ops
 from ..communicators import Communicator
-
-
-def is_transforming() -> bool:
-    """Whether a transform of :mod:`torch.func` or forward-mode differentiation is at work."""
-    if torch.compiler.is_compiling():  # which traces the step that runs in training
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def differentiable_batch_norm(

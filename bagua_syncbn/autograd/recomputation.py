@@ -8,17 +8,14 @@ it, in which order and how often; and the choice among several is made on the de
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .. import ops
+from .internals import is_in_backward
 
 # Forward passes without a graph to hold them, as in reentrant checkpointing, are held in this number for a layer.
 HELD_WITHOUT_GRAPH = 32
@@ -26,26 +23,6 @@ HELD_WITHOUT_GRAPH = 32
 # How far the statistics of a repetition may be from those of the first pass, in deviations. Kernels that add up in a
 # changing order stay far below, and other batches far above or do no harm.
 TOLERANCE = 1e-3
-
-_SELECTIVE_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread. Never while torch.compile traces."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
-    """What runs in it is not seen by selective checkpointing, which expects a repetition to repeat all that it saw."""
-    if torch.compiler.is_compiling():
-        return _seen
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _SELECTIVE_MODES):
-            return torch._C._DisableTorchDispatch()
-    return _seen
-
-
-_seen = nullcontext()
 
 
 @dataclass(eq=False)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator
 from .differentiable import differentiable_backward
-from .recomputation import Forward, forwards_of, unseen_by_selective_checkpointing
+from .internals import unseen_by_selective_checkpointing
+from .recomputation import Forward, forwards_of
 
 
 def synchronized_batch_norm(
