@@ -62,11 +62,9 @@ __global__ void __launch_bounds__(kThreads)
                                GradAffine affine) {
   constexpr int kPairs = kSlots<W> / 2;
   InterleavedWalk<W> walk(plan, true);
-  if (!walk.active) return;
-  const A inverse_count = inverse_of<A>(affine.count);
   Factors<A> factors[W];
-#pragma unroll
-  for (int w = 0; w < W; ++w) factors[w] = Factors<A>(affine, plan.channels, walk.channel + w, inverse_count);
+  share_factors(factors, walk, plan.channels,
+                [&](int64_t c) { return Factors<A>(affine, plan.channels, c, inverse_of<A>(affine.count)); });
   while (!walk.done()) {
     int64_t offsets[kPairs];
     Pack<T, W> grads[kPairs], values[kPairs];

@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kHere; ++u) {
       const Slot<W> slot = walk.next();
       packs[u] = load_slot(x, slot);
-#pragma unroll
-      for (int j = 0; j < W; ++j) valid |= slot.holds(j) ? 1u << (u * W + j) : 0u;
+      valid |= slot.mask() << (u * W);
     }
     A values[kValues];
 #pragma unroll

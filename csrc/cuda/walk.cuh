@@ -20,6 +20,8 @@ struct Slot {
 
   __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
   __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
+  // A bit for each value that it holds.
+  __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
 };
 
 template <int W, typename T>
@@ -60,11 +62,12 @@ class PlanarWalk {
     const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     channel = block % static_cast<unsigned>(plan.channels);
     part = block / static_cast<unsigned>(plan.channels);
-    const int64_t b = part / plan.along_inner, i = part % plan.along_inner;
-    const int64_t begin = plan.batch * b / plan.along_batch;
-    slot_begin_ = plan.slots * i / plan.along_inner;
-    slot_end_ = plan.slots * (i + 1) / plan.along_inner;
-    sample_end_ = plan.batch * (b + 1) / plan.along_batch;
+    const unsigned along_inner = static_cast<unsigned>(plan.along_inner);
+    const unsigned b = static_cast<unsigned>(part) / along_inner, i = static_cast<unsigned>(part) % along_inner;
+    const int64_t begin = plan.samples_of_part.begin_of(b);
+    slot_begin_ = plan.slots_of_part.begin_of(i);
+    slot_end_ = plan.slots_of_part.begin_of(i + 1);
+    sample_end_ = plan.samples_of_part.begin_of(b + 1);
     row_ = (begin * plan.channels + channel) * plan.inner;
     const int64_t start = row_ + slot_begin_ * W - offset_in_slot(row_);
     first_value_ = min(max(start, row_), row_ + plan.inner - 1);
@@ -124,12 +127,11 @@ class InterleavedWalk {
     tile_begin = block % static_cast<unsigned>(plan.tiles) * plan.lanes * W;
     channel = tile_begin + threadIdx.x * W;
     active = channel < plan.channels;
-    row_begin_ = begin_of(part);
-    row_end_ = active ? begin_of(part + 1) : row_begin_;
+    row_begin_ = plan.rows_of_part.begin_of(part);
+    row_end_ = active ? plan.rows_of_part.begin_of(part + 1) : row_begin_;
     row_ = row_begin_ + threadIdx.y;
   }
 
-  __device__ int64_t begin_of(int64_t part) const { return plan_.height * part / plan_.parts; }
   __device__ int64_t first_row() const { return row_begin_; }
   __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
 
@@ -149,6 +151,25 @@ class InterleavedWalk {
 template <typename Plan>
 dim3 block_of(const Plan& plan) {
   return dim3(static_cast<unsigned>(plan.lanes), static_cast<unsigned>(plan.rows));
+}
+
+// Channels of an interleaved tile at most.
+template <int W>
+constexpr int kTile = W == 1 ? kWarp : kLine / 16 * W;
+
+// Interleaved: the factors of the W channels of a thread, `read(channel)` of each. One thread reads those of a channel
+// for the whole block: the tensors they come from can be of any dtype, and code that decides that for each of W
+// channels of each tensor is longer than all caches for instructions. All threads of the block must call this.
+template <int W, typename F, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, int64_t channels,
+                                              const Read& read) {
+  __shared__ F tile[kTile<W>];
+  const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
+  if (thread < width && walk.tile_begin + thread < channels) tile[thread] = read(walk.tile_begin + thread);
+  __syncthreads();
+  if (!walk.active) return;
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
 }
 
 // By how many values `x` begins after a multiple of W values.
