@@ -14,12 +14,16 @@ NATIVE := $(shell find csrc -type f)
 EMULATOR := $(shell find tests/emulator -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
-.PHONY: help demo test bench sanitize wheel test-wheel lint format docs clean
+# For `make gpu`: one that has a CUDA build of torch, setuptools and pytest; nothing is installed.
+GPU_PYTHON ?= python3
+
+.PHONY: help demo test bench gpu sanitize wheel test-wheel lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
 	@echo 'make test    all tests that run without a GPU'
 	@echo 'make bench   the CPU kernels against copying, torch and fairscale: build/bench/'
+	@echo 'make gpu     on a machine with an NVIDIA GPU: build, test, check and measure the CUDA kernels: build/gpu/'
 	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
 	@echo 'make lint    formatting, lint and types'
@@ -50,6 +54,10 @@ sanitize: $(VENV)/installed-test
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+# No environment is made: a machine with a GPU may have no network. Says what is missing.
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu/prove.py --output "$${OUT:-build/gpu}" $(ARGS)
 
 # One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
 wheel: $(VENV)/installed-wheel
