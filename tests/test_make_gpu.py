@@ -26,7 +26,7 @@ import shapes
 import summary
 import targets
 import torch
-from clock import HostClock, Plan
+from clock import CudaClock, HostClock, Plan
 from clock import measure as measure_in_turn
 from torch import distributed as dist
 
@@ -320,6 +320,59 @@ def test_functions_take_turns_and_fast_ones_are_called_more_often_for_a_sample()
     assert [calls for calls, _ in clock.asked[2:6]] == [10, 1, 10, 1]
     assert 3 <= len(samples["fast"]) <= 11
     assert behind == []
+
+
+class MadeUpDevice:
+    """What CudaClock uses of torch.cuda, on a device that runs at 1 GHz and takes 1 ms for each call."""
+
+    def __init__(self):
+        self.now = self.synchronized = 0.0
+
+    def Event(self, enable_timing):  # noqa: N802
+        assert enable_timing
+        return MadeUpEvent(self)
+
+    def _sleep(self, cycles):
+        assert isinstance(cycles, int)
+        self.now += cycles / 1e6
+
+    def call(self):
+        self.now += 1.0
+
+    def synchronize(self):
+        self.synchronized = self.now
+
+
+class MadeUpEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.at = self.device.now
+
+    def synchronize(self):
+        self.device.synchronized = self.at
+
+    def elapsed_time(self, other):
+        assert self.device.synchronized >= other.at, "the device is not there yet"
+        return other.at - self.at
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_the_clock_of_a_device(monkeypatch, sleeps):
+    device = MadeUpDevice()
+    for name in ("Event", "synchronize", *(["_sleep"] if sleeps else [])):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    if not sleeps:
+        monkeypatch.delattr(torch.cuda, "_sleep")
+    clock = CudaClock()
+    seconds, ahead = clock.time(device.call, 4, head_start=0.5)
+    assert seconds == pytest.approx(1e-3)  # without the head start
+    assert ahead == sleeps
+    assert clock.time(device.call, 1, head_start=0.0) == (pytest.approx(1e-3), False)
+    samples, _ = measure_in_turn(clock, {"op": device.call}, runs_ahead=True, seconds=0.1)
+    assert samples["op"] == [pytest.approx(1000.0)] * 11
+    assert device.synchronized == device.now
 
 
 def test_a_host_that_cannot_run_ahead_is_told():
