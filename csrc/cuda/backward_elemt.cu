@@ -26,7 +26,7 @@ struct Factors {
 
 template <typename A>
 __device__ __forceinline__ A inverse_of(const int64_t* count) {
-  return static_cast<A>(1.0 / static_cast<double>(*count));
+  return A(1) / static_cast<A>(*count);
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
@@ -96,6 +96,7 @@ const char* launch_backward_elemt(const T* dy, const T* x, T* dx, const Geometry
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
+  if (!fits(plan, W)) return kTooLarge;
   return launch(planar_backward_elemt<T, W>, plan.blocks(), block_of(plan), stream, dy, x, dx, plan, misaligned,
                 affine);
 }

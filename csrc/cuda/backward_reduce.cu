@@ -110,6 +110,7 @@ const char* launch_backward_reduce(const T* dy, const T* x, const Geometry& g, C
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kReduction);
+  if (!fits(plan, W)) return kTooLarge;
   const Scratch scratch(workspace, plan.along_batch * plan.along_inner, g.channels);
   return launch(planar_backward_reduce<T, W>, plan.blocks(), block_of(plan), stream, dy, x, plan, misaligned, mean,
                 results, scratch.partials, scratch.tickets);

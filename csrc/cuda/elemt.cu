@@ -77,6 +77,7 @@ const char* launch_elemt(const T* x, T* y, const Geometry& g, const Affine& affi
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
+  if (!fits(plan, W)) return kTooLarge;
   return launch(planar_elemt<T, W>, plan.blocks(), block_of(plan), stream, x, y, plan, misaligned, affine);
 }
 

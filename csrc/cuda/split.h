@@ -22,6 +22,8 @@ constexpr int kBatch = 4;
 // Less than this many batches for each thread of a part is not worth a block.
 constexpr int64_t kBatchesPerPart = 2;
 constexpr int64_t kBlock = 256;  // threads
+// Values of a row and samples that a planar part has at most.
+constexpr int64_t kMostOfPart = int64_t(1) << 30;
 // Bytes of a row that a block of an interleaved kernel takes: a cache line.
 constexpr int64_t kLine = 128;
 
@@ -57,8 +59,9 @@ struct Planar {
   int64_t slots;
   int64_t along_batch;
   int64_t along_inner;
-  int64_t lanes;  // threads along a row
-  int64_t rows;   // rows at a time
+  int64_t lanes;     // threads along a row
+  int64_t rows;      // rows at a time
+  int64_t step = 0;  // from a row of a thread to its next
   Ranges samples_of_part{1, 1};
   Ranges slots_of_part{1, 1};
 
@@ -111,7 +114,14 @@ inline Planar split_planar(const Geometry& g, int64_t width, bool aligned, Limit
   const int64_t threads = power_of_two(part_slots * part_rows, 32, kBlock);
   plan.lanes = power_of_two(part_slots, 1, threads);
   plan.rows = threads / plan.lanes;
+  plan.step = plan.rows * g.channels * g.inner;
   return plan;
+}
+
+// Whether a part is so small that a thread can count in 32 bits; all are that fit the memory of a card.
+inline bool fits(const Planar& plan, int64_t width) {
+  const int64_t slots = ceil_div(plan.slots, plan.along_inner), samples = ceil_div(plan.batch, plan.along_batch);
+  return slots * width < kMostOfPart && samples < kMostOfPart;
 }
 
 inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Limits limits) {

@@ -43,11 +43,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kValues = kHere * W;
   constexpr unsigned kAll = (1u << kValues) - 1;
   PlanarWalk<W> walk(plan, misaligned, false);
-  const A pivot = widen(x[walk.first_value()]);
-  Moments<A> moments{0, 0};
-  A count = 0;
-  while (!walk.done()) {
-    Pack<T, W> packs[kHere];
+  Pack<T, W> packs[kHere];
+  const auto load = [&] {
     unsigned valid = 0;
 #pragma unroll
     for (int u = 0; u < kHere; ++u) {
@@ -55,6 +52,14 @@ __global__ void __launch_bounds__(kThreads)
       packs[u] = load_slot(x, slot);
       valid |= slot.mask() << (u * W);
     }
+    return valid;
+  };
+  bool more = !walk.done();
+  unsigned valid = load();
+  const A pivot = widen(x[walk.first_value()]);  // waited for together with the first batch
+  Moments<A> moments{0, 0};
+  A count = 0;
+  while (more) {
     A values[kValues];
 #pragma unroll
     for (int i = 0; i < kValues; ++i) values[i] = widen(packs[i / W].values[i % W]) - pivot;
@@ -66,6 +71,8 @@ __global__ void __launch_bounds__(kThreads)
       add_batch(moments, values, valid, added, Shares<A>(count, added));
       count += added;
     }
+    more = !walk.done();
+    valid = load();
   }
   reduce_block(moments, count);
   Moments<double> total{static_cast<double>(pivot) + moments.mean, moments.m2};
@@ -136,6 +143,7 @@ const char* launch_stats(const T* x, const Geometry& g, Accumulate<T>* packed, W
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kReduction);
+  if (!fits(plan, W)) return kTooLarge;
   const Scratch scratch(workspace, plan.along_batch * plan.along_inner, g.channels);
   return launch(planar_stats<T, W>, plan.blocks(), block_of(plan), stream, x, plan, misaligned, packed,
                 scratch.partials, scratch.tickets);

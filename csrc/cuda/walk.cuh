@@ -64,48 +64,51 @@ class PlanarWalk {
     part = block / static_cast<unsigned>(plan.channels);
     const unsigned along_inner = static_cast<unsigned>(plan.along_inner);
     const unsigned b = static_cast<unsigned>(part) / along_inner, i = static_cast<unsigned>(part) % along_inner;
-    const int64_t begin = plan.samples_of_part.begin_of(b);
-    slot_begin_ = plan.slots_of_part.begin_of(i);
-    slot_end_ = plan.slots_of_part.begin_of(i + 1);
-    sample_end_ = plan.samples_of_part.begin_of(b + 1);
-    row_ = (begin * plan.channels + channel) * plan.inner;
-    const int64_t start = row_ + slot_begin_ * W - offset_in_slot(row_);
-    first_value_ = min(max(start, row_), row_ + plan.inner - 1);
-    slot_ = slot_begin_ + threadIdx.x;
-    sample_ = slot_ < slot_end_ ? begin + threadIdx.y : sample_end_;
-    row_ += threadIdx.y * plan.channels * plan.inner;
+    const int64_t sample = plan.samples_of_part.begin_of(b), slot = plan.slots_of_part.begin_of(i);
+    slots_ = static_cast<int>(plan.slots_of_part.begin_of(i + 1) - slot);
+    const int64_t row = (sample * plan.channels + channel) * plan.inner;
+    const int64_t start = row + slot * W - offset_in_slot(row);
+    first_value_ = min(max(start, row), row + plan.inner - 1);
+    row_begin_ = slot == 0 ? 0 : INT32_MIN;
+    row_end_ = static_cast<int>(min(plan.inner - slot * W, int64_t(kMostOfPart)));
+    slot_ = threadIdx.x;
+    left_ = slot_ < slots_ ? static_cast<int>(plan.samples_of_part.begin_of(b + 1) - sample) - int(threadIdx.y) : 0;
+    offset_ = row + slot * W + threadIdx.y * plan.channels * plan.inner;
   }
 
   // A value of the part, the same for all threads; of the row next to it if the part has none.
   __device__ int64_t first_value() const { return first_value_; }
 
-  __device__ __forceinline__ bool done() const { return sample_ >= sample_end_; }
+  __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
   // The next slot; one without values when there are no more.
   __device__ __forceinline__ Slot<W> next() {
     if (done()) return {0, 0, 0};
-    const int shift = offset_in_slot(row_);
-    const int64_t begin = slot_ * W - shift;
-    const int64_t rest = plan_.inner - begin;
-    const Slot<W> slot{row_ + begin, begin < 0 ? shift : 0, static_cast<int>(min(rest, static_cast<int64_t>(W)))};
+    const int shift = offset_in_slot(offset_);
+    const int begin = slot_ * W - shift;
+    const Slot<W> slot{offset_ + begin, begin < row_begin_ ? shift : 0, min(row_end_ - begin, W)};
     slot_ += blockDim.x;
-    if (slot_ >= slot_end_) {
-      slot_ = slot_begin_ + threadIdx.x;
-      sample_ += blockDim.y;
-      row_ += blockDim.y * plan_.channels * plan_.inner;
+    if (slot_ >= slots_) {
+      slot_ = threadIdx.x;
+      left_ -= blockDim.y;
+      offset_ += plan_.step;
     }
     return slot;
   }
 
  private:
-  // How far into its slot the row that begins at `row` begins.
+  // How far into its slot the row that begins at `row` begins, or anything a number of slots after it.
   __device__ __forceinline__ int offset_in_slot(int64_t row) const {
-    return W == 1 ? 0 : static_cast<int>((misaligned_ + row) % W);
+    return W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(row) + misaligned_) % W);
   }
 
   const Planar& plan_;
   int misaligned_;
-  int64_t slot_begin_, slot_end_, sample_end_, first_value_, row_, slot_, sample_;
+  int64_t first_value_;
+  // What does not fit 32 bits is in the offset of the part in the row alone: next() is most of what a thread does.
+  int64_t offset_;
+  int row_begin_, row_end_;  // of its values, from where the part begins
+  int slot_, slots_, left_;  // rows that are left
 };
 
 // Interleaved: block (tile, part), likewise. A thread has the same W channels in every row.
@@ -177,6 +180,8 @@ template <typename T, int W>
 int misalignment(const T* x) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % W);
 }
+
+constexpr const char* kTooLarge = "more than 2^30 values or samples in a part of a channel";
 
 // Slots of a batch of W values each, such that a scalar batch is not too small.
 template <int W>
