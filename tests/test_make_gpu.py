@@ -178,8 +178,13 @@ def test_parts_are_told_apart_by_how_they_end(tmp_path):
 
 
 def test_a_failed_part_hides_no_other_but_a_failed_build_ends_the_run(monkeypatch, tmp_path):
-    arguments = Namespace(output=tmp_path, dry_run=True, parts=["tests", "memcheck", "benchmarks"])
-    program = {"tests": "raise SystemExit(1)", "memcheck": "pass", "benchmarks": "pass", "build": "raise SystemExit(1)"}
+    arguments = Namespace(output=tmp_path, dry_run=True, parts=["op tests", "memcheck", "benchmarks"])
+    program = {
+        "op tests": "raise SystemExit(1)",
+        "memcheck": "pass",
+        "benchmarks": "pass",
+        "build": "raise SystemExit(1)",
+    }
     monkeypatch.setattr(
         prove, "commands", lambda *_: {name: [sys.executable, "-c", code] for name, code in program.items()}
     )
@@ -188,7 +193,7 @@ def test_a_failed_part_hides_no_other_but_a_failed_build_ends_the_run(monkeypatc
         outcomes = prove.run_parts(arguments, parts.Runner(log, 60), recorded)
         assert [outcome.outcome for outcome in outcomes] == ["failed", "passed", "passed"]
         assert json.loads((tmp_path / "results.json").read_text())["parts"] == recorded["parts"]
-        arguments.parts = ["build", "tests"]
+        arguments.parts = ["build", "op tests"]
         assert [outcome.name for outcome in prove.run_parts(arguments, parts.Runner(log, 60), recorded)] == ["build"]
 
 
@@ -198,12 +203,13 @@ def test_what_is_run_on_a_machine_with_a_gpu(tmp_path):
     assert list(commands) == list(prove.LIMITS)
     assert commands["memcheck"][0] == commands["racecheck"][0] == "/opt/compute-sanitizer"
     files = {part: [Path(path).name for path in commands[part] if path.endswith(".py")] for part in commands}
-    assert files["tests"] == ["test_gpu_layers.py", "test_gpu_ops.py"]
+    assert (files["op tests"], files["layer tests"]) == (["test_gpu_ops.py"], ["test_gpu_layers.py"])
     assert "test_data_parallel.py" in files["further tests"]
-    assert not {"test_native.py", *files["tests"]} & set(files["further tests"])
+    assert not {"test_native.py", "test_gpu_ops.py", "test_gpu_layers.py"} & set(files["further tests"])
     assert "--dry-run" not in commands["benchmarks"]
     assert commands["benchmarks"][commands["benchmarks"].index("--seconds") + 1] == "155"
-    assert prove.environment("tests", {}, False)["FAIL_WITHOUT_CUDA"] == "1"
+    for part in ("op tests", "layer tests", "further tests"):
+        assert prove.environment(part, {}, False)["FAIL_WITHOUT_CUDA"] == "1"
     build = prove.environment("build", {"architecture": "90"}, False)
     assert build == {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": "90"}
     assert prove.TOTAL < 8 * 60
@@ -514,7 +520,7 @@ def test_tables_show_every_case():
     bad = {**ops_case(dtype="float16"), "behind": ["ours stats"], "disagreements": ["elemt"]}
     error = {"kind": "error", "what": "ops of something", "error": "OutOfMemoryError: no"}
     recorded = results(ops_case(), bad, layer_case(10.0, 31.0), count_case(), error)
-    recorded["parts"] = [parts.Outcome("tests", "timed out", 12.3).record()]
+    recorded["parts"] = [parts.Outcome("op tests", "timed out", 12.3, "no\n" * 9 + "the last line").record()]
     assert [row[0] for row in rows(summary.ops_table(recorded))[2:]] == [
         "8x64x100x100 float32 planar",
         "8x64x100x100 float16 planar",
@@ -524,7 +530,12 @@ def test_tables_show_every_case():
     assert rows(summary.layers_table(recorded))[2][1:] == ["10.0", "31.0", "10.0", "31.0", "3.10"]
     assert rows(summary.networks_table(recorded))[2][:3] == ["made up", "1.00, 3.10", "1.00, -"]
     short = summary.short(recorded)
-    for part in ("timed out", "8x64x100x100 float16 planar: elemt", "ops of something: OutOfMemoryError: no"):
+    for part in (
+        "timed out",
+        "the last line",
+        "8x64x100x100 float16 planar: elemt",
+        "ops of something: OutOfMemoryError: no",
+    ):
         assert part in short
     assert len(rows(summary.counts_table(recorded))) == 6
     assert "DRY RUN" not in short

@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     wrong = 0
     for shape, dtype, layout in product(SHAPES, TOLERANCE, ("planar", "interleaved")):
         error = run(Case("small", shape, dtype, layout), device)

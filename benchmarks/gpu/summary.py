@@ -105,6 +105,9 @@ def short(results: dict[str, Any]) -> str:
     blocks = [machine_table(results), parts_table(results), targets_table(results), networks_table(results)]
     if results.get("dry_run"):
         blocks.insert(0, "DRY RUN on a CPU, with stand-ins for what needs a GPU: these figures mean nothing.")
+    failed = [part for part in results.get("parts", []) if part["details"]]
+    for part in failed:
+        blocks.append(f"{part['name']}: {part['outcome']}\n" + "\n".join(part["details"].splitlines()[-5:]))
     if wrong:
         blocks.append("Kernels that disagree with ATen's:\n" + "\n".join(wrong))
     if errors:
