@@ -24,8 +24,14 @@ HERE = Path(__file__).resolve().parent
 BUILT = ROOT / "build" / "gpu-kernels"
 TOTAL = 460.0
 LIMITS = {
-    "build": 150.0, "op tests": 90.0, "layer tests": 90.0, "memcheck": 75.0, "racecheck": 75.0, "benchmarks": 170.0, "further tests": 100.0,
-}  # fmt: skip
+    "build": 150.0,
+    "op tests": 90.0,
+    "layer tests": 90.0,
+    "memcheck": 75.0,
+    "racecheck": 75.0,
+    "benchmarks": 170.0,
+    "further tests": 100.0,
+}
 # One machine, no network: NCCL and gloo are to talk over the loopback interface, and not to look for another.
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 

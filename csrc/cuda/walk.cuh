@@ -26,10 +26,22 @@ struct Slot {
 
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot) {
-  if (W > 1 && slot.full()) return load_pack<W>(x + slot.offset);
   Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.values[0] = slot.holds(0) ? x[slot.offset] : narrow<T>(0);
+    return pack;
+  }
+  // Both ways lead to the same four registers. If they met as W values, those of 16 bits would be taken apart as soon
+  // as they are loaded, and so be waited for before the next load.
+  uint4 bits;
+  if (slot.full()) {
+    bits = *reinterpret_cast<const uint4*>(x + slot.offset);
+  } else {
 #pragma unroll
-  for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+    for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+    memcpy(&bits, &pack, sizeof(bits));
+  }
+  memcpy(&pack, &bits, sizeof(bits));
   return pack;
 }
 
