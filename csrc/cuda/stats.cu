@@ -97,14 +97,13 @@ __global__ void __launch_bounds__(kThreads)
   Moments<A> moments[W] = {};
   A count = 0;
   while (!walk.done()) {
-    Pack<T, W> packs[kSlots<W>] = {};
+    Pack<T, W> packs[kSlots<W>];
     unsigned valid = 0;
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {
       const int64_t offset = walk.next();
-      if (offset < 0) continue;
-      packs[u] = load_pack<W>(x + offset);
-      valid |= 1u << u;
+      packs[u] = load_at<W>(x, offset);
+      valid |= offset >= 0 ? 1u << u : 0u;
     }
     constexpr unsigned kAll = (1u << kSlots<W>)-1;
     const A added = static_cast<A>(__popc(valid));

@@ -45,6 +45,21 @@ __device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot)
   return pack;
 }
 
+// The W values at `offset`; zeros if it is negative. As four registers until all loads of a batch are under way,
+// likewise.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> load_at(const T* x, int64_t offset) {
+  Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.values[0] = offset >= 0 ? x[offset] : narrow<T>(0);
+  } else {
+    uint4 bits{0, 0, 0, 0};
+    if (offset >= 0) bits = *reinterpret_cast<const uint4*>(x + offset);
+    memcpy(&pack, &bits, sizeof(bits));
+  }
+  return pack;
+}
+
 template <int W, typename T>
 __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack<T, W>& pack) {
   if (W > 1 && slot.full()) {
