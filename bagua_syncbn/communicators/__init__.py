@@ -93,4 +93,4 @@ def resolve_communicator(process_group: object = None) -> Communicator:
         check_process_group(process_group)
         assert isinstance(process_group, Communicator)
         return process_group
-    return LOCAL if group is None else TorchCommunicator(group)
+    return LOCAL if group is None or group.size() == 1 else TorchCommunicator(group)
