@@ -218,43 +218,6 @@ def wrap_wrongly():
         bagua_syncbn.with_bagua(make_model().requires_grad_(False), [])
 
 
-class FakeBagua:
-    """Bagua's module-level interface, which cannot run without a GPU; what is asserted is what reaches it."""
-
-    def __init__(self, monkeypatch):
-        import sys
-        from types import ModuleType, SimpleNamespace
-
-        communication, algorithms = ModuleType("communication"), ModuleType("algorithms")
-        communication.is_initialized = lambda: True
-        algorithms.Algorithm = SimpleNamespace(init=lambda name: ("algorithm", name))
-        for name, module in (
-            ("bagua", ModuleType("bagua")),
-            ("bagua.torch_api", ModuleType("torch_api")),
-            ("bagua.torch_api.communication", communication),
-            ("bagua.torch_api.algorithms", algorithms),
-        ):
-            monkeypatch.setitem(sys.modules, name, module)
-
-        def with_bagua(module, optimizers, algorithm, process_group=None):
-            self.call = module, optimizers, algorithm, process_group
-            return module
-
-        monkeypatch.setattr(nn.Module, "with_bagua", with_bagua, raising=False)
-
-
-@pytest.mark.parametrize("algorithm", [None, "bytegrad", ("an", "object")], ids=str)
-def test_in_a_bagua_job_bagua_does_it(monkeypatch, algorithm):
-    fake = FakeBagua(monkeypatch)
-    model = make_model()
-    optimizer = make_optimizer(model)
-    assert bagua_syncbn.with_bagua(model, [optimizer], algorithm, "a Bagua group") is model
-    expected = {None: ("algorithm", "gradient_allreduce"), "bytegrad": ("algorithm", "bytegrad")}.get(
-        algorithm, algorithm
-    )
-    assert fake.call == (model, [optimizer], expected, "a Bagua group")
-
-
 def copies_of_a_model_before_wrapping():
     model = bagua_syncbn.convert_sync_batchnorm(make_model())
     average = copy.deepcopy(model)
