@@ -71,8 +71,9 @@ def with_bagua(
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
     optimizers = _checked_optimizers(optimizers)
-    if is_data_parallel(module):
-        raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(module).__name__}")
+    wrapped = next(filter(is_data_parallel, module.modules()), None)
+    if wrapped is not None:
+        raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
     check_process_group(process_group)
     if bagua.is_initialized():
         _train_with_bagua(module, optimizers, algorithm or _GRADIENT_ALLREDUCE, process_group)

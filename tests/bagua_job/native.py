@@ -9,9 +9,9 @@ import itertools
 import os
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import ClassVar
 
+import scheduler
 import torch
 import torch.distributed as dist
 import workers
@@ -26,9 +26,9 @@ def off_the_device(method):
     """What NCCL does is no operation on the caller's stream."""
 
     @functools.wraps(method)
-    def call(*args):
+    def call(*args, **kwargs):
         with _disable_current_modes():
-            return method(*args)
+            return method(*args, **kwargs)
 
     return call
 
@@ -39,6 +39,20 @@ def memory_of(bagua_tensor):
     size = bagua_tensor.num_elements() * dtype.itemsize
     buffer = (ctypes.c_char * size).from_address(bagua_tensor.data_ptr())
     return torch.frombuffer(buffer, dtype=dtype)
+
+
+class TorchWithDevice:
+    """torch, as Bagua's functions see it that refuse tensors of a CPU."""
+
+    def __getattr__(self, name):
+        return (lambda *args: None) if name == "device" else getattr(torch, name)
+
+
+def backend_tensor(name, torch_tensor):
+    handle = _backend_tensor_class(name=name, torch_tensor=torch_tensor)
+    if name.startswith("bagua_padding_tensor"):
+        scheduler.padding.append(handle)
+    return handle
 
 
 class HostCommunicator:
@@ -105,11 +119,15 @@ class HostCommunicator:
         options.rootRank = src
         self._gloo.broadcast([sent], options).wait()
 
+    def sum(self, tensor, average):
+        """What the scheduler's operations come to."""
+        self._gloo.allreduce([tensor]).wait()
+        if average:
+            tensor /= self._nranks
+
     def _sum(self, tensor, op):
         assert op in (0, 10), op  # SUM, AVG
-        self._gloo.allreduce([tensor]).wait()
-        if op == 10:
-            tensor /= self._nranks
+        self.sum(tensor, op == 10)
 
     def _note(self, what, read, written):
         name = f"{what} of {self._nranks} ranks"
@@ -144,6 +162,15 @@ def join_job(store, rank, world_size):
     timeline.clear()
 
 
+def join_job_on_a_gpu(store, rank, world_size):
+    """Starts the real thing, over NCCL; once in a process."""
+    import bagua.torch_api.communication as communication
+
+    communication.start_autotune_server = _start_autotune_thread
+    torch.cuda.set_device(rank)
+    communication.init_process_group(dist.FileStore(store, world_size), rank, world_size, world_size)
+
+
 def install():
     """Replaces the native edge in this process."""
     import bagua_core
@@ -155,8 +182,15 @@ def install():
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
     torch.cuda.current_stream, torch.cuda.stream = current_stream, stream
     torch.cuda.LongTensor = torch.LongTensor
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: timeline.host_waits.append("device")
     torch.Tensor.record_stream = record_stream
+    torch.Tensor.cuda = lambda tensor, *args: tensor
+    global _backend_tensor_class
+    _backend_tensor_class = bagua_core.BaguaTensorPy
+    bagua_core.BaguaTensorPy = backend_tensor
     bagua_core.BaguaSingleCommunicatorPy = HostCommunicator
+    bagua_core.BaguaCommBackendPy = scheduler.HostBackend
+    bagua_core.BaguaBucketPy = scheduler.HostBucket
 
     import bagua.torch_api.communication as communication
 
@@ -164,6 +198,7 @@ def install():
 
     # In this process rather than in a child, which these processes may not have and which would survive them.
     communication.start_autotune_server = _start_autotune_thread
+    communication.torch = TorchWithDevice()
     ours._device = lambda: torch.device("cpu")
 
 
@@ -171,10 +206,3 @@ def _start_autotune_thread(port):
     import bagua.torch_api.communication as communication
 
     threading.Thread(target=communication.run_flask_app, args=(port,), daemon=True).start()
-
-
-def nccl_directory():
-    """Where the wheel of NCCL has its library, which Bagua's is linked against."""
-    import nvidia.nccl
-
-    return str(Path(next(iter(nvidia.nccl.__path__))) / "lib")
