@@ -141,6 +141,15 @@ def join_job(store, rank, world_size):
     """Starts a Bagua job, also in a process that was in another one, over torch's default group on gloo."""
     workers.join_job(store, rank, world_size)
     install()
+    reset()
+    import bagua.torch_api.communication as communication
+
+    communication.init_process_group(dist.FileStore(f"{store}_bagua", world_size), rank, world_size, world_size)
+    timeline.clear()
+
+
+def reset():
+    """Makes Bagua and this package forget the job that they were in."""
     import bagua.torch_api.communication as communication
 
     import bagua_syncbn.communicators.bagua as ours
@@ -158,8 +167,6 @@ def join_job(store, rank, world_size):
         communication.get_backend,
     ):
         cached.cache_clear()
-    communication.init_process_group(dist.FileStore(f"{store}_bagua", world_size), rank, world_size, world_size)
-    timeline.clear()
 
 
 def join_job_on_a_gpu(store, rank, world_size):

@@ -55,9 +55,10 @@ def test_the_example(launcher, losses_of_one_process, tmp_path):
     assert json.loads(output.read_text())["losses"] == pytest.approx(losses_of_one_process, rel=1e-9)
 
 
-def test_a_bagua_job_by_the_launchers_variables():
+@pytest.mark.parametrize("launcher", ["bagua.distributed.launch", "torch.distributed.run"])
+def test_a_bagua_job_by_the_launchers_variables(launcher):
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    printed = launch("bagua.distributed.launch", TESTS / "bagua_job" / "launched.py", PYTHONPATH=paths)
+    printed = launch(launcher, TESTS / "bagua_job" / "launched.py", PYTHONPATH=paths)
     results = dict(line.split(": ") for line in printed.splitlines() if line.startswith("rank "))
     assert set(results) == {"rank 0", "rank 1"}
     assert results["rank 0"] == results["rank 1"]
