@@ -22,6 +22,9 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 _GRADIENT_ALLREDUCE = "gradient_allreduce"
 
+# Where Bagua looks in a model for the names of parameters and buffers that it is to leave alone.
+_IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
+
 
 def with_bagua(
     module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
@@ -110,12 +113,12 @@ def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, 
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
     algorithm = bagua.resolve_algorithm(algorithm, optimizers)
     group = bagua.to_bagua_group(process_group)
-    _give_group_to_layers(module, process_group)
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             # Makes its communicator now, while no gradients are under way on this device.
-            resolve_communicator(layer.process_group)
-    ignored = getattr(module, "_bagua_params_and_buffers_to_ignore", ())
+            resolve_communicator(process_group if layer.process_group is None else layer.process_group)
+    _give_group_to_layers(module, process_group)
+    ignored = {name for attribute in _IGNORED for name in getattr(module, attribute, ())}
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
     _broadcast_buffers(buffers, partial(bagua.broadcast, group=group or bagua.default_group()))
     module.with_bagua(optimizers, algorithm, process_group=group)

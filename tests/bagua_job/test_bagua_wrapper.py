@@ -146,6 +146,7 @@ def leave_out():
     for layer in (model[1], model[4]):
         layer.running_var += rank
     model._bagua_params_and_buffers_to_ignore = ["3.weight", "4.running_var"]
+    model._ddp_params_and_buffers_to_ignore = ["1.running_var"]
     model.register_buffer("flags", torch.tensor([rank == 0, True]))
     model.register_buffer("nothing", torch.empty(0))
     model.register_buffer("wide", torch.arange(6.0, dtype=torch.float64).view(2, 3).t() + rank)
@@ -157,7 +158,7 @@ def leave_out():
 def test_what_is_to_be_left_out_stays_and_all_other_buffers_are_sent(pool):
     (first, first_grad), (second, second_grad) = pool.run(leave_out, 2)
     differ = {name for name in first if not torch.equal(first[name], second[name])}
-    assert differ == {"3.weight", "4.running_var"}
+    assert differ == {"3.weight", "1.running_var", "4.running_var"}
     assert not torch.equal(first_grad, second_grad)
     assert second["flags"].tolist() == [True, True]
     assert torch.equal(second["wide"], torch.arange(6.0, dtype=torch.float64).view(2, 3).t())
