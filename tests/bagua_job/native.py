@@ -3,7 +3,6 @@
 What is replaced is what needs a CUDA driver. Bagua's Python, its tensors (``BaguaTensorPy``) and its store stay.
 """
 
-import ctypes
 import functools
 import itertools
 import os
@@ -15,10 +14,10 @@ import scheduler
 import torch
 import torch.distributed as dist
 import workers
+from memory import memory_of
 from streams import Event, Stream, current_stream, record_stream, stream, timeline
 from torch.utils._python_dispatch import _disable_current_modes
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8, "I64": torch.int64}
 _ids = itertools.count()
 
 
@@ -31,14 +30,6 @@ def off_the_device(method):
             return method(*args, **kwargs)
 
     return call
-
-
-def memory_of(bagua_tensor):
-    """The memory that Bagua's handle names, as NCCL would be given it."""
-    dtype = _DTYPES[bagua_tensor.dtype()]
-    size = bagua_tensor.num_elements() * dtype.itemsize
-    buffer = (ctypes.c_char * size).from_address(bagua_tensor.data_ptr())
-    return torch.frombuffer(buffer, dtype=dtype)
 
 
 class TorchWithDevice:

@@ -6,6 +6,9 @@ that was registered; but at once, where that has a thread for it. Compression is
 
 import threading
 
+import torch
+from memory import memory_of
+
 padding = []  # handles of the tensors that fill a bucket up, which nobody marks as ready
 
 
@@ -50,8 +53,6 @@ class HostBucket:
         self.operations.clear()
 
     def memories(self):
-        from native import memory_of
-
         return [memory_of(tensor) for tensor in self.tensors]
 
 
@@ -60,16 +61,11 @@ class PeerAverage:
         self.bucket, self.communicator, self.peer_weight = bucket, communicator, peer_weight
 
     def __call__(self):
-        import torch
-        from native import memory_of
-
         peer = memory_of(self.peer_weight)
         peer.copy_(torch.cat(self.bucket.memories()))
         self.communicator.sum(peer, True)
 
     def copy_back_peer_weight(self, bucket):
-        from native import memory_of
-
         parts = memory_of(self.peer_weight).split([tensor.num_elements() for tensor in bucket.tensors])
         for memory, part in zip(bucket.memories(), parts, strict=True):
             memory.copy_(part)
@@ -85,8 +81,6 @@ class AsynchronousAverage:
         self.runs = 0
 
     def __call__(self):
-        import torch
-
         aborted = torch.tensor([float(self.aborted)])
         self.communicator.sum(aborted, False)
         if aborted.item():

@@ -1,7 +1,7 @@
 """CUDA streams and events on the host: what comes after what, and whether it had to.
 
 Each stream counts its work, and knows how much of each other stream's work comes before what it gets next, as vector
-clocks do. :class:`Race` finds a tensor that one stream uses while another one may be at it, and lists what the host
+clocks do. :class:`Watch` finds a tensor that one stream uses while another one may be at it, and lists what the host
 waits for.
 """
 

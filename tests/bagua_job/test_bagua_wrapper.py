@@ -76,6 +76,7 @@ def train(algorithm, own_method):
             time.sleep(0.01)  # time for what runs beside
     if algorithm == "async":
         model.bagua_algorithm.abort(model)
+        assert model.bagua_buckets[0]._async_op.runs > 0, "nothing ran beside"
     return start, model.state_dict(), len(HostCommunicator.made) - made
 
 
