@@ -170,7 +170,8 @@ def in_groups():
         results["low"] = mean_over(low)
     if rank() in (1, 3):
         results["odd"] = mean_over(odd)
-        results["odd again"] = mean_over(communication.BaguaProcessGroup([1, 3], None, "another"))
+        results["odd again"] = mean_over(communication.BaguaProcessGroup([3, 1], None, "another"))
+        assert resolve_communicator(RankGroup((3, 1))) is resolve_communicator(odd)
         assert resolve_communicator(odd).rank == [1, 3].index(rank())
     if rank() == 2:
         for use in (resolve_communicator, lambda group: SyncBatchNorm(1, process_group=group), mean_over):
