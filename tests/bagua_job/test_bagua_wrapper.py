@@ -12,7 +12,6 @@ from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from native import HostCommunicator
 from streams import timeline
 from torch import nn
 
@@ -69,7 +68,6 @@ def train(algorithm, own_method):
         wrapped = bagua_syncbn.with_bagua(model, [optimizer], algorithm)
     assert wrapped is model
     start = copy.deepcopy(model.state_dict())
-    made = len(HostCommunicator.made)
     for batch in batches(6):
         step(model, optimizer, batch, share_of_rank())
         if algorithm == "async":
@@ -77,13 +75,13 @@ def train(algorithm, own_method):
     if algorithm == "async":
         model.bagua_algorithm.abort(model)
         assert model.bagua_buckets[0]._async_op.runs > 0, "nothing ran beside"
-    return start, model.state_dict(), len(HostCommunicator.made) - made
+    return start, model.state_dict()
 
 
 @pytest.mark.parametrize("own_method", [True, False], ids=["model.with_bagua", "bagua_syncbn.with_bagua"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_statistics_are_those_of_all_ranks_under_every_algorithm(pool, algorithm, own_method):
-    (start, first, made), (other_start, second, _) = pool.run(train, 2, algorithm, own_method)
+    (start, first), (other_start, second) = pool.run(train, 2, algorithm, own_method)
     for name in start:
         if own_method and "running" in name:  # Bagua's method sends parameters only
             continue
@@ -92,7 +90,6 @@ def test_statistics_are_those_of_all_ranks_under_every_algorithm(pool, algorithm
         for name in ("1.running_mean", "1.running_var", "4.running_mean", "4.running_var"):
             assert torch.equal(first[name], second[name]), name
     assert first["1.num_batches_tracked"] == second["1.num_batches_tracked"] == 6
-    assert own_method or algorithm == "async" or made == 0, "communicators are made before training"
     if algorithm in ("gradient_allreduce", "bytegrad"):
         check_against_one_process(start, first)
         for name in first:
@@ -121,11 +118,15 @@ def wrap_in_group(kind):
     model = make_model(seed=dist.get_rank())
     bagua_syncbn.convert_sync_batchnorm(model)
     model[4].process_group = dist.group.WORLD  # it has its own
+    model[1].running_var += dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bagua_syncbn.with_bagua(model, [optimizer], "gradient_allreduce", process_group=group)
     assert model[1].process_group is group
     assert model[4].process_group is dist.group.WORLD
+    # Made before there are gradients, and buffers sent among the same ranks as these.
+    assert {tuple(pair), (0, 1, 2, 3)} <= bagua._communicators.keys()
     assert resolve_communicator(model[1].process_group).group.ranks == pair
+    assert model[1].running_var.tolist() == [1.0 + pair[0]] * 6
     model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
     return model[0].weight.detach(), model[0].weight.grad, model[1].running_mean, model[4].running_mean
 
@@ -136,7 +137,8 @@ def test_layers_have_the_group_of_the_wrapper(pool, kind):
     for first, second in ((0, 2), (1, 3)):
         for mine, theirs in zip(results[first], results[second], strict=True):
             assert torch.equal(mine, theirs)
-    assert not torch.equal(results[0][2], results[1][2])
+    for of_pair in range(3):  # weights, gradients, statistics
+        assert not torch.equal(results[0][of_pair], results[1][of_pair])
     for result in results:
         assert torch.equal(result[3], results[0][3])
 
