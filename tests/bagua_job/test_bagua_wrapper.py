@@ -222,7 +222,7 @@ def wrap_wrongly():
     ]:
         with pytest.raises(error, match=message):
             bagua_syncbn.with_bagua(model, [optimizer], *arguments)
-    with pytest.raises(ValueError, match="optimizers: expected one QAdamOptimizer, .* got none"):
+    with pytest.raises(ValueError, match=r"optimizers: expected one QAdamOptimizer, .* got none"):
         bagua_syncbn.with_bagua(model, [], "qadam")
     with pytest.raises(RuntimeError, match="at least one parameter that requires a gradient"):
         bagua_syncbn.with_bagua(make_model().requires_grad_(False), [])
