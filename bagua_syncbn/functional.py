@@ -1,16 +1,22 @@
-"""The step of synchronized batch normalization, read top to bottom: stats, gather, merge, normalize."""
+"""Synchronized batch normalization as a function: it checks what it is given, and decides who computes."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
 from . import ops
-from .communicators import Communicator, Replica, resolve_communicator
-from .functional_replicas import replicated_batch_norm
+from .autograd import (
+    differentiable_batch_norm,
+    is_in_backward,
+    is_transforming,
+    replicated_batch_norm,
+    synchronized_batch_norm,
+    unseen_by_selective_checkpointing,
+)
+from .communicators import Replica, resolve_communicator
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,6 +34,7 @@ def sync_batch_norm(
     *,
     num_batches_tracked: Tensor | None = None,
     eps_mode: str = "plus",
+    layer: nn.Module | None = None,
 ) -> Tensor:
     r"""Batch normalization with the statistics of all ranks of a group.
 
@@ -61,6 +68,8 @@ def sync_batch_norm(
             as :func:`~bagua_syncbn.sync_group` takes it, or a :class:`~bagua_syncbn.communicators.Communicator`.
         num_batches_tracked: int64 scalar, increased by one in place whenever the running statistics are updated.
         eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor.
+        layer: the module that calls. Its forward passes are told from those of others when activation checkpointing
+            repeats one in backward; all calls without a module count as one.
 
     Returns:
         (N, C, \*), of the dtype and memory format of ``input``.
@@ -92,13 +101,11 @@ def sync_batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        suits_torch = input.numel() > 0 and eps_mode == "plus" and _suits_torch(input, tensors.values())
-        if suits_torch and momentum is not None:
-            if num_batches_tracked is not None:
-                num_batches_tracked.add_(1)
-            return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
-    output: Tensor = _SyncBatchNorm.apply(*step, communicator)
-    return output
+        if eps_mode == "plus" and momentum is not None and _suits_torch(input, tensors.values()):
+            return _batch_norm_alone(input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked)
+    if is_transforming():
+        return differentiable_batch_norm(*step, communicator)
+    return synchronized_batch_norm(*step, communicator, layer)
 
 
 def check_dimensions(input: Tensor) -> None:
@@ -145,7 +152,29 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     Its CPU kernels for half inputs round in between: in bfloat16 outputs are off by several units in the last place.
     """
     rounds = input.device.type == "cpu" and input.dtype in (torch.float16, torch.bfloat16)
-    return _is_native(input, tensors) and not rounds and not ops.beat_torch(input)
+    is_fast = is_transforming() or not ops.beat_torch(input)
+    return input.numel() > 0 and _is_native(input, tensors) and not rounds and is_fast
+
+
+def _batch_norm_alone(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    num_batches_tracked: Tensor | None,
+) -> Tensor:
+    if running_mean is not None and running_var is not None and is_in_backward():
+        # The batch was counted in the forward pass that this one repeats.
+        num_batches_tracked = None
+        with unseen_by_selective_checkpointing():
+            running_mean, running_var = running_mean.clone(), running_var.clone()
+    if num_batches_tracked is not None:
+        with unseen_by_selective_checkpointing():
+            num_batches_tracked.add_(1)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
 
 def _batch_norm_eval(
@@ -167,48 +196,3 @@ def _batch_norm_eval(
         dtype = ops.accumulate_dtype(input.dtype)
         running_mean, running_var, weight, bias = (None if t is None else t.to(dtype) for t in tensors)
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
-
-
-class _SyncBatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
-        eps_mode: str,
-        communicator: Communicator,
-    ) -> Tensor:
-        stats = ops.batch_norm_stats(input)
-        gathered = communicator.all_gather(stats)
-        mean, invstd, count, ctx.clamped = ops.merge_stats(
-            gathered, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode
-        )
-        ctx.save_for_backward(input, weight, mean, invstd, count)
-        ctx.communicator = communicator
-        output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, invstd, count = ctx.saved_tensors
-        input_needs_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
-        grad_input = None
-        # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
-        # holds is not, so nothing else decides whether to communicate.
-        if input_needs_grad:
-            sums = ops.clear_clamped(ctx.communicator.all_reduce(sums), ctx.clamped)
-            grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
-        return (
-            grad_input,
-            grad_weight if weight_needs_grad else None,
-            grad_bias if bias_needs_grad else None,
-            *[None] * 7,
-        )

@@ -7,6 +7,7 @@ forward of such a layer runs in training.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from .autograd import is_in_backward, unseen_by_selective_checkpointing
 from .functional import sync_batch_norm
 from .sync_batchnorm import SyncBatchNorm
 from .tracing import Proxy, as_one_node
@@ -49,10 +51,7 @@ def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Calla
             return forward(layer, *args, **kwargs)
         # On the layer and not in the mode, which is another object while torch.compile traces.
         layer.was_synchronized = False
-        if calls_function:
-            with _Redirect(layer):
-                output = forward(layer, *args, **kwargs)
-        else:
+        with _Redirect(layer) if calls_function else nullcontext(), _batches_counted_once(layer):
             output = forward(layer, *args, **kwargs)
         was_synchronized = layer.was_synchronized
         del layer.was_synchronized
@@ -61,6 +60,22 @@ def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Calla
         return output
 
     return observed
+
+
+@contextmanager
+def _batches_counted_once(layer: nn.Module) -> Iterator[None]:
+    """Keeps a forward that counts batches itself, as torch's do, from counting again what it repeats in backward."""
+    counted = getattr(layer, "num_batches_tracked", None)
+    if not isinstance(counted, Tensor) or not is_in_backward():
+        yield
+        return
+    with unseen_by_selective_checkpointing():
+        before = counted.clone()
+    try:
+        yield
+    finally:  # checkpointing ends a repetition by an exception, when it has what it needs
+        with unseen_by_selective_checkpointing():
+            counted.copy_(before)
 
 
 class _Call(NamedTuple):
@@ -111,7 +126,8 @@ class _Redirect(TorchFunctionMode):
                 # In evaluation of its own making, like that of a layer with frozen statistics, there is nothing to do.
                 if call.training:
                     # The forward counts the batches itself, as torch's does before this call.
-                    return sync_batch_norm(*call, process_group=self.layer._ranks(), eps_mode=self.layer.eps_mode)
+                    layer = self.layer
+                    return sync_batch_norm(*call, process_group=layer._ranks(), eps_mode=layer.eps_mode, layer=layer)
             elif call.training and not self._is_of_a_part(call):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)

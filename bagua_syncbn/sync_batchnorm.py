@@ -123,6 +123,7 @@ class SyncBatchNorm(_BatchNorm):
             self._ranks() if self.training else LOCAL,
             num_batches_tracked=self.num_batches_tracked if tracks else None,
             eps_mode=self.eps_mode,
+            layer=self,
         )
 
     def _ranks(self) -> Any:

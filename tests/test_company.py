@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.fx.experimental.optimization import fuse
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -178,24 +177,6 @@ def test_sharded_mixed_precision(pool, kind):
         torch.testing.assert_close(outputs, expected[rank * 16 : rank * 16 + 16], rtol=0.03, atol=0.05)
         torch.testing.assert_close(running_mean, reference[3].running_mean, rtol=0.03, atol=0.01)
         assert finite
-
-
-def checkpointed(use_reentrant):
-    model = convert_sync_batchnorm(make_model())
-    inputs, targets = next(make_batches(6))
-    input = inputs.split((2, 4))[dist.get_rank()].requires_grad_()
-    output = model(input) if use_reentrant is None else checkpoint(model, input, use_reentrant=use_reentrant)
-    output.backward(targets.split((2, 4))[dist.get_rank()])
-    return output.detach(), input.grad, [p.grad for p in model.parameters()], model[1]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_counts_each_batch_twice(pool, use_reentrant):
-    plain, recomputed = pool.run(checkpointed, 2, None), pool.run(checkpointed, 2, use_reentrant)
-    for (*expected, layer), (*results, twice) in zip(plain, recomputed, strict=True):
-        torch.testing.assert_close(results, expected)
-        assert (layer.num_batches_tracked.item(), twice.num_batches_tracked.item()) == (1, 2)
-        torch.testing.assert_close(twice.running_mean, layer.running_mean * 1.9)  # torch's layers do the same
 
 
 def evaluated(process_group="node"):

@@ -4,7 +4,7 @@ An HTML comment in the line before a block says how it is run:
 
     none                           in this process, without a job, in one namespace with the others of its page
     <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
-    <!-- not run: needs Bagua -->  compiled only
+    <!-- not run: needs Bagua -->  compiled only; likewise where CUDA is needed
 """
 
 import os
@@ -24,7 +24,7 @@ FENCE = "```python\n"
 BLOCK = re.compile(rf"(?:^<!--\s*(?P<marker>[^\n]*?)\s*-->\s*)?^{FENCE}(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 TWO_RANKS = "ranks: 2"
-NEEDS_BAGUA = "not run: needs Bagua"
+NOT_RUN = {"not run: needs Bagua", "not run: needs CUDA"}
 
 
 class Block(NamedTuple):
@@ -88,7 +88,7 @@ def test_scripts_of_two_ranks(tmp_path):
 def test_every_block_is_read_and_its_marker_known(page):
     blocks = read_blocks(page)
     assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
-    assert {block.marker for block in blocks} <= {None, TWO_RANKS, NEEDS_BAGUA}
+    assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

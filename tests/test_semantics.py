@@ -200,15 +200,6 @@ def test_all_ranks_compute_the_same_bits(pool):
         assert torch.equal(first[1], other[1])
 
 
-def test_double_backward_is_refused():
-    # Local, but of a dtype that F.batch_norm does not take: this is the path of the ranks.
-    layer = SyncBatchNorm(2, dtype=torch.bfloat16)
-    input = torch.randn(4, 2, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(input).square().sum(), input, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
-
-
 def no_grad_forward():
     layer = SyncBatchNorm(2)
     with torch.no_grad():

@@ -5,6 +5,7 @@ where ``eps`` replaces the variance, no gradient passes through it.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ EPS_MODES = ("plus", "clamp")
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
+class Moments(NamedTuple):
+    """What the merge of all ranks' statistics gives."""
+
+    mean: Tensor  # (C)
+    invstd: Tensor  # (C)
+    total_count: Tensor  # values per channel on all ranks, int64 scalar
+    clamped: Tensor | None  # (C), bool: where eps replaces the variance; None for "plus"
+
+
 def merge_stats(
     gathered: Tensor,
     running_mean: Tensor | None,
@@ -24,17 +34,15 @@ def merge_stats(
     momentum: float | None,
     eps: float,
     eps_mode: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Calls ``batch_norm_gather_stats``; returns what it does and, for ``"clamp"``, where eps replaces the variance.
-
-    That is bool of shape (C), for :func:`clear_clamped`; None for ``"plus"``.
-    """
+) -> Moments:
+    """Calls ``batch_norm_gather_stats``, and makes of what it returns that of ``eps_mode``."""
     buffers = (running_mean, running_var, num_batches_tracked)
     if eps_mode == "plus":
-        return *_gather_stats(gathered, *buffers, momentum, eps), None
+        mean, invstd, count = _gather_stats(gathered, *buffers, momentum, eps)
+        return Moments(mean, invstd, count, None)
     mean, invstd, count = _gather_stats(gathered, *buffers, momentum, 0.0)
     limit = eps**-0.5 if eps else math.inf
-    return mean, invstd.clamp(max=limit), count, invstd > limit
+    return Moments(mean, invstd.clamp(max=limit), count, invstd > limit)
 
 
 def clear_clamped(sums: Tensor, clamped: Tensor | None) -> Tensor:

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import ops
-from .communicators.replicas import Replica
+from .. import ops
+from ..communicators.replicas import Replica
 
 
 def replicated_batch_norm(

@@ -1,0 +1,171 @@
+r"""The step in parts that can be differentiated any number of times, forwards as well as backwards.
+
+All that crosses between ranks is in two functions, each of them written so that its derivatives are made of the two
+again::
+
+    x --> _Moments --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
+
+and the rest is plain torch. This is the path of second derivatives, of forward-mode differentiation and of
+:mod:`torch.func`; it holds more intermediate tensors of the input's size than the step that runs in training.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..communicators import Communicator
+
+
+def differentiable_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    eps_mode: str,
+    communicator: Communicator,
+    moments: ops.Moments | None = None,
+) -> Tensor:
+    """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``moments`` are those of a forward pass that was made before.
+
+    Where they are given there is no communication, and no buffer changes.
+    """
+    wide = input.to(ops.accumulate_dtype(input.dtype))
+    buffers = (running_mean, running_var, num_batches_tracked)
+    mean, invstd, _, _ = _Moments.apply(wide, *buffers, momentum, eps, eps_mode, communicator, moments)
+    output = (wide - _per_channel(mean, wide)) * _per_channel(invstd, wide)
+    if weight is not None:
+        output = output * _per_channel(weight.to(wide.dtype), wide)
+    if bias is not None:
+        output = output + _per_channel(bias.to(wide.dtype), wide)
+    return output.to(input.dtype)
+
+
+def differentiable_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    moments: ops.Moments,
+    communicator: Communicator,
+    needs_grad: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of input, weight and bias as functions of the first three arguments; None if not needed.
+
+    They are made by autograd from :func:`differentiable_batch_norm`, so that no formula stands twice.
+    """
+    # A view, so that autograd ends at this use of the weight: the input may depend on it too.
+    weight_view = None if weight is None else weight.view_as(weight)
+    bias = torch.zeros_like(moments.mean, requires_grad=True)  # of which nothing depends on the value
+    output = differentiable_batch_norm(
+        input, weight_view, bias, None, None, None, None, 0.0, "plus", communicator, moments
+    )
+    tensors = (input, weight_view, bias)
+    wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
+    grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
+    return tuple(next(grads) if needed else None for needed in needs_grad)
+
+
+def _per_channel(values: Tensor, input: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (input.dim() - 2))
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum([0, *range(2, values.dim())])
+
+
+class _Moments(torch.autograd.Function):
+    r"""Mean and inverse deviation of all ranks' batches, as functions of this rank's.
+
+    With N values per channel in all, :math:`\partial\mu / \partial x_i = 1 / N` and :math:`\partial\sigma^{-1} /
+    \partial x_i = -\sigma^{-3} (x_i - \mu) / N`. The other ranks' shares of the gradients of the two come in by an
+    all-reduce, and so do the other ranks' shares of their tangents.
+    """
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+        eps_mode: str,
+        communicator: Communicator,
+        moments: ops.Moments | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if moments is None:
+            gathered = communicator.all_gather(ops.batch_norm_stats(input))
+            buffers = (running_mean, running_var, num_batches_tracked)
+            moments = ops.merge_stats(gathered, *buffers, momentum, eps, eps_mode)
+        clamped = torch.zeros_like(moments.mean, dtype=torch.bool) if moments.clamped is None else moments.clamped
+        # Clones, because a function must not return tensors that are kept elsewhere.
+        return moments.mean.clone(), moments.invstd.clone(), moments.total_count.clone(), clamped.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(inputs[0], *output)
+        ctx.save_for_forward(inputs[0], *output)
+        ctx.communicator = inputs[7]
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        input, mean, invstd, count, clamped = ctx.saved_tensors
+        total = _AllReduce.apply(torch.cat([grad_mean, grad_invstd]), ctx.communicator)
+        grad_mean, grad_invstd = total.chunk(2)
+        slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
+        centered = input - _per_channel(mean, input)
+        grad_input = (_per_channel(grad_mean, input) + centered * _per_channel(slope, input)) / count
+        return grad_input, *[None] * 8
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if tangent is None:
+            return None, None, None, None
+        input, mean, invstd, count, clamped = ctx.saved_tensors
+        centered = input - _per_channel(mean, input)
+        total = _AllReduce.apply(torch.cat([_sum(tangent), _sum(centered * tangent)]), ctx.communicator) / count
+        tangent_mean, covariance = total.chunk(2)
+        return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
+
+    @staticmethod
+    def vmap(*_: Any) -> None:
+        raise _no_vmap()
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks, whose derivative is the sum over ranks."""
+
+    @staticmethod
+    def forward(packed: Tensor, communicator: Communicator) -> Tensor:
+        return communicator.all_reduce(packed.clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.communicator = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return _AllReduce.apply(grad_output, ctx.communicator), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        total: Tensor = _AllReduce.apply(tangent, ctx.communicator)
+        return total
+
+    @staticmethod
+    def vmap(*_: Any) -> None:
+        raise _no_vmap()
+
+
+def _no_vmap() -> RuntimeError:
+    return RuntimeError(
+        "sync_batch_norm: expected no torch.func.vmap over training with the statistics of a group, because its "
+        "collectives cannot be batched; vmap the model in eval(), or after revert_sync_batchnorm"
+    )

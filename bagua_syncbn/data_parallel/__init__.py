@@ -1,0 +1,28 @@
+"""Data parallelism within one process, as :class:`torch.nn.DataParallel` offers it, with synchronized layers.
+
+The names and what they do are those of the package Synchronized-BatchNorm-PyTorch, so that its users change an import.
+Replicas may also share a device: ``device_ids=["cpu", "cpu"]`` runs two of them, in threads, on chunks of one batch.
+"""
+
+from ..communicators import CallbackContext
+from .callbacks import execute_replication_callbacks
+from .layers import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    convert_model,
+    patch_sync_batchnorm,
+)
+from .wrapper import DataParallelWithCallback, patch_replication_callback
+
+__all__ = [
+    "CallbackContext",
+    "DataParallelWithCallback",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "convert_model",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+    "patch_sync_batchnorm",
+]

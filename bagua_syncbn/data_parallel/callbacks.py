@@ -1,0 +1,76 @@
+"""The protocol by which the replicas of one model learn of each other, and of each other's end."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from torch import nn
+
+from ..communicators import CallbackContext, Replicas
+from ..sync_batchnorm import SyncBatchNorm
+
+
+def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
+    """Tells the submodules of the replicas of one model about each other.
+
+    Calls ``__data_parallel_replicate__(ctx, copy_id)`` on each submodule, of any class, that has such a method:
+    ``copy_id`` is the index of the replica, and ``ctx`` a :class:`CallbackContext` that all copies of the submodule get
+    and on which they may set attributes. All of replica 0 are called first. A submodule that has several names in the
+    model is called once for each replica.
+
+    Needed only by code that makes its own replicas. Call it after each replication, before the replicas run, each in
+    a thread of its own; the call of a replica is then its forward pass.
+
+    Args:
+        modules: the replicas, in order. Replica 0 must hold the buffers of the model itself, as with
+            :func:`torch.nn.parallel.replicate`: the running statistics are updated there and nowhere else.
+
+    Raises:
+        ValueError: ``modules`` is empty, or they do not all have the same submodules.
+    """
+    structures = [dict(module.named_modules()) for module in modules]
+    if not structures or any(structure.keys() != structures[0].keys() for structure in structures):
+        raise ValueError(
+            "modules: expected replicas of one model, at least one and all with the same submodules, got "
+            f"{len(structures)} with {sorted({len(structure) for structure in structures})} submodules"
+        )
+    replicas = Replicas(len(modules))
+    contexts = {name: CallbackContext(replicas, _describe(name, child)) for name, child in structures[0].items()}
+    for copy_id, structure in enumerate(structures):
+        for name, child in structure.items():
+            callback = getattr(child, "__data_parallel_replicate__", None)
+            if callback is not None:
+                callback(contexts[name], copy_id)
+    if len(modules) > 1 and any(isinstance(child, SyncBatchNorm) for child in structures[0].values()):
+        for rank, module in enumerate(modules):
+            _watch(module, replicas, rank)
+
+
+def _describe(name: str, module: nn.Module) -> str:
+    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
+
+
+def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:
+    """Lets the others know when the call of ``module`` raises or ends, hooks included, so that they do not wait."""
+    compiled = module._compiled_call_impl
+    reference = ref(module)  # a cycle would keep the copies of the parameters until the next garbage collection
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        replica = reference()
+        assert replica is not None
+        with replicas.running(rank):
+            return (compiled or replica._call_impl)(*args, **kwargs)
+
+    # What torch calls in place of everything else, for Module.compile. The class, and forward, stay what they are.
+    module._compiled_call_impl = call
+    vars(module)["_bagua_syncbn_replicas"] = replicas
+
+
+def first_error(replicas: Sequence[nn.Module], raised: Exception) -> BaseException:
+    """Returns the error that freed the others; ``raised``, that of the first replica, may be one of theirs."""
+    group: Replicas | None = vars(replicas[0]).get("_bagua_syncbn_replicas")
+    if group is None or group.error is None:
+        return raised
+    # Taken: its traceback holds the group.
+    error, group.error = group.error, None
+    return error

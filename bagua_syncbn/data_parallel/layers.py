@@ -1,0 +1,134 @@
+"""Layers under the names, and with the arguments, that users of DataParallel know; and conversion to them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..convert import convert_sync_batchnorm
+from ..functional import check_eps_mode
+from ..sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from .wrapper import patch_replication_callback
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class _SynchronizedBatchNorm(SyncBatchNorm):
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        eps_mode: str = "plus",
+    ) -> None:
+        check_eps_mode(eps_mode)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, bias=bias
+        )
+        self.eps_mode = eps_mode
+
+
+class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, SyncBatchNorm1d):
+    r"""Batch normalization over (N, C) or (N, C, L) with the statistics of all replicas.
+
+    A :class:`~bagua_syncbn.SyncBatchNorm1d` with the arguments of :class:`torch.nn.BatchNorm1d`. Parameters, buffers
+    and state dict are those of that class, too.
+
+    Args:
+        num_features: C, the number of channels.
+        eps: :math:`\epsilon`.
+        momentum: weight of the new statistics in the running ones; None for the average over all batches.
+        affine: whether there are parameters :math:`\gamma` and :math:`\beta`.
+        track_running_stats: whether to keep running statistics.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+        bias: with ``affine``, whether there is a :math:`\beta`.
+        eps_mode: ``"plus"`` to divide by :math:`\sqrt{\mathrm{Var}[x] + \epsilon}`, as torch does, or ``"clamp"`` to
+            divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
+
+    Shape:
+        - Input: (N, C) or (N, C, L), float16, bfloat16, float32 or float64
+        - Output: as the input, in its memory format
+
+    Raises:
+        ValueError: ``eps_mode`` is neither of the two.
+    """
+
+    local_class = nn.BatchNorm1d
+
+
+class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, SyncBatchNorm2d):
+    """:class:`SynchronizedBatchNorm1d` for input of 4 dimensions, (N, C, H, W)."""
+
+    local_class = nn.BatchNorm2d
+
+
+class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, SyncBatchNorm3d):
+    """:class:`SynchronizedBatchNorm1d` for input of 5 dimensions, (N, C, D, H, W)."""
+
+    local_class = nn.BatchNorm3d
+
+
+_SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    SyncBatchNorm1d: SynchronizedBatchNorm1d,
+    SyncBatchNorm2d: SynchronizedBatchNorm2d,
+    SyncBatchNorm3d: SynchronizedBatchNorm3d,
+}
+
+
+def convert_model(module: _Module) -> _Module:
+    """Makes every batch normalization layer of ``module`` a synchronized one, in place.
+
+    As :func:`bagua_syncbn.convert_sync_batchnorm`, with all that it says, but :class:`torch.nn.BatchNorm2d` becomes
+    :class:`SynchronizedBatchNorm2d`, and where ``module`` is or holds a :class:`torch.nn.DataParallel`, that gets
+    :func:`patch_replication_callback`.
+
+    Args:
+        module: the model, wrapped or not. If it is itself a batch normalization layer, a converted copy that shares its
+            parameters and buffers is returned.
+
+    Returns:
+        ``module``, or its converted copy.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`bagua_syncbn.convert_sync_batchnorm`.
+
+    If it raises, ``module`` is unchanged.
+    """
+    module = convert_sync_batchnorm(module)
+    for child in module.modules():
+        if type(child) in _SYNCHRONIZED:
+            child.__class__ = _SYNCHRONIZED[type(child)]
+        elif isinstance(child, nn.DataParallel):
+            patch_replication_callback(child)
+    return module
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Makes ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` stand for the synchronized classes while it is entered.
+
+    So code that builds its layers as ``nn.BatchNorm2d(...)`` builds synchronized ones. Only these three attributes of
+    the module ``torch.nn`` change, for all threads: ``from torch.nn import BatchNorm2d`` before still gives torch's.
+
+    Example::
+
+        >>> with patch_sync_batchnorm():
+        ...     model = torchvision.models.resnet18()
+    """
+    patched = {cls.local_class.__name__: cls for cls in _SYNCHRONIZED.values()}
+    saved = {name: getattr(nn, name) for name in patched}
+    try:
+        for name, cls in patched.items():
+            setattr(nn, name, cls)
+        yield
+    finally:
+        for name, cls in saved.items():
+            setattr(nn, name, cls)

@@ -1,0 +1,153 @@
+"""torch.nn.DataParallel with callbacks, as a class and in place."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import shared_device
+from .callbacks import execute_replication_callbacks, first_error
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
+    """:class:`torch.nn.DataParallel` whose replicas know of each other, so that synchronized layers synchronize.
+
+    Each forward splits the batch into chunks, runs a replica of ``module`` on each, in a thread, and concatenates their
+    outputs. Layers of this package normalize by the statistics of the whole batch; after backward, the gradients of
+    ``module`` and of the input are those of ``module`` on the whole batch, and so are its running statistics. Other
+    layers can have a part in it by the protocol of :func:`execute_replication_callbacks`.
+
+    Replicas can share a device, which also simulates the ranks of a larger job in one process: with a device named
+    more than once, or with ``"cpu"``, they are made, run and gathered by this class as ``torch.nn.DataParallel`` does
+    it on devices of their own.
+
+    Args:
+        module: the model, on the first of the devices.
+        device_ids: the device of each replica: a number, a :class:`torch.device` or a name, such as
+            ``["cpu", "cpu"]``; all CUDA devices by default. A batch with fewer samples than there are devices has fewer
+            replicas.
+        output_device: where outputs are gathered; the first device by default.
+        dim: the dimension of inputs and outputs that runs over samples.
+
+    Raises:
+        RuntimeError: in forward, a layer is called a different number of times by different replicas.
+        ValueError: in forward, on a shared device, tensors among the inputs split into different numbers of chunks.
+
+    In forward, what a replica raises is raised, the others being freed.
+
+    Example::
+
+        >>> model = convert_model(model)
+        >>> model = DataParallelWithCallback(model, device_ids=["cpu", "cpu", "cpu"])
+        >>> model(images).sum().backward()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        # Numbers stay numbers: without a GPU, which torch's class takes for no replicas, they are no devices.
+        devices = [device if isinstance(device, int) else torch.device(device) for device in device_ids or ()]
+        if len(set(devices)) == len(devices) and torch.device("cpu") not in devices:
+            super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+            return
+        nn.Module.__init__(self)
+        self.dim = dim
+        self.module = module
+        # Of torch.device, by which _shares_devices tells them from the numbers that torch's own class holds.
+        self.device_ids: list[Any] = [torch.empty(0, device=device).device for device in devices]
+        self.output_device: Any = self.device_ids[0] if output_device is None else torch.device(output_device)
+        self.src_device_obj = self.device_ids[0]
+
+    @property
+    def _shares_devices(self) -> bool:
+        return any(isinstance(device, torch.device) for device in self.device_ids)
+
+    def replicate(self, module: _Module, device_ids: Sequence[Any]) -> list[_Module]:
+        if self._shares_devices:
+            replicas = [shared_device.replica(module, device, rank) for rank, device in enumerate(device_ids)]
+        else:
+            replicas = super().replicate(module, device_ids)
+        execute_replication_callbacks(replicas)
+        return replicas
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+        if not self._shares_devices:
+            return super().scatter(inputs, kwargs, device_ids)
+        if not inputs and not kwargs:
+            return (), ()
+        counts = {
+            len(tensor.chunk(len(device_ids), self.dim)) for tensor in shared_device.each_tensor((inputs, kwargs))
+        }
+        if len(counts) > 1:
+            raise ValueError(
+                f"inputs: expected tensors that split into the same number of chunks, got some that split into "
+                f"{sorted(counts)}"
+            )
+        used = device_ids[: min(counts, default=len(device_ids))]
+        return tuple(zip(*shared_device.scatter((inputs, kwargs or {}), used, len(device_ids), self.dim), strict=True))
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        try:
+            if self._shares_devices:
+                return shared_device.parallel_apply(replicas, inputs, kwargs, self.device_ids)
+            return super().parallel_apply(replicas, inputs, kwargs)
+        except Exception as error:
+            failure = first_error(replicas, error)
+        # Not in the handler, where it would be given another context.
+        raise failure
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        if self._shares_devices:
+            return shared_device.gather(outputs, output_device, self.dim)
+        return super().gather(outputs, output_device)
+
+
+def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
+    """Makes ``data_parallel`` run the callbacks of its replicas, as :class:`DataParallelWithCallback` does, in place.
+
+    Its class becomes :class:`DataParallelWithCallback`, or a class that inherits from that and from its own.
+
+    Args:
+        data_parallel: a model wrapped in :class:`torch.nn.DataParallel` or a subclass.
+
+    Raises:
+        TypeError: it is of another class.
+    """
+    if not isinstance(data_parallel, nn.DataParallel):
+        raise TypeError(f"data_parallel: expected a torch.nn.DataParallel, got {type(data_parallel).__name__}")
+    cls = type(data_parallel)
+    if not issubclass(cls, DataParallelWithCallback):
+        data_parallel.__class__ = _with_callback(cls)
+
+
+_classes_with_callback: dict[type[nn.Module], Any] = {nn.DataParallel: DataParallelWithCallback}
+
+
+def _with_callback(cls: type[nn.Module]) -> Any:
+    if cls not in _classes_with_callback:
+        namespace = {
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce_ex,
+            "_plain_class": cls,
+        }
+        _classes_with_callback[cls] = type(cls.__name__, (DataParallelWithCallback, cls), namespace)
+    return _classes_with_callback[cls]
+
+
+def _reduce_ex(data_parallel: Any, protocol: Any) -> tuple[Any, ...]:
+    # A class made by _with_callback cannot be imported by name: a file holds the one that it was made from.
+    reduced: Any = super(DataParallelWithCallback, data_parallel).__reduce_ex__(protocol)
+    return _new_with_callback, (data_parallel._plain_class,), *reduced[2:]
+
+
+def _new_with_callback(cls: type[nn.Module]) -> Any:
+    derived = _with_callback(cls)
+    return derived.__new__(derived)

@@ -1,0 +1,85 @@
+"""A training step can be captured in a CUDA graph: nothing in it reads a device value on the host, and no shape
+depends on data. Shown without a device, by modes that forbid the one and have no data for the other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ops import ForbidHostReads
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bagua_syncbn import convert_sync_batchnorm
+
+
+def make_model():
+    layers = nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, momentum=None), nn.ReLU(), nn.Conv1d(4, 3, 3), nn.BatchNorm1d(3)
+    return convert_sync_batchnorm(nn.Sequential(*layers))
+
+
+def plain(model, input):
+    return model(input).square().mean()
+
+
+def checkpointed(model, input):
+    # Twice before backward, so that the repetition has to choose.
+    outputs = [checkpoint(model, scale * input, use_reentrant=False) for scale in (1, 2)]
+    return sum(output.square().mean() for output in outputs)
+
+
+def gradient_penalty(model, input):
+    (grad,) = torch.autograd.grad(model(input).sin().sum(), input, create_graph=True)
+    return grad.square().sum()
+
+
+LOSSES = [plain, checkpointed, gradient_penalty]
+
+
+def step(loss, batch):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        loss(model, torch.randn(batch, 2, 9, requires_grad=True)).backward()
+        optimizer.step()
+    return model[1].num_batches_tracked
+
+
+def step_without_host_reads(loss, sizes):
+    with ForbidHostReads():
+        batches = step(loss, sizes[dist.get_rank()])
+    return batches.item()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 5), (3, 0, 2)], ids=str)
+def test_nothing_is_read_on_the_host(pool, loss, sizes):
+    counted = 4 if loss is checkpointed else 2
+    assert pool.run(step_without_host_reads, len(sizes), loss, sizes) == [counted] * len(sizes)
+
+
+# In a process of its own, because the group has to be the only one.
+WITHOUT_DATA = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import test_capture
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+for loss in test_capture.LOSSES:
+    for batch in (3, 0):
+        with FakeTensorMode():
+            assert test_capture.step(loss, batch).shape == ()
+print("steps without data")
+"""
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="c10d ops take tensors without data from torch 2.13 on")
+def test_no_shape_depends_on_data():
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DATA], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert result.stdout == "steps without data\n", result.stderr

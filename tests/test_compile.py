@@ -1,0 +1,225 @@
+"""torch.compile in one graph: what compiled models compute on ranks is what the same models compute eagerly."""
+
+import copy
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from bagua_syncbn import convert_sync_batchnorm, with_bagua
+
+
+class OwnForward(nn.BatchNorm2d):
+    def forward(self, input):
+        return F.relu(F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, 0.2))
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, input):
+        return checkpoint(super().forward, input, use_reentrant=False)
+
+
+def save_gathered(ctx, op, *args, **kwargs):
+    saved = op is torch.ops._c10d_functional.all_gather_into_tensor.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectivelyCheckpointed(nn.Sequential):
+    def forward(self, input):
+        contexts = partial(create_selective_checkpoint_contexts, save_gathered)
+        return checkpoint(super().forward, input, use_reentrant=False, context_fn=contexts)
+
+
+# What torch 2.10 does not trace, in a layer with a forward of its own: properties of tuples, vars() of a module.
+OWN_FORWARD = pytest.param(
+    "own forward",
+    marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile traces the redirection from 2.13 on"),
+)
+
+CHECKPOINTED = {"checkpointed": Checkpointed, "selectively checkpointed": SelectivelyCheckpointed}
+
+
+def make_model(kind="plain"):
+    torch.manual_seed(0)
+    norm = OwnForward if kind == "own forward" else nn.BatchNorm2d
+    blocks = [
+        nn.Sequential(nn.Conv2d(2, 4, 3), norm(4), nn.Sigmoid()),
+        nn.Sequential(nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3, momentum=None)),
+    ]
+    if kind in CHECKPOINTED:
+        blocks = [CHECKPOINTED[kind](*block) for block in blocks]
+    return convert_sync_batchnorm(nn.Sequential(*blocks))
+
+
+def draw(batch, seed, layout):
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + seed)
+    values = (torch.randn(batch, 2, 8, 8, generator=generator), torch.randn(batch, 3, 4, 4, generator=generator))
+    return [value.contiguous(memory_format=layout) for value in values]
+
+
+def step(model, input, grad_output, autocast):
+    input = input.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(input)
+    output.backward(grad_output.to(output.dtype))
+    return output.detach(), input.grad
+
+
+def compare(
+    backend,
+    *,
+    kind="plain",
+    dynamic=None,
+    layout=torch.contiguous_format,
+    wrap=None,
+    wrap_first=False,
+    autocast=False,
+    batches=(9, 9, 10, 12),
+):
+    """Trains a compiled and an eager model side by side; returns the number of graphs that were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    eager = make_model(kind).to(memory_format=layout)
+    original = copy.deepcopy(eager)
+    if wrap_first:  # what wrappers do around the forward breaks the graph
+        original = wrap(original)
+    compiled = torch.compile(original, backend=backend, fullgraph=not wrap_first, dynamic=dynamic)
+    if wrap is not None:
+        eager, compiled = wrap(eager), compiled if wrap_first else wrap(compiled)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
+    for number, batch in enumerate(batches):
+        input, grad_output = draw(batch + dist.get_rank(), number, layout)
+        expected = step(eager, input, grad_output, autocast)
+        result = step(compiled, input, grad_output, autocast)
+        torch.testing.assert_close(result, expected, **tolerance)
+        assert result[0].stride() == expected[0].stride()
+    grads, expected = ([parameter.grad for parameter in model.parameters()] for model in (compiled, eager))
+    torch.testing.assert_close(grads, expected, **tolerance)
+    buffers, expected = (list(model.buffers()) for model in (compiled, eager))
+    torch.testing.assert_close(buffers, expected, **tolerance)
+    graphs = counters["stats"]["unique_graphs"]
+    compiled.eval()
+    torch.testing.assert_close(compiled(input), eager.eval()(input), **tolerance)
+    return graphs
+
+
+def with_bagua_(model):
+    return with_bagua(model, [])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_compiled_equals_eager(pool, dynamic, layout):
+    pool.run(partial(compare, "aot_eager", dynamic=dynamic, layout=layout), 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks(pool, world_size):
+    pool.run(partial(compare, "aot_eager"), world_size)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_inductor(pool, layout):
+    pool.run(partial(compare, "inductor", layout=layout), 2, timeout=300)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, with_bagua_])
+@pytest.mark.parametrize("kind", ["plain", OWN_FORWARD])
+def test_compiled_data_parallel(pool, kind, wrap):
+    pool.run(partial(compare, "aot_eager", kind=kind, wrap=wrap), 2)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, with_bagua_])
+def test_data_parallel_compiled(pool, wrap):
+    pool.run(partial(compare, "aot_eager", wrap=wrap, wrap_first=True), 2)
+
+
+@pytest.mark.parametrize("kind", [OWN_FORWARD, *CHECKPOINTED])
+def test_compiled_models_of_other_kinds(pool, kind):
+    pool.run(partial(compare, "aot_eager", kind=kind), 2)
+
+
+def test_autocast(pool):
+    pool.run(partial(compare, "aot_eager", autocast=True), 2)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_changing_batch_sizes_compile_twice_at_most(pool, dynamic):
+    """Once for the first size and once for all."""
+    graphs = pool.run(partial(compare, "aot_eager", dynamic=dynamic, batches=range(20, 30)), 2)
+    assert graphs == [2 if dynamic is None else 1] * 2
+
+
+def names_of(graph):
+    return Counter(
+        node.target.overloadpacket.__name__ for node in graph.nodes if hasattr(node.target, "overloadpacket")
+    )
+
+
+def graphs_of(kind):
+    """Returns how often the graphs of forward and backward have each op, as inductor would see them."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph_module, _):
+        graphs.append(names_of(graph_module.graph))
+        return graph_module.forward
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    model = make_model(kind)
+    input, grad_output = draw(9, 0, torch.contiguous_format)
+    step(torch.compile(model, backend=backend, fullgraph=True), input, grad_output, False)
+    forward, backward = graphs
+    ours = ("batch_norm_stats", "batch_norm_elemt", "batch_norm_backward_reduce", "batch_norm_backward_elemt")
+    return [
+        {name: graph[name] for name in (*ours, "all_gather_into_tensor", "all_reduce")} for graph in (forward, backward)
+    ]
+
+
+def test_functional_collectives_in_the_graph(pool):
+    for forward, backward in pool.run(graphs_of, 2, "plain"):
+        assert forward == {
+            "batch_norm_stats": 2,
+            "all_gather_into_tensor": 2,
+            "batch_norm_elemt": 2,
+            "batch_norm_backward_reduce": 0,
+            "all_reduce": 0,
+            "batch_norm_backward_elemt": 0,
+        }
+        assert backward == {
+            "batch_norm_stats": 0,
+            "all_gather_into_tensor": 0,
+            "batch_norm_elemt": 0,
+            "batch_norm_backward_reduce": 2,
+            "all_reduce": 2,
+            "batch_norm_backward_elemt": 2,
+        }
+
+
+def test_policy_that_saves_what_was_gathered(pool):
+    """Without it, torch's partitioner repeats the collective in backward, in the same place on all ranks."""
+    for forward, backward in pool.run(graphs_of, 2, "selectively checkpointed"):
+        assert forward["all_gather_into_tensor"] == 2
+        assert (backward["all_gather_into_tensor"], backward["all_reduce"]) == (0, 2)
+
+
+def double_backward():
+    torch._dynamo.reset()
+    model = torch.compile(make_model(), backend="aot_eager", fullgraph=True)
+    input = draw(9, 0, torch.contiguous_format)[0].requires_grad_()
+    (grad,) = torch.autograd.grad(model(input).sin().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="aot_autograd does not currently support double backward"):
+        grad.square().sum().backward()
+
+
+def test_double_backward_is_refused(pool):
+    pool.run(double_backward, 2)

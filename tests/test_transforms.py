@@ -1,0 +1,170 @@
+"""torch.func and forward-mode differentiation over ranks, against one process on the concatenated batch."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.distributed as dist
+from test_double_backward import EPS, draw, normalize
+from test_semantics import collectives
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.profiler import ProfilerActivity, profile
+
+from bagua_syncbn import SyncBatchNorm, sync_batch_norm
+from bagua_syncbn.communicators import resolve_communicator
+
+SPLITS = (2, 5)
+SIZE = (7, 3, 2)
+
+
+def shares():
+    """Returns input, weight, bias, and a tangent of each, for this rank."""
+    rank = dist.get_rank()
+    input, tangent = (draw(*SIZE, seed=seed).split(SPLITS)[rank] for seed in (1, 4))
+    return (input, draw(3, seed=2), draw(3, seed=3)), (tangent, draw(3, seed=5), draw(3, seed=6))
+
+
+def layer(input, weight, bias):
+    return sync_batch_norm(input, None, None, weight, bias, eps=EPS)
+
+
+def reference(input, weight, bias):
+    return normalize(input, "plus") * weight.view(-1, 1) + bias.view(-1, 1)
+
+
+def all_ranks():
+    primals = (draw(*SIZE, seed=1), draw(3, seed=2), draw(3, seed=3))
+    return primals, (draw(*SIZE, seed=4), draw(3, seed=5), draw(3, seed=6))
+
+
+def forward_mode(how):
+    primals, tangents = shares()
+    if how == "jvp":
+        return jvp(layer, primals, tangents)
+    with fwd.dual_level():
+        duals = [fwd.make_dual(primal, tangent) for primal, tangent in zip(primals, tangents, strict=True)]
+        return tuple(fwd.unpack_dual(layer(*duals)))
+
+
+@pytest.mark.parametrize("how", ["jvp", "dual numbers"])
+def test_jvp(pool, how):
+    output, tangent = jvp(reference, *all_ranks())
+    for rank, results in enumerate(pool.run(forward_mode, 2, how)):
+        torch.testing.assert_close(results[0], output.split(SPLITS)[rank])
+        torch.testing.assert_close(results[1], tangent.split(SPLITS)[rank])
+
+
+def tangent_of_the_weight_only():
+    (input, weight, bias), (_, tangent, _) = shares()
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        result = jvp(lambda w: layer(input, w, bias), (weight,), (tangent,))[1]
+    return result, collectives(prof)
+
+
+def test_jvp_without_a_tangent_of_the_input(pool):
+    (input, weight, bias), (_, tangent, _) = all_ranks()
+    expected = jvp(lambda w: reference(input, w, bias), (weight,), (tangent,))[1]
+    for rank, (result, counts) in enumerate(pool.run(tangent_of_the_weight_only, 2)):
+        torch.testing.assert_close(result, expected.split(SPLITS)[rank])
+        assert counts["c10d::_allgather_base_"] == 1
+
+
+def reverse_mode(how):
+    primals, tangents = shares()
+    grad_output = tangents[0]
+    if how == "grad":
+        return grad(lambda *args: (layer(*args) * grad_output).sum(), argnums=(0, 1, 2))(*primals)
+    return vjp(layer, *primals)[1](grad_output)
+
+
+@pytest.mark.parametrize("how", ["grad", "vjp"])
+def test_vjp(pool, how):
+    primals, tangents = all_ranks()
+    expected, *parameters = vjp(reference, *primals)[1](tangents[0])
+    ranks = pool.run(reverse_mode, 2, how)
+    for rank, (result, *_) in enumerate(ranks):
+        torch.testing.assert_close(result, expected.split(SPLITS)[rank])
+    for shares, total in zip(list(zip(*ranks, strict=True))[1:], parameters, strict=True):
+        torch.testing.assert_close(sum(shares), total)
+
+
+def hessian_vector_product(over):
+    (input, weight, bias), (tangent, *_) = shares()
+    gradient = grad(lambda x: layer(x, weight, bias).sin().sum())
+    if over == "forward over reverse":
+        return jvp(gradient, (input,), (tangent,))[1]
+    return vjp(gradient, input)[1](tangent)[0]  # the matrix is symmetric
+
+
+@pytest.mark.parametrize("over", ["forward over reverse", "reverse over reverse"])
+def test_hessian_vector_product(pool, over):
+    (input, weight, bias), (tangent, *_) = all_ranks()
+    gradient = grad(lambda x: reference(x, weight, bias).sin().sum())
+    expected = vjp(gradient, input)[1](tangent)[0]
+    for rank, result in enumerate(pool.run(hessian_vector_product, 2, over)):
+        torch.testing.assert_close(result, expected.split(SPLITS)[rank])
+
+
+def called_functionally():
+    model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3)).double()
+    parameters = {name: draw(*p.shape, seed=i) for i, (name, p) in enumerate(model.named_parameters())}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    (input, *_), _ = shares()
+
+    def loss(parameters):
+        output = functional_call(model, (parameters, buffers), (input.mean(2),))
+        return output.sin().sum()
+
+    gradients = grad(loss)(parameters)
+    return gradients, buffers, dict(model.named_buffers())
+
+
+def test_functional_call(pool):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    names = [name for name, _ in model.named_parameters()]
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(draw(*parameter.shape, seed=i))
+    untouched = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model(all_ranks()[0][0].mean(2)).sin().sum().backward()
+    ranks = pool.run(called_functionally, 2)
+    for name in names:
+        total = sum(gradients[name] for gradients, *_ in ranks)
+        torch.testing.assert_close(total, model.get_parameter(name).grad)
+    for _, buffers, own in ranks:
+        torch.testing.assert_close({f"{name}": value for name, value in buffers.items()}, dict(model.named_buffers()))
+        torch.testing.assert_close(own, untouched)
+
+
+def batched():
+    (input, weight, bias), _ = shares()
+    stacked = torch.stack([input, input + 1])
+    with pytest.raises(RuntimeError, match=r"sync_batch_norm: expected no torch\.func\.vmap over training"):
+        vmap(lambda x: layer(x, weight, bias))(stacked)
+    with pytest.raises(RuntimeError, match=r"expected no torch\.func\.vmap"):
+        jacrev(lambda x: layer(x, weight, bias))(input)
+    model = SyncBatchNorm(3).double().eval()
+    return vmap(model)(stacked).shape
+
+
+def test_vmap_is_refused_in_training_and_works_in_evaluation(pool):
+    assert pool.run(batched, 2) == [(2, 2, 3, 2), (2, 5, 3, 2)]
+
+
+def test_one_process_has_all_that_torch_has():
+    primals = draw(*SIZE, seed=1), draw(3, seed=2), draw(3, seed=3)
+    torch.testing.assert_close(
+        vmap(lambda x: layer(x, *primals[1:]))(primals[0].expand(2, *SIZE)), reference(*primals).expand(2, *SIZE)
+    )
+    torch.testing.assert_close(
+        hessian(lambda x: layer(x, *primals[1:]).sin().sum())(primals[0]),
+        hessian(lambda x: reference(x, *primals[1:]).sin().sum())(primals[0]),
+    )
+
+
+def test_large_input_in_one_process():
+    """Where our own kernels are faster than F.batch_norm, they must not stand in the way of a transform."""
+    input = torch.randn(4, 2, 2**16)
+    assert resolve_communicator().size == 1
+    result = jvp(lambda x: sync_batch_norm(x, None, None), (input,), (input.sin(),))[1]
+    expected = jvp(lambda x: nn.functional.batch_norm(x, None, None, training=True), (input,), (input.sin(),))[1]
+    torch.testing.assert_close(result, expected)
