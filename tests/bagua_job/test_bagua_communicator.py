@@ -15,6 +15,7 @@ from streams import Watch, current_stream, timeline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua, resolve_communicator
@@ -319,3 +320,40 @@ def test_a_compiled_model_leaves_the_communicator_to_python(pool):
         for other in others:
             assert other[0] == eager[0]
             torch.testing.assert_close(other[1:], eager[1:])
+
+
+def penalty(layer, batch, grad_output):
+    """A loss on the gradient of the input, and its gradient."""
+    input = batch.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(input), input, grad_output, create_graph=True)
+    grad.pow(3).sum().backward()
+    return input.grad, layer.weight.grad
+
+
+def differentiate_twice():
+    torch.manual_seed(0)
+    batch, grad_output = torch.randn(2, 6, 3, dtype=torch.float64)
+    layer = SyncBatchNorm(3, dtype=torch.float64)
+    return penalty(layer, batch[rank() :: 2].clone(), grad_output[rank() :: 2].clone())
+
+
+def test_double_backward(pool):
+    torch.manual_seed(0)
+    batch, grad_output = torch.randn(2, 6, 3, dtype=torch.float64)
+    expected_input, expected_weight = penalty(nn.BatchNorm1d(3, dtype=torch.float64), batch, grad_output)
+    (first, first_weight), (second, second_weight) = pool.run(differentiate_twice, 2)
+    torch.testing.assert_close(torch.stack([first, second], 1).flatten(0, 1), expected_input)
+    torch.testing.assert_close(first_weight + second_weight, expected_weight)
+
+
+def checkpointed():
+    torch.manual_seed(rank())
+    model = nn.Sequential(nn.Linear(3, 3), convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.ReLU())
+    input = torch.randn(4, 3, requires_grad=True)
+    timeline.clear()
+    checkpoint(model, input, use_reentrant=False).sum().backward()
+    return [what for what, *_ in timeline.collectives], model[1].num_batches_tracked.item()
+
+
+def test_activation_checkpointing(pool):
+    assert pool.run(checkpointed, 2) == [(["allgather", "allreduce"], 1)] * 2
