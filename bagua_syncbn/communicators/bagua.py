@@ -25,7 +25,7 @@ class BaguaCommunicator:
     communicator have no order that all ranks agree upon. The collectives start after what the caller's stream holds,
     and what the caller's stream gets next starts after them; the host waits for neither.
 
-    Tensors are contiguous, of float32 or float64, and on the device of this rank. float64 crosses as the bits of int64,
+    Tensors are of float32 or float64, and on the device of this rank. float64 crosses as the bits of int64,
     since Bagua carries none, and is added up in rank order where it arrives.
     """
 
@@ -41,7 +41,7 @@ class BaguaCommunicator:
         self.all_reduce = torch.compiler.disable(self._all_reduce)
 
     def _all_gather(self, packed: Tensor) -> Tensor:
-        self._check(packed)
+        packed = self._checked(packed)
         bits = packed.view(torch.int64) if packed.dtype == torch.float64 else packed
         gathered = bits.new_empty(self.size * bits.numel())
         with self._ordered(bits, gathered):
@@ -51,17 +51,19 @@ class BaguaCommunicator:
     def _all_reduce(self, packed: Tensor) -> Tensor:
         if packed.dtype == torch.float64:
             return self._all_gather(packed).sum(0)
-        self._check(packed)
+        packed = self._checked(packed)
         with self._ordered(packed):
             self._engine.allreduce_inplace(_backend_tensor(packed), int(_communication().ReduceOp.SUM))
         return packed
 
-    def _check(self, packed: Tensor) -> None:
-        if packed.device != self.device:  # Bagua would hand the address to NCCL
+    def _checked(self, packed: Tensor) -> Tensor:
+        """Returns ``packed`` as what Bagua takes it for: of its address and number of elements it makes NCCL's call."""
+        if packed.device != self.device:
             raise RuntimeError(
                 f"input: expected a tensor on {self.device}, the device of this rank in the Bagua job, "
                 f"got one on {packed.device}"
             )
+        return packed.contiguous()
 
     @contextmanager
     def _ordered(self, *tensors: Tensor) -> Iterator[None]:

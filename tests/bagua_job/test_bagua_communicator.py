@@ -54,7 +54,13 @@ def exchange_bits():
     assert torch.equal(total, (values + 2 * values) + 3 * values)
     assert total.dtype == torch.float64
     assert communicator.all_reduce(torch.full((5,), rank() + 1.0)).tolist() == [6.0] * 5
-    return [(what, dtype) for what, _, _, dtype in timeline.collectives]
+    collectives = [(what, dtype) for what, _, _, dtype in timeline.collectives]
+    strided = torch.arange(6.0).view(3, 2)[:, 0] + rank(), torch.tensor(1.0 + rank()).expand(3)
+    for tensor in (*strided, *(tensor.double() for tensor in strided), torch.arange(6.0).double()[::2]):
+        assert torch.equal(communicator.all_gather(tensor)[rank()], tensor)
+    assert communicator.all_reduce(strided[1]).tolist() == [6.0] * 3
+    assert communicator.all_reduce(torch.arange(6.0)[::2]).tolist() == [0.0, 6.0, 12.0]
+    return collectives
 
 
 def test_every_bit_crosses(pool):
