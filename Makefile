@@ -23,12 +23,15 @@ NATIVE := $(shell find csrc -type f)
 EMULATOR := $(shell find tests/emulator -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
-.PHONY: help demo test bench sanitize wheel test-wheel bagua-env demo-bagua test-bagua lint format docs clean
+.PHONY: help demo test bench bench-quick bench-results bench-docs sanitize wheel test-wheel bagua-env demo-bagua \
+	test-bagua lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
 	@echo 'make test    all tests that run without a GPU'
-	@echo 'make bench   the CPU kernels against copying, torch and fairscale: build/bench/'
+	@echo 'make bench   what synchronization costs here, and what others would: tables, results.json, charts; build/bench/'
+	@echo 'make bench-quick     the same as a first impression, in two minutes'
+	@echo 'make bench-results   measures what docs/benchmarks.md shows, on a quiet machine; make bench-docs only writes it'
 	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
 	@echo 'make demo-bagua  the same training script under the launcher of Bagua; make test-bagua tests on Bagua without a GPU'
@@ -59,8 +62,29 @@ sanitize: $(VENV)/installed-test
 			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
 	done
 
-bench: $(VENV)/installed-bench
-	$(BIN)/python benchmarks/cpu.py $(ARGS)
+bench: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-quick: $(VENV)/installed-bench
+	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+# A peer that has to be compiled and states neither torch nor setuptools_scm as needed to build it. Where it does not
+# build, the benchmarks say that they skip it.
+$(VENV)/tried-inplace-abn: $(VENV)/installed-bench
+	-$(BIN)/python -m pip install --quiet setuptools_scm && \
+		$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation inplace-abn==1.1.0
+	@touch $@
+
+RESULTS := benchmarks/results
+bench-results: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
+	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
+	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
+	$(BIN)/python -m benchmarks --sections layers collectives training --output $(RESULTS)/ranks.json \
+		--charts docs/charts
+	$(MAKE) bench-docs
+
+bench-docs: $(VENV)/installed-bench
+	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md --charts docs/charts
 
 # One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
 wheel: dist/checked

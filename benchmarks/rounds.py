@@ -40,9 +40,16 @@ def page_faults() -> int:
 
 
 def run_round(workload: dict[str, Callable[[], object]], names: list[str], calls: dict[str, int], sync: Any) -> Round:
-    seconds, faults = {}, 0
+    """Times each function once, as ``name`` in the round.
+
+    One that has ``take_parts`` times parts of its calls itself, and returns their sums there: ``name part``.
+    """
+    seconds: dict[str, float] = {}
+    faults = 0
     for name in names:
         function, count = workload[name], calls.get(name, 1)
+        take_parts = getattr(function, "take_parts", dict)
+        take_parts()
         sync()
         faults -= page_faults()
         start = time.perf_counter()
@@ -50,6 +57,7 @@ def run_round(workload: dict[str, Callable[[], object]], names: list[str], calls
             function()
         seconds[name] = (time.perf_counter() - start) / count
         faults += page_faults()
+        seconds |= {f"{name} {part}": total / count for part, total in take_parts().items()}
     return Round(seconds, faults)
 
 

@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import bagua_syncbn
 from bagua_syncbn import ops
 
-SHAPES: tuple[tuple[int, ...], ...] = (
+Shape = tuple[int, ...]
+
+# Of the sections ops and local.
+SHAPES: tuple[Shape, ...] = (
     (8, 64, 56, 56),
     (16, 256, 14, 14),
     (2, 64, 112, 112),
@@ -20,25 +23,49 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (32, 256, 56, 56),
 )
 
+# Of the section layers, for each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and those that others
+# have published figures of.
+LAYER_SHAPES: tuple[Shape, ...] = (
+    (4, 32, 16, 16),
+    (64, 256),
+    (64, 2048),
+    (4, 512, 7, 7),
+    (16, 256, 14, 14),
+    (2, 64, 112, 112),
+    (8, 64, 56, 56),
+    (50, 2048, 7, 7),
+    (2, 32, 48, 48, 48),
+    (1, 32, 512, 512),
+    (32, 256, 56, 56),
+    (32, 64, 112, 112),
+    (64, 8, 224, 224),
+)
+
 Workload = dict[str, Callable[[], object]]
 
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-def layouts(shape: tuple[int, ...]) -> list[str]:
+def parse_shape(text: str) -> Shape:
+    shape = tuple(int(size) for size in text.split("x"))
+    if not 2 <= len(shape) <= 5:
+        raise ValueError(f"shape: expected 2 to 5 dimensions, got {text}")
+    return shape
+
+
+def layouts(shape: Shape) -> list[str]:
     """Returns the layouts that a shape can have: the rows of (N, C) are interleaved whatever the memory format."""
     return ["planar", "interleaved"] if len(shape) in _MEMORY_FORMATS else ["interleaved"]
 
 
-def make_batch(shape: tuple[int, ...], layout: str) -> Tensor:
+def make_batch(shape: Shape, layout: str) -> Tensor:
     batch = torch.randn(shape)
     if layout == "interleaved" and len(shape) in _MEMORY_FORMATS:
         batch = batch.to(memory_format=_MEMORY_FORMATS[len(shape)])
     return batch
 
 
-def make_ops(shape: tuple[int, ...], layout: str) -> Workload:
+def make_ops(shape: Shape, layout: str) -> Workload:
     """The four ops that touch every value, each on its own, and a copy of the input."""
     x, dy = make_batch(shape, layout), make_batch(shape, layout)
     copy = torch.empty_like(x)
@@ -55,7 +82,7 @@ def make_ops(shape: tuple[int, ...], layout: str) -> Workload:
     }
 
 
-def make_local(shape: tuple[int, ...], layout: str) -> tuple[Workload, str]:
+def make_local(shape: Shape, layout: str) -> tuple[Workload, str]:
     """Forward and backward of one layer on one process; also returns what has computed ours."""
     x, dy = make_batch(shape, layout).requires_grad_(), make_batch(shape, layout)
     copy, source = torch.empty_like(dy), x.detach()
@@ -77,27 +104,11 @@ def make_local(shape: tuple[int, ...], layout: str) -> tuple[Workload, str]:
     return workload, path
 
 
-def make_synced(shape: tuple[int, ...], layout: str, communicator: Any, peer: type[nn.Module] | None) -> Workload:
-    """Forward and backward of whole layers on one of several ranks, and what the synced one is made of."""
-    x, dy = make_batch(shape, layout).requires_grad_(), make_batch(shape, layout)
-    copy, source = torch.empty_like(dy), x.detach()
-    packed, sums = torch.zeros(2 * shape[1] + 2), torch.zeros(2 * shape[1])
-
-    def step(layer: nn.Module) -> Callable[[], object]:
-        inputs = (x, layer.get_parameter("weight"), layer.get_parameter("bias"))
-        return lambda: torch.autograd.grad(layer(x), inputs, dy)
-
-    def collectives() -> None:
-        communicator.all_gather(packed)
-        communicator.all_reduce(sums)
-
-    layer = _LAYERS[len(shape)]
-    workload = {
-        "ours": step(bagua_syncbn.convert_sync_batchnorm(layer(shape[1]))),
-        "unsynced": step(layer(shape[1])),
-        "copy": lambda: copy.copy_(source),
-        "collectives": collectives,
+def make_collectives(channels: int, communicator: Any, device: torch.device) -> Workload:
+    """The two messages of a synchronized step in float32, on their own."""
+    packed = torch.zeros(2 * channels + 2, device=device)
+    sums = torch.zeros(2 * channels, device=device)
+    return {
+        "all_gather": lambda: communicator.all_gather(packed),
+        "all_reduce": lambda: communicator.all_reduce(sums),
     }
-    if peer is not None:
-        workload["fairscale"] = step(peer(shape[1]))  # its forward takes any number of dimensions
-    return workload

@@ -29,9 +29,11 @@ for environment in "$@"; do
   # Away from the sources, so that what is imported is what was installed; the others need the checkout.
   tests=$(mktemp -d)
   cp pyproject.toml tests/*.py "$tests"
+  mkdir "$tests/benchmarks"
+  cp -r benchmarks/__init__.py benchmarks/measures "$tests/benchmarks"
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
-      test_communicators.py test_contract.py test_convert.py test_errors.py test_groups.py test_layer.py \
+      test_communicators.py test_contract.py test_convert.py test_counts.py test_errors.py test_groups.py test_layer.py \
       test_native.py test_ops.py test_semantics.py test_subclasses.py test_training.py test_workers.py)
   rm -r "$tests"
 done

@@ -101,7 +101,7 @@ def resolve_communicator(process_group: object = None) -> Communicator:
         check_process_group(process_group)
         assert isinstance(process_group, Communicator)
         return process_group
-    return LOCAL if group is None else TorchCommunicator(group)
+    return LOCAL if group is None or group.size() == 1 else TorchCommunicator(group)
 
 
 def _ranks_in_bagua_job(process_group: Any) -> Sequence[int] | None:

@@ -1,0 +1,148 @@
+"""What synchronization costs on this machine, and what the alternatives would cost.
+
+    python -m benchmarks                       # everything: build/bench/results.json, tables, charts
+    python -m benchmarks --quick               # a first impression, in two minutes
+    python -m benchmarks --sections layers --ranks 2 --shapes 8x64x56x56
+    python -m benchmarks --default-malloc --sections local
+    python -m benchmarks.report FILE...        # tables and charts of recorded results
+
+docs/benchmarks.md says what is measured and how. Every case has its own line in results.json, with every sample.
+
+By default malloc keeps the memory that is freed, as allocators made for training jobs do (jemalloc, tcmalloc; torch's
+own on GPUs): a step then finds the memory of the step before. glibc returns large blocks to the system, and every step
+pays for mapping its output and gradient again, whoever computes them. ``--default-malloc`` measures that.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from . import charts, collectives, jobs, kernels, layers, machine, report, training, workloads
+
+OUTPUT = Path(__file__).resolve().parent.parent / "build" / "bench" / "results.json"
+
+SECTIONS = ("ops", "local", "layers", "collectives", "training")
+ON_RANKS = ("layers", "collectives", "training")
+
+# A first impression: input of which a step is mostly messages, and mostly computing.
+QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
+
+# Seconds to wait for others to be done with the processor: in the measurements of one process, and in each job.
+PATIENCE = 60.0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
+    parser.add_argument("--shapes", nargs="+", type=workloads.parse_shape, metavar="8x64x56x56")
+    parser.add_argument("--quick", action="store_true", help="few shapes and rounds, no second attempt when disturbed")
+    parser.add_argument("--seconds", type=float, help="for the rounds of a case (default: 1.5, --quick: 0.2)")
+    parser.add_argument("--attempts", type=int, help="at a case that others disturb (default: 3, --quick: 1)")
+    parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
+    parser.add_argument("--charts", type=Path, metavar="DIRECTORY", help="(default: charts beside the output)")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and max(arguments.ranks) > torch.cuda.device_count():
+        parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, one for each device, with --device cuda")
+    return arguments
+
+
+def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
+    quick = arguments.quick
+    return {
+        "sections": arguments.sections,
+        "ranks": arguments.ranks,
+        "shapes": arguments.shapes or (QUICK_SHAPES if quick else None),
+        "device": arguments.device,
+        "keeps_memory": not arguments.default_malloc,
+        "seconds": arguments.seconds if arguments.seconds is not None else 0.2 if quick else 1.5,
+        "least": 3 if quick else 7,
+        "most": 40,
+        "attempts": arguments.attempts or (1 if quick else 3),
+        "patience": PATIENCE,
+        "quick": quick,
+    }
+
+
+def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from kernels.measure_all(job)
+    if any(section in ON_RANKS for section in job["sections"]):
+        for world_size in job["ranks"]:
+            yield from jobs.launch(world_size, job)
+
+
+def count_cases(job: dict[str, Any]) -> int:
+    total = len(kernels.cases(job))
+    for section, world_size in itertools.product(job["sections"], job["ranks"]):
+        if section == "layers":
+            total += len(layers.cases(job, world_size))
+        elif section == "collectives":
+            total += len(collectives.channels_of(job, world_size))
+        elif section == "training":
+            total += training.seeds(job, world_size)
+    return total
+
+
+def describe(case: dict[str, Any]) -> str:
+    parts = [case["section"], "x".join(map(str, case.get("shape", ()))), f"{case.get('ranks', 1)} ranks"]
+    return " ".join(filter(None, parts))
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Measures what the job asks for, under a progress bar."""
+    start = time.monotonic()
+    measured = []
+    with tqdm(total=count_cases(job), unit="case", dynamic_ncols=True) as bar:
+        for case in measure_all(job):
+            measured.append(case)
+            bar.set_description(describe(case))
+            bar.update(case["section"] != "peers")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": machine.describe_versions(),
+        "machine": machine.describe_machine(),
+        "settings": {
+            "keeps_memory": job["keeps_memory"],
+            "seconds": job["seconds"],
+            "minutes": round((time.monotonic() - start) / 60, 1),
+        },
+        "cases": measured,
+    }
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Writes the results with one case to a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {name: value for name, value in results.items() if name != "cases"}
+    lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in results["cases"])
+    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if not arguments.default_malloc:
+        machine.keep_memory()
+    torch.manual_seed(0)
+    results = run(make_job(arguments))
+    write(results, arguments.output)
+    print(report.report(results, leave_out=report.DETAILS))
+    print(f"samples: {arguments.output}\ntables of each case: python -m benchmarks.report {arguments.output}")
+    if any(case["section"] in ON_RANKS for case in results["cases"]):
+        directory = arguments.charts or arguments.output.parent / "charts"
+        print(f"charts: {', '.join(str(path) for path in charts.draw_all(results, directory))}")
+
+
+if __name__ == "__main__":
+    main()

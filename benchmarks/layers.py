@@ -1,0 +1,119 @@
+"""Section layers: whole layers on ranks, peer beside peer in the same processes, on the same batch, in turn."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bagua_syncbn.communicators import resolve_communicator
+
+from . import machine, rounds, workloads
+from .gathering import time_on_ranks
+from .measures import CollectiveClock, count_step
+from .peers import Maker
+from .workloads import Shape, Workload
+
+# Inputs of so many values are measured on at most two ranks and in one way only, but for one of them.
+_HUGE = 25_000_000
+_MEASURED_IN_FULL = (32, 256, 56, 56)
+
+
+def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
+    """Interleaved input on two ranks, and several threads on one and two, which leave cores idle."""
+    chosen = []
+    for shape in map(tuple, job["shapes"] or workloads.LAYER_SHAPES):
+        huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL
+        if huge and world_size > 2:
+            continue
+        simple = job["quick"] or huge or world_size > 2
+        layouts = workloads.layouts(shape)[: 2 if world_size == 2 and not simple else 1]
+        threads = [1] if simple or job["device"] != "cpu" else machine.thread_counts(world_size)
+        chosen += itertools.product([shape], layouts, threads)
+    return chosen
+
+
+class TimedStep:
+    """Forward and backward of a layer, with the time of each and the host's time in collectives in each."""
+
+    def __init__(self, layer: nn.Module, x: Tensor, grad_output: Tensor, clock: CollectiveClock) -> None:
+        self._layer, self._x, self._grad_output, self._clock = layer, x, grad_output, clock
+        self._inputs = (x, *layer.parameters())
+        self._wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else lambda: None
+        self._parts: dict[str, float] = {}
+
+    def __call__(self) -> None:
+        times, waited = [time.perf_counter()], [self._clock.seconds]
+        y = self._layer(self._x)
+        self._wait()
+        times.append(time.perf_counter())
+        waited.append(self._clock.seconds)
+        # Not y.backward(), which would also time that the gradients are added to those of the leaves.
+        torch.autograd.grad(y, self._inputs, self._grad_output)
+        self._wait()
+        times.append(time.perf_counter())
+        waited.append(self._clock.seconds)
+        for i, name in enumerate(("forward", "backward")):
+            self._parts[name] = self._parts.get(name, 0.0) + times[i + 1] - times[i]
+            part = f"{name} collectives"
+            self._parts[part] = self._parts.get(part, 0.0) + waited[i + 1] - waited[i]
+
+    def take_parts(self) -> dict[str, float]:
+        parts, self._parts = self._parts, {}
+        return parts
+
+
+def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.device, clock: CollectiveClock) -> Any:
+    """Returns the workload, and the layers with their input for counting."""
+    x = workloads.make_batch(shape, layout).to(device).requires_grad_()
+    grad_output = workloads.make_batch(shape, layout).to(device)
+    copy, source = torch.empty_like(grad_output), x.detach()
+    steps = {name: (maker(shape[1], len(shape)).to(device), x, grad_output) for name, maker in makers.items()}
+    workload: Workload = {name: TimedStep(*step, clock) for name, step in steps.items()}
+    workload["copy"] = lambda: copy.copy_(source)
+    messages = workloads.make_collectives(shape[1], resolve_communicator(None), device)
+    workload["collectives"] = lambda: [message() for message in messages.values()]
+    return workload, steps
+
+
+def count(steps: dict[str, Any]) -> dict[str, Any]:
+    counts = {}
+    for name, step in steps.items():
+        forward, backward, peak = count_step(*step)
+        passes = {"forward": forward._asdict(), "backward": backward._asdict()}
+        for counted in passes.values():
+            counted["ops"] = len(counted["ops"])
+        counts[name] = {**passes, "peak": peak, "input": step[1].nbytes}
+    return counts
+
+
+def measure(
+    shape: Shape, layout: str, threads: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device
+) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    clock = CollectiveClock()
+    workload, steps = make(shape, layout, makers, device, clock)
+    with clock.installed():
+        timed = time_on_ranks(workload, job)
+    return {
+        "section": "layers",
+        "ranks": dist.get_world_size(),
+        "device": device.type,
+        "shape": shape,
+        "layout": layout,
+        "threads": threads,
+        **timed,
+        **({"counts": count(steps)} if threads == 1 else {}),
+    }
+
+
+def measure_all(
+    job: dict[str, Any], makers: dict[str, Maker], device: torch.device, wait: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
+    for case in cases(job, dist.get_world_size()):
+        yield rounds.quietest(partial(measure, *case, job, makers, device), job["attempts"], wait)

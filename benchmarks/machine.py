@@ -1,0 +1,98 @@
+"""The machine, its software and its allocator."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bagua_syncbn
+from bagua_syncbn import ops
+
+# glibc refuses a threshold above 32 MiB from which blocks are mapped one by one, so that mapping is turned off; freed
+# memory at the end of the heap is then kept up to 16 GiB.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**29),
+}
+
+
+def keep_memory() -> None:
+    """Starts this program again with a malloc that keeps memory, unless it has been: glibc reads this once."""
+    if not all(os.environ.get(name) == value for name, value in KEEP_MEMORY.items()):
+        os.execve(sys.executable, sys.orig_argv, os.environ | KEEP_MEMORY)
+
+
+def count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_counts(processes: int) -> list[int]:
+    """One, and as many as there are cores for each of so many processes."""
+    return sorted({1, max(1, count_cores() // processes)})
+
+
+def read_caches() -> list[tuple[str, int]]:
+    """Returns name and size of the caches of the first core, nearest first; nothing where the system does not say."""
+    units = {"K": 2**10, "M": 2**20}
+    caches = []
+    for cache in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        kind, level, size = ((cache / name).read_text().strip() for name in ("type", "level", "size"))
+        if kind != "Instruction":
+            caches.append((f"L{level}", int(size[:-1]) * units[size[-1]]))
+    return caches
+
+
+def describe_machine() -> dict[str, Any]:
+    caches = read_caches()
+    facts = {}
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {
+        "processor": facts.get("model name") or platform.processor() or platform.machine(),
+        "cores": count_cores(),
+        "virtual": "hypervisor" in facts.get("flags", "").split(),
+        "caches": [f"{name} {size // 2**10} KiB" for name, size in caches],
+        "last_level_cache": caches[-1][1] if caches else None,
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "system": platform.system(),
+    }
+
+
+def find_commit() -> str | None:
+    """Returns the commit that is checked out, and whether the package was changed since; None without a checkout."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+    except FileNotFoundError:
+        return None
+    if commit.returncode:
+        return None
+    changed = git("diff", "--quiet", "HEAD", "--", "bagua_syncbn", "csrc").returncode
+    return commit.stdout.strip() + (" and changes" if changed else "")
+
+
+def describe_versions() -> dict[str, str]:
+    versions = {
+        "bagua_syncbn": f"{bagua_syncbn.__version__} ({ops.KERNELS})",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if commit := find_commit():
+        versions["commit"] = commit
+    for package in ("fairscale", "inplace-abn"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,71 @@
+"""How long the host is held up in collectives: from issuing one to its return, and in waiting for it."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+# The methods behind torch.distributed's functions, under the names of all versions of torch.
+_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+)
+
+
+class CollectiveClock:
+    """Adds up host time in collectives, the waits and the collectives of the c10d groups of this process.
+
+    On gloo a collective that is waited for holds the thread up until all ranks have joined it: this time holds the
+    messages and the waiting for the slowest rank. On NCCL ``wait`` only orders streams and returns at once.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.collectives = 0
+        self.waits = 0
+        self._inside = False
+
+    def _timed(self, method: Callable[..., Any], counter: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return method(*args, **kwargs)
+            self._inside = True
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+                self._inside = False
+                setattr(self, counter, getattr(self, counter) + 1)
+
+        return timed
+
+    @contextmanager
+    def installed(self) -> Iterator["CollectiveClock"]:
+        # As they lie in the classes: what getattr returns of a compiled method does not bind again when it is put back.
+        places = [(dist.ProcessGroup, name, "collectives") for name in _METHODS if name in vars(dist.ProcessGroup)]
+        places.append((dist.Work, "wait", "waits"))
+        originals = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
+        for owner, name, counter in places:
+            setattr(owner, name, self._timed(getattr(owner, name), counter))
+        try:
+            yield self
+        finally:
+            for owner, name, method in originals:
+                setattr(owner, name, method)

@@ -1,0 +1,162 @@
+"""Section training: a small residual network on scikit-learn's digits, data parallel, the same with each peer's layers.
+
+The batch of all ranks together is the same however many ranks there are, and so are the samples in it, the initial
+parameters and the optimizer. The peers train in turn, some steps at a time, each with a clock of its own.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from . import machine, rounds
+from .gathering import gather
+from .peers import Maker
+
+BATCH_SIZE = 64  # of all ranks together
+BOUT = 10  # steps of one peer before the next has its turn
+# The loss counts as reached when the mean over as many steps as a bout has is down to it.
+TARGET = 0.1
+MOST_STEPS = 300
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut, as in a ResNet."""
+
+    def __init__(self, make: Maker, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
+            make(channels, 4),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            make(channels, 4),
+        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels:
+            convolution = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, make(channels, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def make_network(make: Maker) -> nn.Module:
+    """Returns a ResNet for images of 8 by 8 pixels: six blocks, 15 batch normalizations, 0.18 million parameters."""
+    blocks, channels_in = [], 16
+    for channels in (16, 32, 64):
+        for stride in (1 if channels == 16 else 2, 1):
+            blocks.append(Block(make, channels_in, channels, stride))
+            channels_in = channels
+    stem = [nn.Conv2d(1, 16, 3, padding=1, bias=False), make(16, 4), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class Trainer:
+    """One network, its optimizer and its clock."""
+
+    def __init__(self, make: Maker, seed: int, device: torch.device) -> None:
+        torch.manual_seed(seed)
+        self._model: nn.Module = make_network(make).to(device)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
+        if dist.get_world_size() > 1:
+            # Buffers are not broadcast: with synchronization they are equal, and without it would be charged for them.
+            with warnings.catch_warnings():
+                # torch 2.13 has a new name for it, with which they would be broadcast once.
+                warnings.simplefilter("ignore", FutureWarning)
+                self._model = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def train(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Trains one step on each of this rank's batches, and appends the means over the ranks."""
+        seconds, losses = [], []
+        dist.barrier()
+        for images, labels in batches:
+            start = time.perf_counter()
+            self._optimizer.zero_grad()
+            loss = F.cross_entropy(self._model(images), labels)
+            loss.backward()
+            self._optimizer.step()
+            losses.append(loss.detach())
+            self._wait()
+            seconds.append(time.perf_counter() - start)
+        table = torch.stack([torch.tensor(seconds), torch.stack(losses).cpu()]).to(losses[0].device)
+        dist.all_reduce(table)
+        mean_seconds, mean_losses = (table / dist.get_world_size()).tolist()
+        self.seconds += mean_seconds
+        self.losses += mean_losses
+
+    @property
+    def done(self) -> bool:
+        return len(self.losses) >= MOST_STEPS or steps_to_target(self.losses) is not None
+
+
+def steps_to_target(losses: list[float]) -> int | None:
+    """Returns the number of steps after which the mean loss of the last ones is down to the target; None if never."""
+    for end in range(BOUT, len(losses) + 1):
+        if sum(losses[end - BOUT : end]) / BOUT <= TARGET:
+            return end
+    return None
+
+
+def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields this rank's share of one global batch after another, without end."""
+    digits = load_digits()
+    images = torch.from_numpy(digits.images[:, None] / 16).float().to(device)
+    labels = torch.from_numpy(digits.target).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        shuffled = torch.randperm(len(images), generator=generator)
+        for batch in shuffled[: len(images) - len(images) % BATCH_SIZE].split(BATCH_SIZE):
+            mine = batch.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+            yield images[mine], labels[mine]
+
+
+def measure(seed: int, makers: dict[str, Maker], device: torch.device) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    trainers = {name: Trainer(make, seed, device) for name, make in makers.items()}
+    batches = {name: load_batches(seed, device) for name in makers}
+    # Warms up what all have in common; a step's first time is otherwise that of whoever comes first.
+    Trainer(makers["local"], seed, device).train([next(load_batches(seed, device)) for _ in range(3)])
+    load, turn = rounds.Load(), 0
+    while running := [name for name, trainer in trainers.items() if not trainer.done]:
+        for name in running[:: (-1) ** turn]:
+            trainers[name].train([next(batches[name]) for _ in range(BOUT)])
+        turn += 1
+    foreign_cores = load.foreign_cores(sum(gather(load.own_seconds())))
+    return {
+        "section": "training",
+        "ranks": dist.get_world_size(),
+        "device": device.type,
+        "seed": seed,
+        "foreign_cores": gather(foreign_cores)[0],
+        "milliseconds": {name: [_digits(1e3 * value) for value in t.seconds] for name, t in trainers.items()},
+        "losses": {name: [_digits(value) for value in t.losses] for name, t in trainers.items()},
+    }
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def seeds(job: dict[str, Any], world_size: int) -> int:
+    """How often to train: where ranks share cores, a step takes so long that its samples have to do."""
+    if job["quick"]:
+        return 1 if world_size <= 2 else 0
+    return 3 if world_size <= machine.count_cores() else 1
+
+
+def measure_all(
+    job: dict[str, Any], makers: dict[str, Maker], device: torch.device, wait: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
+    for seed in range(seeds(job, dist.get_world_size())):
+        yield rounds.quietest(partial(measure, seed, makers, device), min(2, job["attempts"]), wait)

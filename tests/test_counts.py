@@ -1,0 +1,268 @@
+"""What a layer may cost, in counts that no noise can change: ops, collectives, bytes on the wire, reads, allocations.
+
+A count that grows fails here, whatever a clock would say. One that shrinks fails too: lower what is expected, so that
+it cannot grow back unseen.
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua_syncbn
+from bagua_syncbn import functional, ops
+from bagua_syncbn.communicators.torch import TorchCommunicator
+
+ROOT = Path(__file__).resolve().parent.parent
+if (ROOT / "benchmarks" / "measures").is_dir():
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.measures import (  # noqa: E402 - found through the line above
+    CollectiveClock,
+    DispatchCounter,
+    count_step,
+    record_allocations,
+)
+
+CHANNELS = 6
+SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it
+
+PACKED = 4 * (2 * CHANNELS + 2)  # mean, variance and a count of two words
+SUMS = 4 * 2 * CHANNELS
+
+
+class Pass(NamedTuple):
+    """What is expected of a forward or a backward pass on each rank."""
+
+    ops: int  # dispatched; a kernel is one
+    payload: tuple[int, ...]  # bytes of each collective
+    large: int  # allocations of at least the size of the input
+    reads: int = 0  # values that the host would have to wait for on a GPU
+
+
+class Case(NamedTuple):
+    forward: Pass
+    backward: Pass
+    peak: int = 2  # sizes of the input: output and gradient of the input
+    dtype: torch.dtype = torch.float32
+    memory_format: torch.memory_format = torch.contiguous_format
+    options: dict = {}  # noqa: RUF012 - of the layer
+    input_grad: bool = True
+    plain_grad: bool = True  # else one that autograd has expanded, as that of a sum
+
+
+# Forward: stats, room for what is gathered and a view of it, the collective, merge, normalize.
+# Backward: sums, the collective, gradient.
+FORWARD, BACKWARD = Pass(6, (PACKED,), 1), Pass(3, (SUMS,), 1)
+
+CASES = {
+    "float32": Case(FORWARD, BACKWARD),
+    "channels_last": Case(FORWARD, BACKWARD, memory_format=torch.channels_last),
+    "float64": Case(Pass(6, (2 * PACKED,), 1), Pass(3, (2 * SUMS,), 1), dtype=torch.float64),
+    "bfloat16": Case(FORWARD, BACKWARD, dtype=torch.bfloat16),
+    "momentum=None": Case(FORWARD, BACKWARD, options={"momentum": None}),
+    "not affine": Case(FORWARD, BACKWARD, options={"affine": False}),
+    "no statistics": Case(FORWARD, BACKWARD, options={"track_running_stats": False}),
+    "first layer": Case(FORWARD, Pass(1, (), 0), peak=1, input_grad=False),
+    # The two kernels that read it make it contiguous, each for itself.
+    "expanded gradient": Case(FORWARD, Pass(3, (SUMS,), 3), peak=3, plain_grad=False),
+}
+
+
+def make(case):
+    layer = bagua_syncbn.SyncBatchNorm2d(CHANNELS, **case.options)
+    if case.dtype == torch.float64:
+        layer.double()
+    x = torch.randn(SHAPE).to(case.dtype, memory_format=case.memory_format).requires_grad_(case.input_grad)
+    grad = torch.randn(SHAPE).to(case.dtype, memory_format=case.memory_format)
+    return layer, x, grad if case.plain_grad else torch.randn((), dtype=case.dtype).expand(SHAPE)
+
+
+def count(name, plant=None):
+    """Runs on each rank. Returns both passes as they were counted, and the peak in sizes of the input."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    layer, x, grad = make(CASES[name])
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            PLANTS[plant](patch)
+        forward, backward, peak = count_step(layer, x, grad)
+    return forward, backward, peak / x.nbytes
+
+
+def complain(name, counted):
+    """Returns what differs from what is expected, in words that say what to do."""
+    case, problems = CASES[name], []
+    forward, backward, peak = counted
+    for which, expected, got in (("forward", case.forward, forward), ("backward", case.backward, backward)):
+        values = {
+            "dispatched ops": (expected.ops, len(got.ops), got.ops),
+            "collectives": (len(expected.payload), got.collectives, [op for op in got.ops if "c10d" in op]),
+            "bytes on the wire": (sum(expected.payload), got.payload, ""),
+            "waits for collectives": (len(expected.payload), got.waits, ""),
+            "reads by the host": (expected.reads, got.reads, got.ops),
+        }
+        if native():
+            values["allocations of the size of the input"] = (expected.large, got.large, "")
+        problems += [_say(name, which, what, *value) for what, value in values.items() if value[0] != value[1]]
+    if native() and int(peak) != case.peak:
+        problems.append(_say(name, "step", "peak memory in sizes of the input", case.peak, int(peak), ""))
+    return problems
+
+
+def _say(name, which, what, expected, got, detail):
+    advice = "it costs more than it did" if got > expected else "well done: lower what test_counts.py expects"
+    return f"{name}, {which}: expected {expected} {what}, got {got}; {advice} {detail}".rstrip()
+
+
+def native():
+    return not ops.KERNELS.startswith("reference")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_count_grows(pool, name, world_size):
+    for counted in pool.run(count, world_size, name):
+        assert not complain(name, counted)
+
+
+def clone_input(patch):
+    stats = ops.batch_norm_stats
+    patch.setattr(ops, "batch_norm_stats", lambda input: stats(input.clone()))
+
+
+def make_input_contiguous(patch):
+    elemt = ops.batch_norm_elemt
+    patch.setattr(ops, "batch_norm_elemt", lambda input, *rest: elemt(input.contiguous(), *rest))
+
+
+def gather_twice(patch):
+    gather = TorchCommunicator.all_gather
+    patch.setattr(TorchCommunicator, "all_gather", lambda self, packed: (gather(self, packed), gather(self, packed))[0])
+
+
+def reduce_more(patch):
+    def all_reduce(self, packed):
+        more = torch.cat([packed, packed.new_zeros(1)])
+        dist.all_reduce(more, group=self.group)
+        return more[:-1]
+
+    patch.setattr(TorchCommunicator, "all_reduce", all_reduce)
+
+
+def read_count(patch):
+    merge = ops.merge_stats
+
+    def reading(*arguments):
+        merged = merge(*arguments)
+        assert float(merged[2].reshape(-1)[0]) >= 0
+        return merged
+
+    patch.setattr(functional.ops, "merge_stats", reading)
+
+
+def keep_gradient_in_float64(patch):
+    elemt = ops.batch_norm_backward_elemt
+    patch.setattr(ops, "batch_norm_backward_elemt", lambda grad, *rest: elemt(grad.double().float(), *rest))
+
+
+PLANTS = {
+    plant.__name__: plant
+    for plant in (clone_input, make_input_contiguous, gather_twice, reduce_more, read_count, keep_gradient_in_float64)
+}
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "found"),
+    [
+        ("clone_input", "float32", ["dispatched ops", "allocations of the size of the input"]),
+        ("make_input_contiguous", "channels_last", ["dispatched ops", "allocations of the size of the input"]),
+        ("gather_twice", "float32", ["collectives", "bytes on the wire", "waits for collectives", "dispatched ops"]),
+        ("reduce_more", "float32", ["bytes on the wire", "dispatched ops"]),
+        ("read_count", "float32", ["reads by the host", "dispatched ops"]),
+        ("keep_gradient_in_float64", "float32", ["dispatched ops", "allocations of the size of the input", "peak"]),
+    ],
+)
+def test_what_costs_more_is_found(pool, plant, name, found):
+    for counted in pool.run(count, 2, name, plant):
+        problems = complain(name, counted)
+        assert all("it costs more" in problem for problem in problems)
+        memory = () if native() else ("allocations of the size of the input", "peak")
+        for what in found:
+            assert what in memory or any(what in problem for problem in problems), problems
+
+
+def test_what_costs_less_is_found(pool):
+    (counted, *_) = pool.run(count, 2, "first layer")
+    problems = complain("float32", counted)
+    assert any("dispatched ops" in problem for problem in problems)
+    assert all("lower what" in problem for problem in problems)
+
+
+def count_beside_torch(train):
+    x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+    layers = bagua_syncbn.SyncBatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+    return [count_step(layer.train(train), x, grad) for layer in layers]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_one_process_costs_what_torch_costs(train):
+    ours, theirs = count_beside_torch(train)
+    assert ours == theirs
+
+
+def test_evaluation_costs_what_torch_costs(pool):
+    for ours, theirs in pool.run(count_beside_torch, 2, False):
+        assert ours == theirs
+
+
+def count_alone(size):
+    """One rank of a job, with input that is left to F.batch_norm or not."""
+    x, grad = torch.randn(size, requires_grad=True), torch.randn(size)
+    return count_step(bagua_syncbn.SyncBatchNorm2d(size[1]), x, grad)
+
+
+@pytest.mark.parametrize("size", [SHAPE, (16, 64, 32, 32)])
+def test_one_rank_of_a_job_sends_nothing(pool, size):
+    ((forward, backward, _),) = pool.run(count_alone, 1, size)
+    assert forward.collectives + backward.collectives == 0
+
+
+def count_by_hand():
+    x, group = torch.zeros(5, 4), dist.group.WORLD
+    with CollectiveClock().installed() as clock, DispatchCounter() as counter:
+        dist.all_reduce(x, group=group)
+        dist.all_gather([torch.empty(5, 4) for _ in range(dist.get_world_size())], x)
+        dist.broadcast(x, 0)
+        x.sum().item()
+        x[x > 0]
+        x.nonzero()
+    before = dist.ProcessGroup.allreduce
+    dist.all_reduce(x)  # the methods work once they are put back
+    return counter.payloads, counter.reads, clock.collectives, clock.waits, before is dist.ProcessGroup.allreduce
+
+
+def test_counters_count_what_was_called(pool):
+    for payloads, reads, collectives, waits, unchanged in pool.run(count_by_hand, 2):
+        assert payloads == [80, 80, 80]
+        assert reads == 3
+        assert (collectives, waits) == (3, 3)
+        assert unchanged
+
+
+def test_allocations_are_those_of_each_pass():
+    def first():
+        return torch.ones(1000)
+
+    def second(kept):
+        temporary = kept + 1
+        del temporary
+        return kept * 2
+
+    allocations = record_allocations(first, second, torch.device("cpu"))
+    assert [size for size in allocations.sizes[0] if size >= 4000] == [4000]
+    assert [size for size in allocations.sizes[1] if size >= 4000] == [4000, 4000]
+    assert 8000 <= allocations.peak < 12000
