@@ -9,6 +9,15 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 pyth
 # For installations in $(VENV): one architecture and its PTX, which every later card can run. The wheel has them all.
 CUDA_ARCHS ?= 75
 
+# Bagua has an environment of its own: its wheel is for one Python, with the CUDA build of torch, some 5 GB on disk.
+BAGUA_VENV ?= .venv-bagua
+BAGUA_PYTHON ?= $(shell for python in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null && echo "$$python" && break; done)
+BAGUA_RANKS ?= 2
+# Bagua's library is linked against that of NCCL, which it finds by itself only where torch was imported before.
+BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packages/nvidia/nccl/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
+	$(BAGUA_VENV)/bin/python
+
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f)
 EMULATOR := $(shell find tests/emulator -name '*.h' -o -name '*.cpp')
@@ -17,7 +26,8 @@ SOURCES := pyproject.toml setup.py $(NATIVE)
 # For `make gpu`: one that has a CUDA build of torch, setuptools and pytest; nothing is installed.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel lint format docs clean
+.PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel bagua-env demo-bagua \
+	test-bagua lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
@@ -28,6 +38,8 @@ help:
 	@echo 'make gpu     on a machine with an NVIDIA GPU: build, test, check and measure the CUDA kernels: build/gpu/'
 	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
+	@echo 'make demo-bagua  the same training script under the launcher of Bagua; make test-bagua tests on Bagua without a GPU'
+	@echo 'make bagua-env   the environment of both: Python 3.10, Bagua and this wheel; downloads some gigabytes'
 	@echo 'make lint    formatting, lint and types'
 	@echo 'make docs    the documentation as HTML: docs/_build/html/index.html'
 	@echo 'make format  apply the formatting'
@@ -83,15 +95,36 @@ gpu:
 	$(GPU_PYTHON) benchmarks/gpu/prove.py --output "$${OUT:-build/gpu}" $(ARGS)
 
 # One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
-wheel: $(VENV)/installed-wheel
+wheel: dist/checked
+dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
 	rm -rf dist build/lib* build/bdist* build/temp*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python tests/check_wheel.py dist/*.whl
+	@touch $@
 
 # Installs it beside each Python and torch that is named, and tests it there.
 WHEEL_ENVIRONMENTS ?= python3.11:torch==2.13.0 python3.10:torch==2.10.0 python3.13:torch==2.13.0
 test-wheel: wheel
 	tests/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
+
+bagua-env: $(BAGUA_VENV)/installed
+
+demo-bagua: bagua-env
+	$(BAGUA_RUN) -m bagua.distributed.launch --nproc_per_node=$(BAGUA_RANKS) examples/train_digits.py $(ARGS)
+
+# pytest's own program, which does not import from the checkout: what is tested is the wheel.
+test-bagua: bagua-env
+	$(BAGUA_RUN) $(BAGUA_VENV)/bin/pytest -m 'not gpu and not slow' $(ARGS) tests/bagua_job
+
+$(BAGUA_VENV)/bin/python:
+	@test -n '$(BAGUA_PYTHON)' || { echo 'make: Python 3.10 is needed, the only one that Bagua has a wheel for; name it:' \
+		'make BAGUA_PYTHON=/path/to/python3.10' >&2; exit 1; }
+	$(BAGUA_PYTHON) -m venv $(BAGUA_VENV)
+
+$(BAGUA_VENV)/installed: $(BAGUA_VENV)/bin/python dist/checked
+	$(BAGUA_VENV)/bin/python -m pip install --quiet "$$(echo dist/*.whl)[bagua,test]"
+	$(BAGUA_VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+	@touch $@
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
@@ -108,7 +141,7 @@ docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info
+	rm -rf $(VENV) $(BAGUA_VENV) build dist docs/_build *.egg-info
 
 # torch first: a build that resolved it on its own could take another one.
 $(VENV)/bin/python:

@@ -39,10 +39,11 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
         module: the model. If it is itself a batch normalization layer, a converted copy that shares its parameters and
             buffers is returned and ``module`` stays as it is, as with torch's converter (but a Lazy layer, which torch
             cannot copy, is converted in place).
-        process_group: the ranks to synchronize with: a :class:`torch.distributed.ProcessGroup`; an int for that many
-            consecutive ranks, ``"node"`` for those of this host, a list of lists of ranks or a 1-D ``DeviceMesh``, see
-            :func:`sync_group`; or a :class:`~bagua_syncbn.communicators.Communicator`. None leaves layers that have a
-            group with theirs, and gives the others the default group.
+        process_group: the ranks to synchronize with: a :class:`torch.distributed.ProcessGroup` or a
+            ``BaguaProcessGroup``; an int for that many consecutive ranks, ``"node"`` for those of this host, a list of
+            lists of ranks or a 1-D ``DeviceMesh``, see :func:`sync_group`; or a
+            :class:`~bagua_syncbn.communicators.Communicator`. None leaves layers that have a group with theirs, and
+            gives the others the default group.
         filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
             stays as it is. Likewise asked for what would be refused. A layer of several names is converted if one of
             them is accepted.

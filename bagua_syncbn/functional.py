@@ -64,8 +64,8 @@ def sync_batch_norm(
             needs ``num_batches_tracked``.
         eps: :math:`\epsilon`, added to the variance.
         process_group: the ranks to synchronize with: None for the default group of the job (each process alone where
-            there is no job), a :class:`torch.distributed.ProcessGroup`, a description of one as
-            :func:`~bagua_syncbn.sync_group` takes it, or a :class:`~bagua_syncbn.communicators.Communicator`.
+            there is no job), a :class:`torch.distributed.ProcessGroup`, a ``BaguaProcessGroup``, a description of one
+            as :func:`~bagua_syncbn.sync_group` takes it, or a :class:`~bagua_syncbn.communicators.Communicator`.
         num_batches_tracked: int64 scalar, increased by one in place whenever the running statistics are updated.
         eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor.
         layer: the module that calls. Its forward passes are told from those of others when activation checkpointing

@@ -1,6 +1,7 @@
 """Data parallelism in one call: Bagua's where Bagua runs the job, torch's own in place where torch does."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .communicators import bagua, check_process_group
+from .communicators import bagua, check_process_group, resolve_communicator
+from .sync_batchnorm import SyncBatchNorm
 
 # The module, which a function of the same name hides from an import statement.
 _composable: Any = import_module("torch.distributed._composable.replicate") if dist.is_available() else None
@@ -20,6 +22,9 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 _GRADIENT_ALLREDUCE = "gradient_allreduce"
 
+# Where Bagua looks in a model for the names of parameters and buffers that it is to leave alone.
+_IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
+
 
 def with_bagua(
     module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
@@ -27,7 +32,8 @@ def with_bagua(
     """Makes ``module`` data parallel in place, with what runs the job.
 
     =====================================================  ===========================================================
-    Bagua, after ``bagua.torch_api.init_process_group()``  ``module.with_bagua(optimizers, algorithm, process_group)``
+    Bagua, after ``bagua.torch_api.init_process_group()``  buffers are broadcast from the first rank of the group, and
+                                                           ``module.with_bagua(optimizers, algorithm, process_group)``
     torch.distributed, after ``init_process_group()``      parameters, buffers and optimizer state are broadcast from
                                                            the first rank of the group; from then on each backward
                                                            averages the gradients over the group, in buckets that
@@ -36,6 +42,9 @@ def with_bagua(
     neither                                                nothing to do
     =====================================================  ===========================================================
 
+    Synchronized layers of ``module`` that have no group of their own get ``process_group``. Bagua leaves out the
+    parameters and buffers that ``module._bagua_params_and_buffers_to_ignore`` names, as they are in the state dict.
+
     On torch the module's class becomes a subclass of what it was. It has ``set_requires_gradient_sync(False)`` to
     accumulate gradients without communication, and cannot be deep-copied: make such copies before.
 
@@ -43,18 +52,20 @@ def with_bagua(
         module: the model, converted already, on its device.
         optimizers: the optimizers of its parameters.
         algorithm: how gradients are exchanged: one of Bagua's algorithm objects, or the name that Bagua registers it
-            under; None for ``"gradient_allreduce"``, the only one where torch runs the job.
-        process_group: the ranks among which ``module`` is data parallel, of the kind that the engine has; None for all.
-            Layers are told theirs in :func:`convert_sync_batchnorm`.
+            under, for ``"qadam"`` with one of its QAdamOptimizers in ``optimizers``; None for ``"gradient_allreduce"``,
+            the only one where torch runs the job.
+        process_group: the ranks among which ``module`` is data parallel: a :class:`torch.distributed.ProcessGroup`,
+            under Bagua a ``BaguaProcessGroup`` too; None for all.
 
     Returns:
         ``module``, the same object.
 
     Raises:
         TypeError: ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of no known kind.
-        ValueError: torch runs the job, or nothing does, and ``algorithm`` is not ``"gradient_allreduce"``; this rank is
-            not in ``process_group``.
-        RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient.
+        ValueError: Bagua has no ``algorithm`` of that name; torch runs the job, or nothing does, and it is not
+            ``"gradient_allreduce"``; this rank is not in ``process_group``.
+        RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
+            ``process_group`` is Bagua's, and Bagua is not initialized.
 
     Example::
 
@@ -63,27 +74,27 @@ def with_bagua(
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
     optimizers = _checked_optimizers(optimizers)
-    if is_data_parallel(module):
-        raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(module).__name__}")
+    wrapped = next(filter(is_data_parallel, module.modules()), None)
+    if wrapped is not None:
+        raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
+    check_process_group(process_group)
     if bagua.is_initialized():
-        algorithm = bagua.resolve_algorithm(algorithm or _GRADIENT_ALLREDUCE)
-        engine: Any = module
-        engine.with_bagua(optimizers, algorithm, process_group=process_group)
+        _train_with_bagua(module, optimizers, algorithm or _GRADIENT_ALLREDUCE, process_group)
         return module
     if algorithm not in (None, _GRADIENT_ALLREDUCE):
         raise ValueError(
             f'algorithm: expected None or "{_GRADIENT_ALLREDUCE}", the only one without Bagua, got {algorithm!r}; '
             "the others need bagua.torch_api.init_process_group() first"
         )
-    check_process_group(process_group)
     if dist.is_available() and dist.is_initialized():
         _replicate(module, optimizers, process_group)
+        _give_group_to_layers(module, process_group)
     return module
 
 
 def is_data_parallel(module: nn.Module) -> bool:
     """Whether ``module`` itself was wrapped, by this function, by Bagua's method or by DistributedDataParallel."""
-    if isinstance(module, DistributedDataParallel) or "bagua_ddp" in vars(module):
+    if isinstance(module, DistributedDataParallel) or {"bagua_ddp", "_bagua_states"} & vars(module).keys():
         return True
     return _composable is not None and isinstance(module, _composable.DDP)
 
@@ -97,6 +108,30 @@ def _checked_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     return list(optimizers)
 
 
+def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, process_group: Any) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
+    algorithm = bagua.resolve_algorithm(algorithm, optimizers)
+    group = bagua.to_bagua_group(process_group)
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            # Makes its communicator now, while no gradients are under way on this device.
+            resolve_communicator(process_group if layer.process_group is None else layer.process_group)
+    _give_group_to_layers(module, process_group)
+    ignored = {name for attribute in _IGNORED for name in getattr(module, attribute, ())}
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    _broadcast_buffers(buffers, partial(bagua.broadcast, group=group or bagua.default_group()))
+    module.with_bagua(optimizers, algorithm, process_group=group)
+
+
+def _give_group_to_layers(module: nn.Module, process_group: Any) -> None:
+    if process_group is None:
+        return
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm) and layer.process_group is None:
+            layer.process_group = process_group
+
+
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
     """DistributedDataParallel without the wrapper module: torch's composable form of it."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -104,16 +139,22 @@ def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: An
     _composable.replicate(module, process_group=process_group)
     # Now, and not in the first forward as is its default: who calls that first, and when, may differ between ranks.
     _composable.replicate.state(module).lazy_init()
-    _broadcast_buffers(module.buffers(), process_group)
+    _broadcast_buffers(module.buffers(), partial(_broadcast, process_group=process_group))
     _broadcast_optimizer_states(optimizers, process_group)
 
 
-def _broadcast_buffers(buffers: Iterable[Tensor], process_group: Any) -> None:
+def _broadcast_buffers(buffers: Iterable[Tensor], broadcast: Callable[[Tensor], Tensor]) -> None:
+    """Gives all buffers the values of the rank from which ``broadcast`` returns a tensor of bytes."""
     for buffer in buffers:
-        flat = buffer.detach().flatten()
-        # As bytes: gloo does not carry every dtype.
-        dist.broadcast(flat.view(torch.uint8), group_src=0, group=process_group)
-        buffer.detach().copy_(flat.view_as(buffer))
+        if buffer.numel():
+            # As bytes: neither gloo nor Bagua carries every dtype.
+            received = broadcast(buffer.detach().flatten().view(torch.uint8)).view(buffer.dtype)
+            buffer.detach().copy_(received.view_as(buffer))
+
+
+def _broadcast(tensor: Tensor, process_group: Any) -> Tensor:
+    dist.broadcast(tensor, group_src=0, group=process_group)
+    return tensor
 
 
 def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:

@@ -4,7 +4,7 @@ An HTML comment in the line before a block says how it is run:
 
     none                           in this process, without a job, in one namespace with the others of its page
     <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
-    <!-- not run: needs Bagua -->  compiled only; likewise where CUDA is needed
+    <!-- not run: needs Bagua -->  compiled only; likewise where CUDA is needed. bagua_job/test_bagua_docs.py runs it
 """
 
 import os
@@ -24,7 +24,8 @@ FENCE = "```python\n"
 BLOCK = re.compile(rf"(?:^<!--\s*(?P<marker>[^\n]*?)\s*-->\s*)?^{FENCE}(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 TWO_RANKS = "ranks: 2"
-NOT_RUN = {"not run: needs Bagua", "not run: needs CUDA"}
+NEEDS_BAGUA = "not run: needs Bagua"
+NOT_RUN = {NEEDS_BAGUA, "not run: needs CUDA"}
 
 
 class Block(NamedTuple):

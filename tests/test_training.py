@@ -170,6 +170,25 @@ def test_with_bagua_on_torch_in_a_group(pool):
     assert pool.run(wrap_in_half, 4, [1, 3]) == [0, 1, 2, 1]
 
 
+def layers_in_pairs():
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group = pairs[dist.get_rank() % 2]
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=1.0), nn.BatchNorm1d(1, momentum=1.0))
+    nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    bagua_syncbn.convert_sync_batchnorm(model)
+    model[2].process_group = own = dist.new_group([0, 1, 2, 3])
+    bagua_syncbn.with_bagua(model, [], process_group=group)
+    assert model[1].process_group is group
+    assert model[2].process_group is own
+    model(torch.full((2, 1), float(dist.get_rank())))
+    return model[1].running_mean.item()
+
+
+def test_layers_have_the_group_of_the_wrapper(pool):
+    assert pool.run(layers_in_pairs, 4) == [1.0, 2.0, 1.0, 2.0]
+
+
 def evaluate_alone():
     """Before any training step, as validation scripts do; rank 1 stays away."""
     model = bagua_syncbn.with_bagua(bagua_syncbn.convert_sync_batchnorm(make_model()), []).eval()
@@ -216,43 +235,6 @@ def wrap_wrongly():
         bagua_syncbn.with_bagua(model, [])
     with pytest.raises(RuntimeError, match="at least one parameter that requires a gradient"):
         bagua_syncbn.with_bagua(make_model().requires_grad_(False), [])
-
-
-class FakeBagua:
-    """Bagua's module-level interface, which cannot run without a GPU; what is asserted is what reaches it."""
-
-    def __init__(self, monkeypatch):
-        import sys
-        from types import ModuleType, SimpleNamespace
-
-        communication, algorithms = ModuleType("communication"), ModuleType("algorithms")
-        communication.is_initialized = lambda: True
-        algorithms.Algorithm = SimpleNamespace(init=lambda name: ("algorithm", name))
-        for name, module in (
-            ("bagua", ModuleType("bagua")),
-            ("bagua.torch_api", ModuleType("torch_api")),
-            ("bagua.torch_api.communication", communication),
-            ("bagua.torch_api.algorithms", algorithms),
-        ):
-            monkeypatch.setitem(sys.modules, name, module)
-
-        def with_bagua(module, optimizers, algorithm, process_group=None):
-            self.call = module, optimizers, algorithm, process_group
-            return module
-
-        monkeypatch.setattr(nn.Module, "with_bagua", with_bagua, raising=False)
-
-
-@pytest.mark.parametrize("algorithm", [None, "bytegrad", ("an", "object")], ids=str)
-def test_in_a_bagua_job_bagua_does_it(monkeypatch, algorithm):
-    fake = FakeBagua(monkeypatch)
-    model = make_model()
-    optimizer = make_optimizer(model)
-    assert bagua_syncbn.with_bagua(model, [optimizer], algorithm, "a Bagua group") is model
-    expected = {None: ("algorithm", "gradient_allreduce"), "bytegrad": ("algorithm", "bytegrad")}.get(
-        algorithm, algorithm
-    )
-    assert fake.call == (model, [optimizer], expected, "a Bagua group")
 
 
 def copies_of_a_model_before_wrapping():

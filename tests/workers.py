@@ -30,7 +30,12 @@ class RankError(AssertionError):
 
 
 class WorkerPool:
-    def __init__(self) -> None:
+    """Args:
+    join: called on each rank, with a file for a store, rank and world size, before its first function in a job.
+    """
+
+    def __init__(self, join: Callable[[str, int, int], None] | None = None) -> None:
+        self._join = join or join_job
         self._context = multiprocessing.get_context("spawn")
         self._directory = Path(tempfile.mkdtemp(prefix="bagua_syncbn_ranks_"))
         self._stores = itertools.count()
@@ -63,7 +68,8 @@ class WorkerPool:
     def _start(self, world_size: int) -> None:
         for rank in range(len(self._processes), world_size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs, str(self._stacks(rank))), daemon=True)
+            arguments = rank, theirs, str(self._stacks(rank)), self._join
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -99,7 +105,7 @@ class WorkerPool:
         return self._directory / f"stacks{rank}"
 
 
-def _serve(rank: int, pipe: Connection, stacks: str) -> None:
+def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None]) -> None:
     torch.set_num_threads(1)
     current = ""
     with Path(stacks).open("w") as stacks_file:
@@ -108,7 +114,7 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
             try:
                 function, args, store, world_size = pickle.loads(pipe.recv_bytes())
                 if store != current:
-                    _join_job(store, rank, world_size)
+                    join(store, rank, world_size)
                     current = store
                 answer = True, function(*args)
             except EOFError:  # the session ended
@@ -118,7 +124,7 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
             pipe.send_bytes(pickle.dumps(answer))
 
 
-def _join_job(store: str, rank: int, world_size: int) -> None:
+def join_job(store: str, rank: int, world_size: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -5,10 +5,13 @@ the processes of a job is one of these, in a file of its own. Replicas in thread
 in their backward could wait for one that is to run next on the same thread. They meet as a :class:`Replica` does.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
+import torch.distributed as dist
 from torch import Tensor
 
+from . import bagua
 from . import torch as _torch
 from .groups import check_description, describe_group, is_description, sync_group
 from .local import LOCAL, LocalCommunicator
@@ -56,16 +59,17 @@ def check_process_group(process_group: object) -> None:
     Raises:
         TypeError: it is none of the supported kinds.
         ValueError: it is a group that this rank is not a member of, or a description that fits no job, or not this one.
+        RuntimeError: it is Bagua's, and Bagua is not initialized.
     """
     if process_group is None or isinstance(process_group, (RankGroup, Communicator)):
         return
-    if _torch.is_process_group(process_group):
+    if bagua.is_process_group(process_group) or _torch.is_process_group(process_group):
         return
     if not is_description(process_group):
         got = repr(process_group) if isinstance(process_group, str) else type(process_group).__name__
         raise TypeError(
-            "process_group: expected None, a torch.distributed.ProcessGroup, an int, 'node', a list of lists of "
-            f"ranks, a 1-D DeviceMesh or a Communicator, got {got}"
+            "process_group: expected None, a torch.distributed.ProcessGroup, a BaguaProcessGroup, an int, 'node', a "
+            f"list of lists of ranks, a 1-D DeviceMesh or a Communicator, got {got}"
         )
     check_description(process_group)
 
@@ -75,12 +79,16 @@ def resolve_communicator(process_group: object = None) -> Communicator:
 
     Args:
         process_group: None for the default group of the job, or of no job: then each process is alone. Otherwise a
-            :class:`torch.distributed.ProcessGroup`, a description as :func:`sync_group` takes it, a
-            :class:`Communicator`, or the :class:`RankGroup` that a layer holds after it was copied or loaded.
+            :class:`torch.distributed.ProcessGroup`, a ``BaguaProcessGroup``, a description as :func:`sync_group` takes
+            it, a :class:`Communicator`, or the :class:`RankGroup` that a layer holds after it was copied or loaded.
+            In a Bagua job all of them but the Communicator lead to Bagua's communicator among their ranks.
 
     Raises:
-        TypeError, ValueError: as :func:`check_process_group`.
+        TypeError, ValueError, RuntimeError: as :func:`check_process_group`.
     """
+    ranks = _ranks_in_bagua_job(process_group) if bagua.is_initialized() else None
+    if ranks is not None:
+        return LOCAL if len(ranks) == 1 else bagua.communicator_among(ranks)
     if process_group is None:
         group = _torch.default_group()
     elif isinstance(process_group, RankGroup):
@@ -94,3 +102,16 @@ def resolve_communicator(process_group: object = None) -> Communicator:
         assert isinstance(process_group, Communicator)
         return process_group
     return LOCAL if group is None or group.size() == 1 else TorchCommunicator(group)
+
+
+def _ranks_in_bagua_job(process_group: Any) -> Sequence[int] | None:
+    """The ranks of the job that ``process_group`` stands for; None for what has its own way to them, or is no group."""
+    if process_group is None:
+        process_group = bagua.default_group()
+    if isinstance(process_group, RankGroup) or bagua.is_process_group(process_group):
+        ranks: Sequence[int] = process_group.ranks
+        bagua.check_ranks(ranks)
+        return ranks
+    if is_description(process_group):
+        return dist.get_process_group_ranks(sync_group(process_group))
+    return dist.get_process_group_ranks(process_group) if _torch.is_process_group(process_group) else None

@@ -1,11 +1,79 @@
-"""Bagua: whether it is there, and whether it runs this job.
+"""Ranks of a Bagua job: collectives through Bagua's own communicators, ordered by CUDA events.
 
-In a Bagua job layers talk over torch.distributed's default group, which Bagua initializes along with its own.
+Nothing here imports Bagua before a job of it runs: that needs NCCL.
 """
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# By the ranks that are in it, this process's communicator: ranks that resolve theirs from different objects, one from a
+# group and one from a loaded layer, must meet in the same one.
+_communicators: dict[tuple[int, ...], "BaguaCommunicator"] = {}
+
+
+class BaguaCommunicator:
+    """Collectives of a Bagua group that layers have to themselves, on a CUDA stream of its own.
+
+    The groups of the job carry gradients, which Bagua issues from a thread of its own: two threads with one NCCL
+    communicator have no order that all ranks agree upon. The collectives start after what the caller's stream holds,
+    and what the caller's stream gets next starts after them; the host waits for neither.
+
+    Tensors are of float32 or float64, and on the device of this rank. float64 crosses as the bits of int64,
+    since Bagua carries none, and is added up in rank order where it arrives.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = len(group.ranks)
+        self.rank: int = group.ranks.index(_api().get_rank())
+        self.device = _device()
+        self._engine = group.get_global_communicator()
+        # torch.compile breaks the graph at calls into Bagua. Here rather than as a decorator, which would have every
+        # process import the compiler.
+        self.all_gather = torch.compiler.disable(self._all_gather)
+        self.all_reduce = torch.compiler.disable(self._all_reduce)
+
+    def _all_gather(self, packed: Tensor) -> Tensor:
+        packed = self._checked(packed)
+        bits = packed.view(torch.int64) if packed.dtype == torch.float64 else packed
+        gathered = bits.new_empty(self.size * bits.numel())
+        with self._ordered(bits, gathered):
+            self._engine.allgather(_backend_tensor(bits), _backend_tensor(gathered))
+        return gathered.view(packed.dtype).view(self.size, -1)
+
+    def _all_reduce(self, packed: Tensor) -> Tensor:
+        if packed.dtype == torch.float64:
+            return self._all_gather(packed).sum(0)
+        packed = self._checked(packed)
+        with self._ordered(packed):
+            self._engine.allreduce_inplace(_backend_tensor(packed), int(_communication().ReduceOp.SUM))
+        return packed
+
+    def _checked(self, packed: Tensor) -> Tensor:
+        """Returns ``packed`` as what Bagua takes it for: of its address and number of elements it makes NCCL's call."""
+        if packed.device != self.device:
+            raise RuntimeError(
+                f"input: expected a tensor on {self.device}, the device of this rank in the Bagua job, "
+                f"got one on {packed.device}"
+            )
+        return packed.contiguous()
+
+    @contextmanager
+    def _ordered(self, *tensors: Tensor) -> Iterator[None]:
+        """Within, the communicator's stream is after the caller's; from then on the caller's is after it."""
+        caller, stream = torch.cuda.current_stream(self.device), self.group.stream
+        stream.wait_stream(caller)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        yield
+        caller.wait_stream(stream)
 
 
 def installed_version() -> str | None:
@@ -16,14 +84,136 @@ def installed_version() -> str | None:
 
 def is_initialized() -> bool:
     """Whether ``bagua.torch_api.init_process_group()`` was called in this process."""
-    communication = sys.modules.get("bagua.torch_api.communication")
+    communication = _communication()
     return communication is not None and communication.is_initialized()
 
 
-def resolve_algorithm(algorithm: Any) -> Any:
-    """Returns Bagua's algorithm object for a name of its registry; an object stays as it is."""
+def default_group() -> Any:
+    """Returns the group of all ranks that Bagua made."""
+    return _communication()._get_default_group()
+
+
+def is_process_group(process_group: object) -> bool:
+    """Whether ``process_group`` is a BaguaProcessGroup.
+
+    Raises:
+        RuntimeError: it is one, and Bagua is not initialized.
+        ValueError: it is one that excludes this rank.
+    """
+    communication = _communication()
+    if communication is None or not isinstance(process_group, communication.BaguaProcessGroup):
+        return False
+    if not is_initialized():
+        raise RuntimeError(
+            "process_group: expected a group of a job that runs, got a BaguaProcessGroup before "
+            "bagua.torch_api.init_process_group()"
+        )
+    check_ranks(process_group.ranks)
+    return True
+
+
+def check_ranks(ranks: Sequence[int]) -> None:
+    """Raises ValueError unless the Bagua job has these ranks, and this one among them."""
+    rank, size = _api().get_rank(), _api().get_world_size()
+    if rank not in ranks or max(ranks) >= size:
+        raise ValueError(
+            f"process_group: expected ranks of this job that include this one, rank {rank} of {size}, got "
+            f"{tuple(ranks)}"
+        )
+
+
+def communicator_among(ranks: Sequence[int]) -> BaguaCommunicator:
+    """Returns the communicator of layers among these ranks, made by its members together at their first use of it.
+
+    Raises:
+        ValueError: this job has no such ranks, or this rank is not among them.
+    """
+    members = tuple(sorted(ranks))
+    communicator = _communicators.get(members)
+    if communicator is None:
+        check_ranks(members)
+        communicator = _communicators[members] = BaguaCommunicator(_make_group(members))
+    return communicator
+
+
+def _make_group(ranks: tuple[int, ...]) -> Any:
+    """What Bagua's ``new_group`` does, under a name of our own.
+
+    That function numbers the groups, and a rank that is not to be a member, and therefore not here, would count
+    differently from then on and wait for its peers forever.
+    """
+    communication = _communication()
+    name = f"bagua_syncbn:{','.join(map(str, ranks))}"
+    # Small and in everybody's way: before gradients and computation.
+    group = communication.BaguaProcessGroup(list(ranks), torch.cuda.Stream(_device(), priority=-1), name)
+    communication._pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    communication._pg_map[name] = group
+    return group
+
+
+def to_bagua_group(process_group: Any) -> Any:
+    """Returns the BaguaProcessGroup for a torch group, which all ranks of the job make together; others as they are.
+
+    Raises:
+        TypeError: ``process_group`` is neither of the two, nor None.
+    """
+    if process_group is None or is_process_group(process_group):
+        return process_group
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group: expected None, a BaguaProcessGroup or a torch.distributed.ProcessGroup in a Bagua job, "
+            f"got {type(process_group).__name__}"
+        )
+    return _communication().from_torch_group(process_group)
+
+
+def broadcast(tensor: Tensor, group: Any) -> Tensor:
+    """Returns the uint8 ``tensor`` of the group's first rank, on the device of this one."""
+    tensor = tensor.to(_device())
+    _communication().broadcast(tensor, src=0, comm=group.get_global_communicator())
+    return tensor
+
+
+def resolve_algorithm(algorithm: Any, optimizers: Sequence[Any]) -> Any:
+    """Returns Bagua's algorithm object for a name of its registry; an object stays as it is.
+
+    Raises:
+        ValueError: there is no such name, or it is ``"qadam"`` and ``optimizers`` is not one QAdamOptimizer.
+    """
     if not isinstance(algorithm, str):
         return algorithm
-    from bagua.torch_api.algorithms import Algorithm
+    from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
+    from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
-    return Algorithm.init(algorithm)
+    names = list(GlobalAlgorithmRegistry.keys())
+    if algorithm not in names:
+        raise ValueError(f"algorithm: expected one of {', '.join(names)}, got {algorithm!r}")
+    if algorithm != "qadam":
+        return Algorithm.init(algorithm)
+    if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
+        got = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise ValueError(f"optimizers: expected one QAdamOptimizer, which the algorithm {algorithm!r} needs, got {got}")
+    return Algorithm.init(algorithm, q_adam_optimizer=optimizers[0])
+
+
+def _communication() -> Any:
+    return sys.modules.get("bagua.torch_api.communication")
+
+
+def _api() -> Any:
+    return sys.modules["bagua.torch_api.env"]
+
+
+def _device() -> torch.device:
+    """The one that Bagua gives its communicators."""
+    return torch.device("cuda", _api().get_local_rank())
+
+
+def _backend_tensor(tensor: Tensor) -> Any:
+    """Returns Bagua's handle of ``tensor``, which keeps a view of it alive."""
+    view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
+    handle = view.bagua_backend_tensor()
+    # The view holds the handle and the handle, in Rust, the view: no garbage collector finds that, and every tensor
+    # that was ever sent would stay.
+    del view._bagua_backend_tensor
+    return handle

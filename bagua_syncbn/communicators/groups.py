@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from . import bagua
 from .torch import RankGroup, default_group, describe_process_group, is_alive, is_process_group
 
 NODE = "node"
@@ -81,6 +82,8 @@ def describe_group(process_group: Any) -> Any:
 
     A mesh holds process groups, which cannot travel, so of it remain the ranks too.
     """
+    if bagua.is_process_group(process_group):
+        return None if process_group is bagua.default_group() else RankGroup(tuple(process_group.ranks))
     if is_process_group(process_group):
         return describe_process_group(process_group)
     if _is_mesh(process_group):

@@ -1,0 +1,21 @@
+"""Against the Bagua that is installed; where there is none, nothing here is collected."""
+
+from importlib.metadata import packages_distributions
+
+import pytest
+import torch
+
+if "bagua" not in packages_distributions():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Ranks of a Bagua job on this machine, with its native edge replaced: see :mod:`native`."""
+    from native import join_job
+    from workers import WorkerPool
+
+    torch.set_num_threads(1)  # the ranks need the cores
+    workers = WorkerPool(join_job)
+    yield workers
+    workers.close()

@@ -1,0 +1,31 @@
+"""A script for Bagua's launcher: a Bagua job on the host, by the launcher's own environment variables."""
+
+import torch
+import torch.distributed as dist
+from native import install
+from torch import nn
+
+import bagua_syncbn
+
+
+def main():
+    dist.init_process_group("gloo")
+    install()
+    import bagua.torch_api as bagua
+
+    bagua.init_process_group()
+    rank = bagua.get_rank()
+    torch.manual_seed(0)
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = bagua_syncbn.with_bagua(model, [optimizer], "gradient_allreduce")
+    batch = torch.randn(8, 4).chunk(bagua.get_world_size())[rank]
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+    print(f"rank {rank}: {model[0].weight.sum().item():.6f} {model[1].running_var.sum().item():.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The blocks of the documentation that need Bagua, each as a script of its own on two ranks."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from test_docs import NEEDS_BAGUA, PAGES, read_blocks
+
+
+def blocks():
+    return [block for page in PAGES for block in read_blocks(page) if block.marker == NEEDS_BAGUA]
+
+
+def run_blocks(directory):
+    import bagua.torch_api
+    from native import reset
+
+    os.chdir(directory)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device = lambda device: None
+    initialize = bagua.torch_api.communication.init_process_group
+    for number, block in enumerate(blocks()):
+        reset()
+        store = dist.FileStore(f"{directory}/store{number}", size)
+        bagua.torch_api.init_process_group = lambda store=store: initialize(store, rank, size, size)
+        exec(block.code, {"__name__": "__main__"})
+    return [block.name for block in blocks()]
+
+
+def test_scripts_for_bagua(pool, tmp_path):
+    done = pool.run(run_blocks, 2, str(tmp_path))
+    pool.close()  # its job is the last script's
+    assert done[0] == done[1] == [block.name for block in blocks()]
+    assert len(done[0]) >= 4

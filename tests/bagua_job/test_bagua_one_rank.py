@@ -1,0 +1,173 @@
+"""One rank that communicates all the same: over NCCL where there is a GPU, over the stand-ins where there is none.
+
+``pytest -m gpu`` runs the first form. What the tests do is the same in both, so that none of it is run for the first
+time on a GPU; not run on one yet.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
+from streams import Watch, timeline
+from tolerances import assert_close
+from torch import nn
+
+import bagua_syncbn
+from bagua_syncbn.communicators import LOCAL, bagua, resolve_communicator
+
+ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
+
+
+@pytest.fixture(scope="module", params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def one_rank(request):
+    """Runs a function on the one rank of a Bagua job."""
+    from native import join_job, join_job_on_a_gpu
+    from workers import WorkerPool
+
+    workers = WorkerPool(join_job if request.param == "host" else join_job_on_a_gpu)
+    device = "cpu" if request.param == "host" else "cuda"
+    yield lambda function, *args: workers.run(function, 1, device, *args)[0]
+    workers.close()
+
+
+class Forced:
+    """The communicator of one rank, for layers that believe there are two."""
+
+    size, rank = 2, 0
+
+    def __init__(self):
+        communicator = bagua.communicator_among((0,))
+        self.all_gather, self.all_reduce = communicator.all_gather, communicator.all_reduce
+
+
+def exchange(device):
+    assert resolve_communicator() is LOCAL
+    communicator = bagua.communicator_among((0,))
+    for dtype, bits in ((torch.float64, torch.int64), (torch.float32, torch.int32)):
+        sent = torch.tensor([1, 0x7FC00123, 2**24 + 1, -(2**31)], dtype=bits, device=device).view(dtype)
+        gathered = communicator.all_gather(sent)
+        assert gathered.shape == (1, 4)
+        assert torch.equal(gathered[0].view(bits), sent.view(bits))
+        total = communicator.all_reduce(torch.arange(5, dtype=dtype, device=device))
+        assert total.tolist() == [0, 1, 2, 3, 4]
+        assert total.dtype == dtype
+
+
+def test_exchange(one_rank):
+    one_rank(exchange)
+
+
+def train_layer(device, dtype):
+    torch.manual_seed(0)
+    layer = bagua_syncbn.SyncBatchNorm2d(8, process_group=Forced()).to(device)
+    reference = nn.BatchNorm2d(8, dtype=torch.float64)
+    for _ in range(3):
+        input, grad_output = torch.randn(2, 6, 8, 5, 5).to(dtype)
+        wide = input.double().requires_grad_()
+        reference.zero_grad()
+        expected = reference(wide)
+        expected.backward(grad_output.double())
+        layer.zero_grad()
+        input = input.to(device).requires_grad_()
+        output = layer(input)
+        output.backward(grad_output.to(device))
+        assert output.dtype == dtype
+        assert_close(output.detach().cpu(), expected.detach(), "output")
+        assert_close(input.grad.cpu(), wide.grad, "input.grad")
+        for parameter, wanted in zip(layer.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.double().cpu(), wanted.grad, rtol=1e-4, atol=1e-3)
+    assert_close(layer.running_mean.cpu(), reference.running_mean, "running_mean", roundings=4)
+    assert_close(layer.running_var.cpu(), reference.running_var, "running_var", roundings=4)
+    assert layer.num_batches_tracked.item() == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_layer_equals_batch_norm(one_rank, dtype):
+    one_rank(train_layer, dtype)
+
+
+def make_model(device):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4), nn.BatchNorm1d(4)
+    return nn.Sequential(*layers).to(device)
+
+
+def train_model(device, algorithm, own_method):
+    model, local = make_model(device), make_model(device)
+    bagua_syncbn.convert_sync_batchnorm(model, Forced())
+    options = {"async": {"sync_interval_ms": 1}}.get(algorithm, {})
+    if algorithm == "qadam":
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+        options = {"q_adam_optimizer": optimizer}
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if own_method:
+        model.with_bagua([optimizer], Algorithm.init(algorithm, **options))
+    else:
+        bagua_syncbn.with_bagua(model, [optimizer], Algorithm.init(algorithm, **options))
+    local_optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(5):
+        input, target = torch.randn(6, 3, 6, 6, generator=generator), torch.randn(6, 4, generator=generator)
+        for net, its in ((model, optimizer), (local, local_optimizer)):
+            its.zero_grad()
+            loss = F.mse_loss(net(input.to(device)), target.to(device))
+            loss.backward()
+            its.step()
+            assert loss.isfinite()
+        if step == 0:  # before the algorithms go ways of their own
+            torch.testing.assert_close(model[1].running_var, local[1].running_var)
+            torch.testing.assert_close(model[5].running_mean, local[5].running_mean)
+    if algorithm == "async":
+        model.bagua_algorithm.abort(model)
+    assert model[1].num_batches_tracked.item() == 5
+    if algorithm == "gradient_allreduce":  # the gradients of one rank
+        for name, value in local.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("own_method", [True, False], ids=["model.with_bagua", "bagua_syncbn.with_bagua"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_inside_with_bagua(one_rank, algorithm, own_method):
+    one_rank(train_model, algorithm, own_method)
+
+
+def watch_layer(device):
+    layer = bagua_syncbn.SyncBatchNorm2d(8, process_group=Forced()).to(device)
+    input = torch.randn(6, 8, 5, 5, device=device, requires_grad=True)
+    grad_output = torch.randn(6, 8, 5, 5, device=device)
+    layer(input).backward(grad_output)
+    if device == "cpu":
+        timeline.clear()
+        with Watch():
+            layer(input).backward(grad_output)
+        assert [what for what, *_ in timeline.collectives] == ["allgather", "allreduce"]
+        assert timeline.host_waits == timeline.races == []
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(input).backward(grad_output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_wait_of_the_host(one_rank):
+    one_rank(watch_layer)
+
+
+def send_until_memory_is_known(device):
+    """Bagua's tensors hold each other for good unless they are parted."""
+    communicator = bagua.communicator_among((0,))
+    levels = []
+    for _ in range(3):
+        for _ in range(50):
+            communicator.all_gather(torch.ones(2**18, device=device))
+        torch.cuda.synchronize()
+        levels.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
+    assert levels[0] == levels[2]
+
+
+def test_memory_does_not_grow(one_rank):
+    one_rank(send_until_memory_is_known)
