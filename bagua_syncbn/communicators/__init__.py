@@ -86,6 +86,8 @@ def resolve_communicator(process_group: object = None) -> Communicator:
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`check_process_group`.
     """
+    if isinstance(process_group, (LocalCommunicator, TorchCommunicator, bagua.BaguaCommunicator)):
+        return process_group
     ranks = _ranks_in_bagua_job(process_group) if bagua.is_initialized() else None
     if ranks is not None:
         return LOCAL if len(ranks) == 1 else bagua.communicator_among(ranks)
