@@ -92,9 +92,9 @@ def sync_batch_norm(
 
     if momentum is None and running_mean is not None and num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    step = (input, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
+    options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
     if isinstance(process_group, Replica):
-        return replicated_batch_norm(*step, process_group)
+        return replicated_batch_norm(input, weight, bias, options, process_group)
     communicator = resolve_communicator(process_group)
     if communicator.size == 1:
         if input.numel() == input.size(1) > 0:
@@ -104,8 +104,8 @@ def sync_batch_norm(
         if eps_mode == "plus" and momentum is not None and _suits_torch(input, tensors.values()):
             return _batch_norm_alone(input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked)
     if is_transforming():
-        return differentiable_batch_norm(*step, communicator)
-    return synchronized_batch_norm(*step, communicator, layer)
+        return differentiable_batch_norm(input, weight, bias, options, communicator)
+    return synchronized_batch_norm(input, weight, bias, options, communicator, layer)
 
 
 def check_dimensions(input: Tensor) -> None:

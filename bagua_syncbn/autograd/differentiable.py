@@ -23,12 +23,7 @@ def differentiable_batch_norm(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    eps_mode: str,
+    options: ops.MergeOptions,
     communicator: Communicator,
     moments: ops.Moments | None = None,
 ) -> Tensor:
@@ -37,8 +32,7 @@ def differentiable_batch_norm(
     Where they are given there is no communication, and no buffer changes.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
-    buffers = (running_mean, running_var, num_batches_tracked)
-    mean, invstd, _, _ = _Moments.apply(wide, *buffers, momentum, eps, eps_mode, communicator, moments)
+    mean, invstd, _, _ = _Moments.apply(wide, options, communicator, moments)
     output = (wide - _per_channel(mean, wide)) * _per_channel(invstd, wide)
     if weight is not None:
         output = output * _per_channel(weight.to(wide.dtype), wide)
@@ -62,9 +56,8 @@ def differentiable_backward(
     # A view, so that autograd ends at this use of the weight: the input may depend on it too.
     weight_view = None if weight is None else weight.view_as(weight)
     bias = torch.zeros_like(moments.mean, requires_grad=True)  # of which nothing depends on the value
-    output = differentiable_batch_norm(
-        input, weight_view, bias, None, None, None, None, 0.0, "plus", communicator, moments
-    )
+    unused = ops.MergeOptions(None, None, None, None, 0.0, "plus")
+    output = differentiable_batch_norm(input, weight_view, bias, unused, communicator, moments)
     tensors = (input, weight_view, bias)
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
     grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
@@ -90,19 +83,12 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(
         input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
-        eps_mode: str,
+        options: ops.MergeOptions,
         communicator: Communicator,
         moments: ops.Moments | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if moments is None:
-            gathered = communicator.all_gather(ops.batch_norm_stats(input))
-            buffers = (running_mean, running_var, num_batches_tracked)
-            moments = ops.merge_stats(gathered, *buffers, momentum, eps, eps_mode)
+            moments = ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)
         clamped = torch.zeros_like(moments.mean, dtype=torch.bool) if moments.clamped is None else moments.clamped
         # Clones, because a function must not return tensors that are kept elsewhere.
         return moments.mean.clone(), moments.invstd.clone(), moments.total_count.clone(), clamped.clone()
@@ -112,7 +98,7 @@ class _Moments(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_backward(inputs[0], *output)
         ctx.save_for_forward(inputs[0], *output)
-        ctx.communicator = inputs[7]
+        ctx.communicator = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -122,7 +108,7 @@ class _Moments(torch.autograd.Function):
         slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
         centered = input - _per_channel(mean, input)
         grad_input = (_per_channel(grad_mean, input) + centered * _per_channel(slope, input)) / count
-        return grad_input, *[None] * 8
+        return grad_input, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:

@@ -30,12 +30,7 @@ def replicated_batch_norm(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    eps_mode: str,
+    options: ops.MergeOptions,
     replica: Replica,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` in a replica. Only replica 0 updates its buffers."""
@@ -43,9 +38,7 @@ def replicated_batch_norm(
     def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
         # Replica 0 may run without gradients where another does not.
         with torch.set_grad_enabled(any(packed.requires_grad for packed in statistics)):
-            count, *moments = _Merge.apply(
-                running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, *statistics
-            )
+            count, *moments = _Merge.apply(options, *statistics)
         return [(own, count) for own in moments]
 
     totals = _Totals()
@@ -89,18 +82,11 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
-        eps_mode: str,
+        options: ops.MergeOptions,
         *statistics: Tensor,
     ) -> tuple[Tensor, ...]:
         """Returns the count, and the moments ``[mean (C) | invstd (C)]`` once for each replica."""
-        mean, invstd, count, ctx.clamped = ops.merge_stats(
-            torch.stack(statistics), running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode
-        )
+        mean, invstd, count, ctx.clamped = ops.merge_stats(torch.stack(statistics), options)
         ctx.mark_non_differentiable(count)
         return count, *(torch.cat([mean, invstd]) for _ in statistics)
 
@@ -110,7 +96,7 @@ class _Merge(torch.autograd.Function):
         # In the order of replicas, so that the bits do not depend on which device is ready first.
         total = ops.clear_clamped(torch.stack(sums).sum(0), ctx.clamped)
         total = F.pad(total, (0, 2))  # of the size of statistics, whose last two values are the count
-        return *[None] * 6, *[total] * len(sums)
+        return None, *[total] * len(sums)
 
 
 class _Normalize(torch.autograd.Function):

@@ -16,40 +16,46 @@ def synchronized_batch_norm(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    eps_mode: str,
+    options: ops.MergeOptions,
     communicator: Communicator,
     layer: nn.Module | None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
+    forward: Forward | None = None
+    if torch.compiler.is_compiling():
+        moments = _moments_in_graph(input, options, communicator)
+    else:
+        forward = _forward_pass(input, options, communicator, layer)
+        moments = forward.moments
+    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator, forward)
+    if forward is not None and not output.requires_grad:
+        forwards_of(layer).hold(forward)
+    return output
 
-    def synchronize(stats: Tensor) -> ops.Moments:
-        gathered = communicator.all_gather(stats)
-        return ops.merge_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
 
-    if torch.compiler.is_compiling():  # which plans by itself what to repeat in backward
-        gathered = communicator.all_gather(ops.batch_norm_stats(input.detach()))
-        # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
-        moments = ops.merge_stats(gathered, None, None, None, None, eps, eps_mode)
-        if running_mean is not None:
-            ops.merge_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
-        traced: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator, None)
-        return traced
+def _forward_pass(
+    input: Tensor, options: ops.MergeOptions, communicator: Communicator, layer: nn.Module | None
+) -> Forward:
+    """Returns the statistics of ``input`` with the moments of all ranks: gathered now, or before if this repeats it."""
     forwards = forwards_of(layer)
     with torch.no_grad(), unseen_by_selective_checkpointing():
         stats = ops.batch_norm_stats(input)
-        forward = forwards.recall(stats, eps, eps_mode)
+        forward = forwards.recall(stats, options.eps, options.eps_mode)
         if forward is None:
-            forward = Forward(stats, eps, eps_mode, synchronize(stats))
+            gathered = communicator.all_gather(stats)
+            forward = Forward(stats, options.eps, options.eps_mode, ops.merge_stats(gathered, options))
             forwards.remember(forward)
-    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *forward.moments, communicator, forward)
-    if not output.requires_grad:
-        forwards.hold(forward)
-    return output
+    return forward
+
+
+def _moments_in_graph(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.Moments:
+    """What torch.compile traces. It plans by itself what to repeat in backward."""
+    gathered = communicator.all_gather(ops.batch_norm_stats(input.detach()))
+    # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
+    moments = ops.merge_stats(gathered, ops.MergeOptions(None, None, None, None, options.eps, options.eps_mode))
+    if options.running_mean is not None:
+        ops.merge_stats(gathered, options)
+    return moments
 
 
 class _SyncBatchNorm(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import torch
 
 from . import fake, reference
-from .eps_mode import EPS_MODES, Moments, clear_clamped, merge_stats
+from .eps_mode import EPS_MODES, MergeOptions, Moments, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .schemas import accumulate_dtype
 
@@ -16,6 +16,7 @@ batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.def
 __all__ = [
     "EPS_MODES",
     "KERNELS",
+    "MergeOptions",
     "Moments",
     "accumulate_dtype",
     "batch_norm_backward_elemt",

@@ -17,6 +17,17 @@ EPS_MODES = ("plus", "clamp")
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
+class MergeOptions(NamedTuple):
+    """How the statistics of all ranks become moments, and the buffers that they update."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+    eps: float
+    eps_mode: str
+
+
 class Moments(NamedTuple):
     """What the merge of all ranks' statistics gives."""
 
@@ -26,21 +37,13 @@ class Moments(NamedTuple):
     clamped: Tensor | None  # (C), bool: where eps replaces the variance; None for "plus"
 
 
-def merge_stats(
-    gathered: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    eps_mode: str,
-) -> Moments:
+def merge_stats(gathered: Tensor, options: MergeOptions) -> Moments:
     """Calls ``batch_norm_gather_stats``, and makes of what it returns that of ``eps_mode``."""
-    buffers = (running_mean, running_var, num_batches_tracked)
+    *arguments, eps, eps_mode = options
     if eps_mode == "plus":
-        mean, invstd, count = _gather_stats(gathered, *buffers, momentum, eps)
+        mean, invstd, count = _gather_stats(gathered, *arguments, eps)
         return Moments(mean, invstd, count, None)
-    mean, invstd, count = _gather_stats(gathered, *buffers, momentum, 0.0)
+    mean, invstd, count = _gather_stats(gathered, *arguments, 0.0)
     limit = eps**-0.5 if eps else math.inf
     return Moments(mean, invstd.clamp(max=limit), count, invstd > limit)
 
