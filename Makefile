@@ -23,7 +23,10 @@ NATIVE := $(shell find csrc -type f)
 EMULATOR := $(shell find tests/emulator -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
-.PHONY: help demo test bench bench-quick bench-results bench-docs sanitize wheel test-wheel bagua-env demo-bagua \
+# For `make gpu`: one that has a CUDA build of torch, setuptools and pytest; nothing is installed.
+GPU_PYTHON ?= python3
+
+.PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel bagua-env demo-bagua \
 	test-bagua lint format docs clean
 
 help:
@@ -32,6 +35,7 @@ help:
 	@echo 'make bench   what synchronization costs here, and what others would: tables, results.json, charts; build/bench/'
 	@echo 'make bench-quick     the same as a first impression, in two minutes'
 	@echo 'make bench-results   measures what docs/benchmarks.md shows, on a quiet machine; make bench-docs only writes it'
+	@echo 'make gpu     on a machine with an NVIDIA GPU: build, test, check and measure the CUDA kernels: build/gpu/'
 	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
 	@echo 'make demo-bagua  the same training script under the launcher of Bagua; make test-bagua tests on Bagua without a GPU'
@@ -85,6 +89,10 @@ bench-results: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
 
 bench-docs: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md --charts docs/charts
+
+# No environment is made: a machine with a GPU may have no network. Says what is missing.
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu/prove.py --output "$${OUT:-build/gpu}" $(ARGS)
 
 # One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
 wheel: dist/checked

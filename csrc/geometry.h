@@ -31,8 +31,6 @@ struct Laid {
 
 // Returns `input` (N, C, *), copied if it is in neither layout.
 inline Laid lay_out(const Tensor& input) {
-  const bool valid = input.dim() >= 2;
-  check(valid, "input", "at least 2 dimensions, (N, C, *)", input.dim());
   const int64_t batch = input.size(0), channels = input.size(1);
   int64_t inner = 1;
   for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
@@ -56,14 +54,6 @@ inline Tensor with_strides_of(const Tensor& result, const Laid& laid, const Tens
   Tensor output = torch::stable::empty_like(input);
   torch::stable::copy_(output, result);
   return output;
-}
-
-inline void check_same_input(const Tensor& grad_output, const Tensor& input) {
-  bool same = grad_output.dim() == input.dim();
-  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = grad_output.size(dim) == input.size(dim);
-  check(same, "grad_output", "the sizes of input", "others");
-  check(grad_output.scalar_type() == input.scalar_type(), "grad_output", "the dtype of input",
-        torch::headeronly::toString(grad_output.scalar_type()));
 }
 
 }  // namespace bagua_syncbn

@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define BAGUA_SYNCBN_HOST_DEVICE __host__ __device__
-#else
-#define BAGUA_SYNCBN_HOST_DEVICE
-#endif
+#include "host_device.h"
 
 namespace bagua_syncbn {
 

@@ -69,6 +69,34 @@ def link(directory: Path, objects: list[Path]) -> Path:
     return program
 
 
+def build_library(directory: Path, headers: Path) -> Path:
+    """Builds a library of the CUDA ops as torch calls them, register.cpp and all, for CPU tensors.
+
+    Only what asks for a device and a stream is replaced, by ``emulator/context.cpp``. Not under sanitizers, which would
+    have to be loaded before Python.
+    """
+    cuda, emulator = ROOT / "csrc" / "cuda", ROOT / "tests" / "emulator"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR"]
+    stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
+    plain = [f"-I{emulator}", f"-I{cuda}", "-isystem", str(headers), "-include", str(emulator / "emulator.h")]
+    sources = {cuda / f"{name}.cu": plain for name in SOURCES}
+    sources[emulator / "emulator.cpp"] = plain
+    sources |= dict.fromkeys((cuda / "register.cpp", cuda / "workspace.cpp", emulator / "context.cpp"), stable)
+
+    def compile(source: Path) -> str:
+        target = directory / f"{source.name}.o"
+        command = ["g++", *flags, *sources[source], "-x", "c++", "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile, sources))
+    library = directory / "emulated.so"
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lpthread"]
+    subprocess.run(["g++", "-shared", *objects, *libraries, "-o", str(library)], check=True)
+    return library
+
+
 class EmulationError(AssertionError):
     """A thread did what it must not, or a sanitizer ended the program."""
 

@@ -226,6 +226,15 @@ def test_the_emulator_sees_one_value_too_many(emulated):
         emulated._call(header, [], [(input, 0), (torch.zeros(8), 0), NO_BUFFER])
 
 
+@pytest.mark.parametrize("sizes", [(1, 2000, 2**31), (2**31, 2000, 8)], ids=["values", "samples"])
+def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
+    """No card has the memory for them. Nothing is read: the buffers hold less than is said here."""
+    header = emulated._header(0, torch.ones(2, 3, 8))
+    header[3:6] = sizes
+    with pytest.raises(EmulationError, match="more than 2\\^30 values or samples"):
+        emulated._call(header, [], [(torch.ones(8), 0), (torch.zeros(8), 0), NO_BUFFER])
+
+
 # What breaks a kernel, in which it shows, and the error if one is certain.
 PLANTED = {
     "no barrier between warps": (
@@ -266,8 +275,8 @@ PLANTED = {
     "one value of a row too many": (
         "elemt",
         "walk.cuh",
-        "min(rest, static_cast<int64_t>(W))",
-        "min(rest + 1, static_cast<int64_t>(W))",
+        "min(row_end_ - begin, W)",
+        "min(row_end_ - begin + 1, W)",
         None,
     ),
     "one row too many": (

@@ -12,6 +12,7 @@ import torch
 from cases import laid_out
 from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
+from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
 import bagua_syncbn
 from bagua_syncbn import ops
@@ -295,46 +296,9 @@ def test_small_inputs_are_left_to_torch(shape, layout):
     assert "bagua_syncbn::batch_norm_stats" not in names
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x, c: ops.batch_norm_stats(x[0, 0]), "input: expected at least 2 dimensions"),
-        (lambda x, c: ops.batch_norm_stats(x.int()), "input: expected float16, bfloat16, float32 or float64, got Int"),
-        (
-            lambda x, c: ops.batch_norm_elemt(x, c[1:], None, c, c),
-            "weight: expected one element for each channel, got 2",
-        ),
-        (lambda x, c: ops.batch_norm_elemt(x, c.int(), None, c, c), "weight: expected float16, .* got Int"),
-        (lambda x, c: ops.batch_norm_elemt(x, None, c[1:], c, c), "bias: expected one element"),
-        (lambda x, c: ops.batch_norm_elemt(x, None, None, c[1:], c), "mean: expected one element"),
-        (lambda x, c: ops.batch_norm_elemt(x, None, None, c, c[1:]), "invstd: expected one element"),
-        (lambda x, c: ops.batch_norm_backward_reduce(x[1:], x, c, c, c), "grad_output: expected the sizes of input"),
-        (lambda x, c: ops.batch_norm_backward_reduce(x.half(), x, c, c, c), "grad_output: expected the dtype of input"),
-        (
-            lambda x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c, torch.tensor(4)),
-            "sums: expected one element for each channel",
-        ),
-        (
-            lambda x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, torch.ones(6), torch.tensor(4.0)),
-            "count: expected an int64 scalar",
-        ),
-        (
-            lambda x, c: ops.batch_norm_gather_stats(c, c, c, None, 0.1, 1e-5),
-            r"gathered: expected \(ranks, 2 \* channels",
-        ),
-        (
-            lambda x, c: ops.batch_norm_gather_stats(torch.ones(2, 8), c[1:], c, None, 0.1, 1e-5),
-            "running_mean: expected one element for each channel, got 2",
-        ),
-        (
-            lambda x, c: ops.batch_norm_gather_stats(torch.ones(2, 8), c, c, c, 0.1, 1e-5),
-            "num_batches_tracked: expected an int64 scalar",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
 def test_arguments_are_checked(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call(torch.randn(2, 3, 4), torch.ones(3))
+    check_refused(ops, call, message)
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ class _SyncBatchNorm(torch.autograd.Function):
                 grad_output, input, weight, ops.Moments(*moments), ctx.communicator, needs_grad
             )
             return *grads, *[None] * 6
+        grad_output = _laid_out_as(input, grad_output)
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
         grad_input = None
         # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
@@ -90,3 +91,13 @@ class _SyncBatchNorm(torch.autograd.Function):
             sums = ops.clear_clamped(ctx.communicator.all_reduce(sums), clamped)
             grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
         return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 6
+
+
+def _laid_out_as(input: Tensor, grad_output: Tensor) -> Tensor:
+    """Returns ``grad_output`` in the memory format of ``input``, so that no two ops make the same copy."""
+    if grad_output.stride() == input.stride():
+        return grad_output
+    strides = zip(input.size(), input.stride(), grad_output.stride(), strict=True)
+    if all(size == 1 or expected == stride for size, expected, stride in strides):
+        return grad_output
+    return torch.empty_like(input).copy_(grad_output)

@@ -1,5 +1,6 @@
 // batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks.
 
+#include "../checks.h"
 #include "../geometry.h"
 #include "channels.h"
 #include "work.h"
@@ -8,9 +9,7 @@ namespace bagua_syncbn::cpu {
 
 Tensor batch_norm_backward_elemt(Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor mean,
                                  Tensor invstd, Tensor sums, Tensor count) {
-  check_same_input(grad_output, input);
-  const bool counts = count.scalar_type() == ScalarType::Long && count.numel() == 1 && count.is_cpu();
-  check(counts, "count", "an int64 scalar on cpu", "another tensor");
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -19,10 +18,10 @@ Tensor batch_norm_backward_elemt(Tensor grad_output, Tensor input, std::optional
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const std::vector<A> means = read_channels<A>(mean, g.channels, "mean");
-    const std::vector<A> weights = read_channels<A>(weight, g.channels, "weight", A(1));
-    const std::vector<double> totals = read_channels<double>(sums, 2 * g.channels, "sums");
-    std::vector<A> scales = read_channels<A>(invstd, g.channels, "invstd");
+    const std::vector<A> means = read_channels<A>(mean);
+    const std::vector<A> weights = read_channels<A>(weight, g.channels, A(1));
+    const std::vector<double> totals = read_channels<double>(sums);
+    std::vector<A> scales = read_channels<A>(invstd);
     std::vector<A> mean_dy(g.channels), projections(g.channels);
     const double inverse = 1.0 / *static_cast<const int64_t*>(count.const_data_ptr());
     for (int64_t c = 0; c < g.channels; ++c) {

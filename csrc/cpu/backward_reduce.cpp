@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "../checks.h"
 #include "../geometry.h"
 #include "channels.h"
 #include "work.h"
@@ -60,7 +61,7 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean,
                                                               Tensor invstd, std::optional<Tensor> weight) {
-  check_same_input(grad_output, input);
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -72,8 +73,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const std::vector<A> means = read_channels<A>(mean, g.channels, "mean");
-    std::vector<A> weight_grads = read_channels<A>(invstd, g.channels, "invstd");
+    const std::vector<A> means = read_channels<A>(mean);
+    std::vector<A> weight_grads = read_channels<A>(invstd);
     std::vector<double> totals(width);
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());

@@ -24,24 +24,23 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Returns the `channels` values of `tensor`, converted.
+// Returns the values of `tensor`, converted.
 template <typename A>
-std::vector<A> read_channels(const Tensor& tensor, int64_t channels, const char* name) {
-  check(tensor.numel() == channels, name, "one element for each channel", tensor.numel());
-  check(tensor.is_cpu(), name, "it on cpu, where input is", "another device");
-  std::vector<A> values(channels);
+std::vector<A> read_channels(const Tensor& tensor) {
+  std::vector<A> values(tensor.numel());
   const Tensor source = dense(tensor);
-  dispatch_floating(tensor.scalar_type(), name, [&](auto tag) {
+  dispatch_floating(tensor.scalar_type(), "tensor", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const T* data = static_cast<const T*>(source.const_data_ptr());
-    for (int64_t c = 0; c < channels; ++c) values[c] = static_cast<A>(data[c]);
+    for (size_t c = 0; c < values.size(); ++c) values[c] = static_cast<A>(data[c]);
   });
   return values;
 }
 
+// Likewise, or `channels` times `otherwise` if there is none.
 template <typename A>
-std::vector<A> read_channels(const std::optional<Tensor>& tensor, int64_t channels, const char* name, A otherwise) {
-  return tensor ? read_channels<A>(*tensor, channels, name) : std::vector<A>(channels, otherwise);
+std::vector<A> read_channels(const std::optional<Tensor>& tensor, int64_t channels, A otherwise) {
+  return tensor ? read_channels<A>(*tensor) : std::vector<A>(channels, otherwise);
 }
 
 // Writes `values`, converted, into `tensor`, in place.

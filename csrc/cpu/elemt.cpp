@@ -1,5 +1,6 @@
 // batch_norm_elemt: y = (x - mean) * invstd * weight + bias.
 
+#include "../checks.h"
 #include "../geometry.h"
 #include "channels.h"
 #include "work.h"
@@ -8,6 +9,7 @@ namespace bagua_syncbn::cpu {
 
 Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean,
                         Tensor invstd) {
+  check_elemt(input, weight, bias, mean, invstd);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   Tensor output = torch::stable::empty_like(laid.tensor);
@@ -15,10 +17,10 @@ Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optiona
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const std::vector<A> means = read_channels<A>(mean, g.channels, "mean");
-    const std::vector<A> shifts = read_channels<A>(bias, g.channels, "bias", A(0));
-    const std::vector<A> weights = read_channels<A>(weight, g.channels, "weight", A(1));
-    std::vector<A> scales = read_channels<A>(invstd, g.channels, "invstd");
+    const std::vector<A> means = read_channels<A>(mean);
+    const std::vector<A> shifts = read_channels<A>(bias, g.channels, A(0));
+    const std::vector<A> weights = read_channels<A>(weight, g.channels, A(1));
+    std::vector<A> scales = read_channels<A>(invstd);
     for (int64_t c = 0; c < g.channels; ++c) scales[c] *= weights[c];
 
     const Affine<A> affine{means.data(), scales.data(), shifts.data(), streams(output, g)};

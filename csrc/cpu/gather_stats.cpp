@@ -3,6 +3,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "../checks.h"
 #include "../packed_stats.h"
 #include "channels.h"
 
@@ -37,8 +38,8 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, double* 
   return total;
 }
 
-void update_running(Tensor running, const std::vector<double>& values, double factor, const char* name) {
-  std::vector<double> updated = read_channels<double>(running, values.size(), name);
+void update_running(Tensor running, const std::vector<double>& values, double factor) {
+  std::vector<double> updated = read_channels<double>(running);
   for (size_t c = 0; c < values.size(); ++c) updated[c] += factor * (values[c] - updated[c]);
   write_channels(running, updated);
 }
@@ -49,24 +50,13 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, std:
                                                            std::optional<Tensor> running_var,
                                                            std::optional<Tensor> num_batches_tracked,
                                                            std::optional<double> momentum, double eps) {
-  const bool packed = gathered.dim() == 2 && gathered.size(1) >= 2 && gathered.size(1) % 2 == 0;
-  check(packed, "gathered", "(ranks, 2 * channels + 2)", gathered.dim());
-  const ScalarType dtype = gathered.scalar_type();
-  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", torch::headeronly::toString(dtype));
-  check(!running_mean || !running_var || momentum || num_batches_tracked, "num_batches_tracked",
-        "a tensor, because momentum is None", "None");
-  if (num_batches_tracked) {
-    const Tensor& counter = *num_batches_tracked;
-    const bool counts = counter.scalar_type() == ScalarType::Long && counter.numel() == 1 && counter.is_cpu();
-    check(counts, "num_batches_tracked", "an int64 scalar on cpu", "another tensor");
-  }
-
+  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum);
   const int64_t channels = packed_channels(gathered.size(1));
   Tensor mean = torch::stable::new_empty(gathered, {&channels, 1});
   Tensor invstd = torch::stable::new_empty(gathered, {&channels, 1});
   Tensor count = torch::stable::new_empty(gathered, {}, ScalarType::Long);
   const Tensor rows = dense(gathered);
-  dispatch_floating(dtype, "gathered", [&](auto tag) {
+  dispatch_floating(gathered.scalar_type(), "gathered", [&](auto tag) {
     using A = Accumulate<typename decltype(tag)::type>;
     std::vector<double> merged_mean(channels), merged_var(channels);
     const A* data = static_cast<const A*>(rows.const_data_ptr());
@@ -84,8 +74,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, std:
     if (!running_mean || !running_var) return;
     const double factor = momentum.value_or(1.0 / std::max<int64_t>(batches, 1));
     for (double& var : merged_var) var *= static_cast<double>(total) / (total - 1);
-    update_running(*running_mean, merged_mean, factor, "running_mean");
-    update_running(*running_var, merged_var, factor, "running_var");
+    update_running(*running_mean, merged_mean, factor);
+    update_running(*running_var, merged_var, factor);
   });
   return {mean, invstd, count};
 }

@@ -1,5 +1,6 @@
 // batch_norm_stats: mean, biased variance and count of each channel, packed.
 
+#include "../checks.h"
 #include "../geometry.h"
 #include "../packed_stats.h"
 #include "channels.h"
@@ -95,6 +96,7 @@ void interleaved_stats(const T* x, const Geometry& g, double* mean, double* m2) 
 }  // namespace
 
 Tensor batch_norm_stats(Tensor input) {
+  check_input(input);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const ScalarType dtype = accumulate_type(input.scalar_type());

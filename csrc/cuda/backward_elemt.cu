@@ -26,7 +26,7 @@ struct Factors {
 
 template <typename A>
 __device__ __forceinline__ A inverse_of(const int64_t* count) {
-  return static_cast<A>(1.0 / static_cast<double>(*count));
+  return A(1) / static_cast<A>(*count);
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
@@ -62,11 +62,9 @@ __global__ void __launch_bounds__(kThreads)
                                GradAffine affine) {
   constexpr int kPairs = kSlots<W> / 2;
   InterleavedWalk<W> walk(plan, true);
-  if (!walk.active) return;
-  const A inverse_count = inverse_of<A>(affine.count);
   Factors<A> factors[W];
-#pragma unroll
-  for (int w = 0; w < W; ++w) factors[w] = Factors<A>(affine, plan.channels, walk.channel + w, inverse_count);
+  share_factors(factors, walk, plan.channels,
+                [&](int64_t c) { return Factors<A>(affine, plan.channels, c, inverse_of<A>(affine.count)); });
   while (!walk.done()) {
     int64_t offsets[kPairs];
     Pack<T, W> grads[kPairs], values[kPairs];
@@ -98,6 +96,7 @@ const char* launch_backward_elemt(const T* dy, const T* x, T* dx, const Geometry
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
+  if (!fits(plan, W)) return kTooLarge;
   return launch(planar_backward_elemt<T, W>, plan.blocks(), block_of(plan), stream, dy, x, dx, plan, misaligned,
                 affine);
 }

@@ -59,8 +59,9 @@ __global__ void __launch_bounds__(kThreads)
   if (thread_index() == 0) write_sums<A>(results, plan.channels, walk.channel, total);
 }
 
+// Room for three blocks on a multiprocessor: with that of four the compiler puts off a load of a float16 batch.
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     interleaved_backward_reduce(const T* dy, const T* x, Interleaved plan, Channels mean, Results results,
                                 double* partials, uint32_t* tickets) {
   constexpr int kPairs = kSlots<W> / 2;
@@ -70,13 +71,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int w = 0; w < W; ++w) centers[w] = walk.active ? read_channel<A>(mean, walk.channel + w) : A(0);
   GradSums<A> sums[W] = {};
   while (!walk.done()) {
-    Pack<T, W> grads[kPairs] = {}, values[kPairs] = {};
+    Pack<T, W> grads[kPairs], values[kPairs];
 #pragma unroll
     for (int u = 0; u < kPairs; ++u) {
       const int64_t offset = walk.next();
-      if (offset < 0) continue;
-      grads[u] = load_pack<W>(dy + offset);
-      values[u] = load_pack<W>(x + offset);
+      grads[u] = load_at<W>(dy, offset);  // zero where there are none, and so adds nothing
+      values[u] = load_at<W>(x, offset);
     }
 #pragma unroll
     for (int w = 0; w < W; ++w) {
@@ -110,6 +110,7 @@ const char* launch_backward_reduce(const T* dy, const T* x, const Geometry& g, C
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kReduction);
+  if (!fits(plan, W)) return kTooLarge;
   const Scratch scratch(workspace, plan.along_batch * plan.along_inner, g.channels);
   return launch(planar_backward_reduce<T, W>, plan.blocks(), block_of(plan), stream, dy, x, plan, misaligned, mean,
                 results, scratch.partials, scratch.tickets);

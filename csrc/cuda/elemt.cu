@@ -1,9 +1,10 @@
 // batch_norm_elemt: y = (x - mean) * invstd * weight + bias.
 //
 // Planar: a block takes a part of a channel, so that the factors are read once by each thread. Interleaved: a block
-// takes a range of rows of a tile of channels, a thread the factors of its W channels. See walk.cuh for both. Blocks go
-// over the tensor from its end: the statistics went over it from its beginning, and what they read last is still
-// cached. The mean is subtracted first: folded into the bias it would cancel where it is large beside the deviation.
+// takes a range of rows of a tile of channels, a thread the factors of its W channels, by way of shared memory. See
+// walk.cuh for both. Blocks go over the tensor from its end: the statistics went over it from its beginning, and what
+// they read last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large
+// beside the deviation.
 
 #include "walk.cuh"
 
@@ -48,10 +49,8 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     interleaved_elemt(const T* __restrict__ x, T* __restrict__ y, Interleaved plan, Affine affine) {
   InterleavedWalk<W> walk(plan, true);
-  if (!walk.active) return;
   Factors<A> factors[W];
-#pragma unroll
-  for (int w = 0; w < W; ++w) factors[w] = Factors<A>(affine, walk.channel + w);
+  share_factors(factors, walk, plan.channels, [&](int64_t c) { return Factors<A>(affine, c); });
   while (!walk.done()) {
     int64_t offsets[kSlots<W>];
     Pack<T, W> packs[kSlots<W>];
@@ -78,6 +77,7 @@ const char* launch_elemt(const T* x, T* y, const Geometry& g, const Affine& affi
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
+  if (!fits(plan, W)) return kTooLarge;
   return launch(planar_elemt<T, W>, plan.blocks(), block_of(plan), stream, x, y, plan, misaligned, affine);
 }
 

@@ -28,6 +28,9 @@ const char* set_device(int32_t device);
 // Whether work on `stream` is being recorded into a graph.
 const char* is_capturing(Stream stream, bool& result);
 
+// A number that no other stream of this program has or will have, unlike the handle of one that was destroyed.
+const char* stream_id(Stream stream, uint64_t& result);
+
 // Memory for reductions that are split over blocks. Called only for those.
 class Workspace {
  public:

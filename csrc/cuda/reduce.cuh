@@ -168,8 +168,7 @@ __device__ bool merge_parts(S& value, double& count, const Planar& plan, const i
 // tile is that of thread t.
 template <int W, typename S, typename A>
 __device__ S reduce_rows(S (&values)[W], A& count) {
-  constexpr int kTile = W == 1 ? kWarp : kLine / 16 * W;
-  __shared__ S rows[kThreads / kWarp][kTile];
+  __shared__ S rows[kThreads / kWarp][kTile<W>];
   __shared__ A counts[kThreads / kWarp];
   const int thread = thread_index(), lane = thread % kWarp, warp = thread / kWarp;
   const int lanes = blockDim.x, warps = blockDim.x * blockDim.y / kWarp;

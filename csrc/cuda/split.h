@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "../host_device.h"
 #include "../layout.h"
 
 namespace bagua_syncbn::cuda {
@@ -21,6 +22,8 @@ constexpr int kBatch = 4;
 // Less than this many batches for each thread of a part is not worth a block.
 constexpr int64_t kBatchesPerPart = 2;
 constexpr int64_t kBlock = 256;  // threads
+// Values of a row and samples that a planar part has at most.
+constexpr int64_t kMostOfPart = int64_t(1) << 30;
 // Bytes of a row that a block of an interleaved kernel takes: a cache line.
 constexpr int64_t kLine = 128;
 
@@ -35,6 +38,18 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
   return power;
 }
 
+// `count` things in `parts` ranges of nearly the same length. Divided by the host: a division takes a thread longer
+// than all else it does before its first load.
+struct Ranges {
+  int64_t length;
+  int64_t longer;  // so many, the first ones, are longer by one
+
+  Ranges(int64_t count, int64_t parts) : length(count / parts), longer(count % parts) {}
+  BAGUA_SYNCBN_HOST_DEVICE int64_t begin_of(int64_t part) const {
+    return part * length + (part < longer ? part : longer);
+  }
+};
+
 // Planar. A row of `inner` values lies in `slots` slots of the kernel's width, which are aligned; the first and the
 // last slot of a row may be cut short by its ends. A part is a range of samples and a range of slots.
 struct Planar {
@@ -44,8 +59,11 @@ struct Planar {
   int64_t slots;
   int64_t along_batch;
   int64_t along_inner;
-  int64_t lanes;  // threads along a row
-  int64_t rows;   // rows at a time
+  int64_t lanes;     // threads along a row
+  int64_t rows;      // rows at a time
+  int64_t step = 0;  // from a row of a thread to its next
+  Ranges samples_of_part{1, 1};
+  Ranges slots_of_part{1, 1};
 
   int64_t blocks() const { return channels * along_batch * along_inner; }
 };
@@ -58,6 +76,7 @@ struct Interleaved {
   int64_t parts;
   int64_t lanes;  // threads along a row
   int64_t rows;   // rows at a time
+  Ranges rows_of_part{1, 1};
 
   int64_t blocks() const { return tiles * parts; }
 };
@@ -88,12 +107,21 @@ inline Planar split_planar(const Geometry& g, int64_t width, bool aligned, Limit
   const int64_t wanted = std::min({limits.blocks / g.channels, limits.parts, worth});
   plan.along_batch = std::clamp<int64_t>(wanted, 1, g.batch);
   plan.along_inner = std::clamp<int64_t>(wanted / plan.along_batch, 1, plan.slots);
+  plan.samples_of_part = {plan.batch, plan.along_batch};
+  plan.slots_of_part = {plan.slots, plan.along_inner};
   const int64_t part_slots = ceil_div(plan.slots, plan.along_inner);
   const int64_t part_rows = ceil_div(g.batch, plan.along_batch);
   const int64_t threads = power_of_two(part_slots * part_rows, 32, kBlock);
   plan.lanes = power_of_two(part_slots, 1, threads);
   plan.rows = threads / plan.lanes;
+  plan.step = plan.rows * g.channels * g.inner;
   return plan;
+}
+
+// Whether a part is so small that a thread can count in 32 bits; all are that fit the memory of a card.
+inline bool fits(const Planar& plan, int64_t width) {
+  const int64_t slots = ceil_div(plan.slots, plan.along_inner), samples = ceil_div(plan.batch, plan.along_batch);
+  return slots * width < kMostOfPart && samples < kMostOfPart;
 }
 
 inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Limits limits) {
@@ -105,6 +133,7 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t v
   plan.rows = threads / plan.lanes;
   const int64_t worth = plan.height / (plan.rows * kBatch * kBatchesPerPart);
   plan.parts = std::max<int64_t>(1, std::min({limits.blocks / plan.tiles, limits.parts, worth}));
+  plan.rows_of_part = {plan.height, plan.parts};
   return plan;
 }
 

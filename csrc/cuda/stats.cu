@@ -43,19 +43,23 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kValues = kHere * W;
   constexpr unsigned kAll = (1u << kValues) - 1;
   PlanarWalk<W> walk(plan, misaligned, false);
-  const A pivot = widen(x[walk.first_value()]);
-  Moments<A> moments{0, 0};
-  A count = 0;
-  while (!walk.done()) {
-    Pack<T, W> packs[kHere];
+  Pack<T, W> packs[kHere];
+  const auto load = [&] {
     unsigned valid = 0;
 #pragma unroll
     for (int u = 0; u < kHere; ++u) {
       const Slot<W> slot = walk.next();
       packs[u] = load_slot(x, slot);
-#pragma unroll
-      for (int j = 0; j < W; ++j) valid |= slot.holds(j) ? 1u << (u * W + j) : 0u;
+      valid |= slot.mask() << (u * W);
     }
+    return valid;
+  };
+  bool more = !walk.done();
+  unsigned valid = load();
+  const A pivot = widen(x[walk.first_value()]);  // waited for together with the first batch
+  Moments<A> moments{0, 0};
+  A count = 0;
+  while (more) {
     A values[kValues];
 #pragma unroll
     for (int i = 0; i < kValues; ++i) values[i] = widen(packs[i / W].values[i % W]) - pivot;
@@ -67,6 +71,8 @@ __global__ void __launch_bounds__(kThreads)
       add_batch(moments, values, valid, added, Shares<A>(count, added));
       count += added;
     }
+    more = !walk.done();
+    valid = load();
   }
   reduce_block(moments, count);
   Moments<double> total{static_cast<double>(pivot) + moments.mean, moments.m2};
@@ -91,14 +97,13 @@ __global__ void __launch_bounds__(kThreads)
   Moments<A> moments[W] = {};
   A count = 0;
   while (!walk.done()) {
-    Pack<T, W> packs[kSlots<W>] = {};
+    Pack<T, W> packs[kSlots<W>];
     unsigned valid = 0;
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {
       const int64_t offset = walk.next();
-      if (offset < 0) continue;
-      packs[u] = load_pack<W>(x + offset);
-      valid |= 1u << u;
+      packs[u] = load_at<W>(x, offset);
+      valid |= offset >= 0 ? 1u << u : 0u;
     }
     constexpr unsigned kAll = (1u << kSlots<W>)-1;
     const A added = static_cast<A>(__popc(valid));
@@ -137,6 +142,7 @@ const char* launch_stats(const T* x, const Geometry& g, Accumulate<T>* packed, W
   }
   const int misaligned = misalignment<T, W>(x);
   const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kReduction);
+  if (!fits(plan, W)) return kTooLarge;
   const Scratch scratch(workspace, plan.along_batch * plan.along_inner, g.channels);
   return launch(planar_stats<T, W>, plan.blocks(), block_of(plan), stream, x, plan, misaligned, packed,
                 scratch.partials, scratch.tickets);

@@ -20,14 +20,43 @@ struct Slot {
 
   __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
   __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
+  // A bit for each value that it holds.
+  __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
 };
 
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot) {
-  if (W > 1 && slot.full()) return load_pack<W>(x + slot.offset);
   Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.values[0] = slot.holds(0) ? x[slot.offset] : narrow<T>(0);
+    return pack;
+  }
+  // Both ways lead to the same four registers. If they met as W values, those of 16 bits would be taken apart as soon
+  // as they are loaded, and so be waited for before the next load.
+  uint4 bits;
+  if (slot.full()) {
+    bits = *reinterpret_cast<const uint4*>(x + slot.offset);
+  } else {
 #pragma unroll
-  for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+    for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+    memcpy(&bits, &pack, sizeof(bits));
+  }
+  memcpy(&pack, &bits, sizeof(bits));
+  return pack;
+}
+
+// The W values at `offset`; zeros if it is negative. As four registers until all loads of a batch are under way,
+// likewise.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> load_at(const T* x, int64_t offset) {
+  Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.values[0] = offset >= 0 ? x[offset] : narrow<T>(0);
+  } else {
+    uint4 bits{0, 0, 0, 0};
+    if (offset >= 0) bits = *reinterpret_cast<const uint4*>(x + offset);
+    memcpy(&pack, &bits, sizeof(bits));
+  }
   return pack;
 }
 
@@ -60,49 +89,53 @@ class PlanarWalk {
     const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     channel = block % static_cast<unsigned>(plan.channels);
     part = block / static_cast<unsigned>(plan.channels);
-    const int64_t b = part / plan.along_inner, i = part % plan.along_inner;
-    const int64_t begin = plan.batch * b / plan.along_batch;
-    slot_begin_ = plan.slots * i / plan.along_inner;
-    slot_end_ = plan.slots * (i + 1) / plan.along_inner;
-    sample_end_ = plan.batch * (b + 1) / plan.along_batch;
-    row_ = (begin * plan.channels + channel) * plan.inner;
-    const int64_t start = row_ + slot_begin_ * W - offset_in_slot(row_);
-    first_value_ = min(max(start, row_), row_ + plan.inner - 1);
-    slot_ = slot_begin_ + threadIdx.x;
-    sample_ = slot_ < slot_end_ ? begin + threadIdx.y : sample_end_;
-    row_ += threadIdx.y * plan.channels * plan.inner;
+    const unsigned along_inner = static_cast<unsigned>(plan.along_inner);
+    const unsigned b = static_cast<unsigned>(part) / along_inner, i = static_cast<unsigned>(part) % along_inner;
+    const int64_t sample = plan.samples_of_part.begin_of(b), slot = plan.slots_of_part.begin_of(i);
+    slots_ = static_cast<int>(plan.slots_of_part.begin_of(i + 1) - slot);
+    const int64_t row = (sample * plan.channels + channel) * plan.inner;
+    const int64_t start = row + slot * W - offset_in_slot(row);
+    first_value_ = min(max(start, row), row + plan.inner - 1);
+    row_begin_ = slot == 0 ? 0 : INT32_MIN;
+    row_end_ = static_cast<int>(min(plan.inner - slot * W, int64_t(kMostOfPart)));
+    slot_ = threadIdx.x;
+    left_ = slot_ < slots_ ? static_cast<int>(plan.samples_of_part.begin_of(b + 1) - sample) - int(threadIdx.y) : 0;
+    offset_ = row + slot * W + threadIdx.y * plan.channels * plan.inner;
   }
 
   // A value of the part, the same for all threads; of the row next to it if the part has none.
   __device__ int64_t first_value() const { return first_value_; }
 
-  __device__ __forceinline__ bool done() const { return sample_ >= sample_end_; }
+  __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
   // The next slot; one without values when there are no more.
   __device__ __forceinline__ Slot<W> next() {
     if (done()) return {0, 0, 0};
-    const int shift = offset_in_slot(row_);
-    const int64_t begin = slot_ * W - shift;
-    const int64_t rest = plan_.inner - begin;
-    const Slot<W> slot{row_ + begin, begin < 0 ? shift : 0, static_cast<int>(min(rest, static_cast<int64_t>(W)))};
+    const int shift = offset_in_slot(offset_);
+    const int begin = slot_ * W - shift;
+    const Slot<W> slot{offset_ + begin, begin < row_begin_ ? shift : 0, min(row_end_ - begin, W)};
     slot_ += blockDim.x;
-    if (slot_ >= slot_end_) {
-      slot_ = slot_begin_ + threadIdx.x;
-      sample_ += blockDim.y;
-      row_ += blockDim.y * plan_.channels * plan_.inner;
+    if (slot_ >= slots_) {
+      slot_ = threadIdx.x;
+      left_ -= blockDim.y;
+      offset_ += plan_.step;
     }
     return slot;
   }
 
  private:
-  // How far into its slot the row that begins at `row` begins.
+  // How far into its slot the row that begins at `row` begins, or anything a number of slots after it.
   __device__ __forceinline__ int offset_in_slot(int64_t row) const {
-    return W == 1 ? 0 : static_cast<int>((misaligned_ + row) % W);
+    return W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(row) + misaligned_) % W);
   }
 
   const Planar& plan_;
   int misaligned_;
-  int64_t slot_begin_, slot_end_, sample_end_, first_value_, row_, slot_, sample_;
+  int64_t first_value_;
+  // What does not fit 32 bits is in the offset of the part in the row alone: next() is most of what a thread does.
+  int64_t offset_;
+  int row_begin_, row_end_;  // of its values, from where the part begins
+  int slot_, slots_, left_;  // rows that are left
 };
 
 // Interleaved: block (tile, part), likewise. A thread has the same W channels in every row.
@@ -124,12 +157,11 @@ class InterleavedWalk {
     tile_begin = block % static_cast<unsigned>(plan.tiles) * plan.lanes * W;
     channel = tile_begin + threadIdx.x * W;
     active = channel < plan.channels;
-    row_begin_ = begin_of(part);
-    row_end_ = active ? begin_of(part + 1) : row_begin_;
+    row_begin_ = plan.rows_of_part.begin_of(part);
+    row_end_ = active ? plan.rows_of_part.begin_of(part + 1) : row_begin_;
     row_ = row_begin_ + threadIdx.y;
   }
 
-  __device__ int64_t begin_of(int64_t part) const { return plan_.height * part / plan_.parts; }
   __device__ int64_t first_row() const { return row_begin_; }
   __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
 
@@ -151,11 +183,32 @@ dim3 block_of(const Plan& plan) {
   return dim3(static_cast<unsigned>(plan.lanes), static_cast<unsigned>(plan.rows));
 }
 
+// Channels of an interleaved tile at most.
+template <int W>
+constexpr int kTile = W == 1 ? kWarp : kLine / 16 * W;
+
+// Interleaved: the factors of the W channels of a thread, `read(channel)` of each. One thread reads those of a channel
+// for the whole block: the tensors they come from can be of any dtype, and code that decides that for each of W
+// channels of each tensor is longer than all caches for instructions. All threads of the block must call this.
+template <int W, typename F, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, int64_t channels,
+                                              const Read& read) {
+  __shared__ F tile[kTile<W>];
+  const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
+  if (thread < width && walk.tile_begin + thread < channels) tile[thread] = read(walk.tile_begin + thread);
+  __syncthreads();
+  if (!walk.active) return;
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
+}
+
 // By how many values `x` begins after a multiple of W values.
 template <typename T, int W>
 int misalignment(const T* x) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % W);
 }
+
+constexpr const char* kTooLarge = "more than 2^30 values or samples in a part of a channel";
 
 // Slots of a batch of W values each, such that a scalar batch is not too small.
 template <int W>

@@ -1,0 +1,62 @@
+"""What a call makes a device do, and where it makes the host wait: counted in a trace of torch's profiler."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_RANGE = "bagua_syncbn: counted"
+_ON_DEVICE = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
+# Calls of CUDA after which the host goes on only when the device has caught up. cudaMemcpyAsync is one too where its
+# memory is not pinned, but torch then waits for the stream as well.
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
+
+
+def trace(call: Callable[[], object], wait: Callable[[], None]) -> dict[str, Any]:
+    """Runs ``call`` under the profiler; returns its trace in Chrome's format."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    wait()
+    with profile(activities=activities) as prof:
+        with record_function(_RANGE):
+            call()
+        wait()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trace.json")
+        prof.export_chrome_trace(str(path))
+        recorded: dict[str, Any] = json.loads(path.read_text())
+    return recorded
+
+
+def count(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Returns how many ``kernels``, ``copies`` and ``fills`` ran on the device, and how many ``collectives``, ``waits``
+    and other calls of the CUDA ``runtime`` the call made, with the ``names`` of the kernels and waits.
+
+    Where the profiler cannot see the device, it sees no calls of the runtime either, and the counts mean nothing.
+    """
+    events = [event for event in recorded["traceEvents"] if event.get("ph") == "X"]
+    (counted,) = (e for e in events if e.get("cat") == "user_annotation" and e["name"] == _RANGE)
+    begin, end = counted["ts"], counted["ts"] + counted["dur"]
+    # What waits for the end of the call itself comes after it. All work of the device in the trace is the call's.
+    during = [event for event in events if begin <= event["ts"] <= end]
+    result: dict[str, Any] = dict.fromkeys((*_ON_DEVICE.values(), "collectives", "waits", "runtime"), 0)
+    names = []
+    for event in events:
+        kind = _ON_DEVICE.get(event.get("cat"))
+        if kind is not None:
+            result[kind] += 1
+        if kind == "kernels":
+            names.append(event["name"])
+    for event in during:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            waits = event["name"] in _WAITS
+            result["waits" if waits else "runtime"] += 1
+            names += [event["name"]] * waits
+        if event.get("cat") == "cpu_op" and event["name"].startswith("c10d::"):
+            result["collectives"] += 1
+    return {**result, "names": sorted(names)}

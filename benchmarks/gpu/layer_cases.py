@@ -1,0 +1,96 @@
+"""Whole layers on a group of one rank, sync path forced: ours, and torch.nn.SyncBatchNorm's own autograd function."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from clock import Clock, Function, measure
+from counts import count, trace
+from inputs import Pool
+from one_rank import OneRankGroup
+from op_cases import EPS, MOMENTUM
+from shapes import Case
+from torch import Tensor
+
+import bagua_syncbn
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def make_ours(channels: int, device: torch.device, communicator: OneRankGroup) -> tuple[Layer, list[Tensor]]:
+    layer = bagua_syncbn.SyncBatchNorm(channels, EPS, MOMENTUM, device=device, process_group=communicator)
+    return layer, list(layer.parameters())
+
+
+def make_torchs(channels: int, device: torch.device) -> tuple[Layer, list[Tensor]]:
+    """As torch.nn.SyncBatchNorm.forward does with several ranks; on a CPU, where it does not run, F.batch_norm."""
+    layer = torch.nn.SyncBatchNorm(channels, EPS, MOMENTUM, device=device)
+    parameters = list(layer.parameters())
+
+    def synced(x: Tensor) -> Tensor:
+        from torch.nn.modules._functions import SyncBatchNorm
+
+        layer.num_batches_tracked.add_(1)
+        output: Tensor = SyncBatchNorm.apply(
+            x, layer.weight, layer.bias, layer.running_mean, layer.running_var, EPS, MOMENTUM, dist.group.WORLD, 1
+        )
+        return output
+
+    def stand_in(x: Tensor) -> Tensor:
+        layer.num_batches_tracked.add_(1)
+        return F.batch_norm(x.float(), layer.running_mean, layer.running_var, *parameters, True, MOMENTUM, EPS).to(
+            x.dtype
+        )
+
+    return synced if device.type == "cuda" else stand_in, parameters
+
+
+def measure_layer(case: Case, pool: Pool, clock: Clock, communicator: OneRankGroup, seconds: float) -> dict[str, Any]:
+    """Returns the samples of forward passes and of whole steps. The host's work is part of what is compared."""
+    sets = [(x.detach().requires_grad_(), dy) for x, dy in pool.sets(case)]
+    device, position = sets[0][0].device, -1
+
+    def next_set() -> tuple[Tensor, Tensor]:
+        nonlocal position
+        position = (position + 1) % len(sets)
+        return sets[position]
+
+    def forward(layer: Layer) -> Function:
+        return lambda: layer(next_set()[0])
+
+    def step(layer: Layer, parameters: list[Tensor]) -> Function:
+        def run() -> None:
+            x, dy = next_set()
+            torch.autograd.grad(layer(x), (x, *parameters), dy)
+
+        return run
+
+    functions: dict[str, Function] = {}
+    for name, (layer, parameters) in {
+        "ours": make_ours(case.channels, device, communicator),
+        "torch": make_torchs(case.channels, device),
+    }.items():
+        functions[f"{name} forward"] = forward(layer)
+        functions[f"{name} step"] = step(layer, parameters)
+    samples, _ = measure(clock, functions, runs_ahead=False, seconds=seconds)
+    return {"kind": "layer", **case.record(), "microseconds": samples}
+
+
+def count_layer(case: Case, pool: Pool, clock: Clock, communicator: OneRankGroup) -> dict[str, Any]:
+    """Returns launches, collectives and waits of one forward and one backward pass, as the profiler sees them."""
+    x, dy = pool.sets(case)[0]
+    x = x.detach().requires_grad_()
+    counted = {}
+    for name, (layer, parameters) in {
+        "ours": make_ours(case.channels, x.device, communicator),
+        "torch": make_torchs(case.channels, x.device),
+    }.items():
+        for _ in range(2):  # memory, counters of the stream, kernels
+            torch.autograd.grad(layer(x), (x, *parameters), dy)
+        counted[f"{name} forward"] = count(trace(partial(layer, x), clock.wait))
+        backward = partial(torch.autograd.grad, layer(x), (x, *parameters), dy)
+        counted[f"{name} backward"] = count(trace(backward, clock.wait))
+    return {"kind": "counts", **case.record(), "counts": counted}

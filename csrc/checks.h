@@ -1,0 +1,107 @@
+// What each op demands of its arguments, whatever the device. All of it is checked before anything is computed, so that
+// an op that raises has written to nothing.
+#pragma once
+
+#include <initializer_list>
+
+#include "packed_stats.h"
+#include "stable_abi.h"
+
+namespace bagua_syncbn {
+
+// An argument that may be None, and its name.
+struct Named {
+  const char* name;
+  std::optional<Tensor> tensor;
+};
+
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
+  const bool same = tensor.device() == other.device();
+  STD_TORCH_CHECK(same, name, ": expected it on the device of ", other_name, ", got another device");
+}
+
+inline void check_floating(const Tensor& tensor, const char* name) {
+  dispatch_floating(tensor.scalar_type(), name, [](auto) {});
+}
+
+// (N, C, *)
+inline void check_input(const Tensor& input) {
+  const bool valid = input.dim() >= 2;
+  check(valid, "input", "at least 2 dimensions, (N, C, *)", input.dim());
+  check_floating(input, "input");
+}
+
+inline void check_grad_output(const Tensor& grad_output, const Tensor& input) {
+  bool same = grad_output.dim() == input.dim();
+  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = grad_output.size(dim) == input.size(dim);
+  check(same, "grad_output", "the sizes of input", "others");
+  check(grad_output.scalar_type() == input.scalar_type(), "grad_output", "the dtype of input",
+        torch::headeronly::toString(grad_output.scalar_type()));
+  check_device(grad_output, "grad_output", input, "input");
+}
+
+// One value of any float dtype for each channel, on the device of `other`.
+inline void check_channels(const Tensor& tensor, const char* name, int64_t channels, const Tensor& other,
+                           const char* other_name) {
+  check(tensor.numel() == channels, name, "one element for each channel", tensor.numel());
+  check_device(tensor, name, other, other_name);
+  check_floating(tensor, name);
+}
+
+inline void check_channels_of_input(std::initializer_list<Named> arguments, const Tensor& input) {
+  for (const Named& argument : arguments) {
+    if (argument.tensor) check_channels(*argument.tensor, argument.name, input.size(1), input, "input");
+  }
+}
+
+inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
+  const bool counts = tensor.scalar_type() == ScalarType::Long && tensor.numel() == 1;
+  check(counts, name, "an int64 scalar", "another tensor");
+  check_device(tensor, name, other, other_name);
+}
+
+inline void check_gather_stats(const Tensor& gathered, const std::optional<Tensor>& running_mean,
+                               const std::optional<Tensor>& running_var,
+                               const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum) {
+  STD_TORCH_CHECK(gathered.dim() == 2, "gathered: expected (ranks, 2 * channels + 2), got ", gathered.dim(),
+                  " dimensions");
+  const int64_t size = gathered.size(1);
+  const bool packed = size >= 2 && size % 2 == 0;
+  STD_TORCH_CHECK(packed, "gathered: expected (ranks, 2 * channels + 2), got rows of ", size);
+  const ScalarType dtype = gathered.scalar_type();
+  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", torch::headeronly::toString(dtype));
+  if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered, "gathered");
+  if (!running_mean || !running_var) return;  // none are tracked
+  const bool has_factor = momentum || num_batches_tracked;
+  check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
+  const int64_t channels = packed_channels(size);
+  check_channels(*running_mean, "running_mean", channels, gathered, "gathered");
+  check_channels(*running_var, "running_var", channels, gathered, "gathered");
+}
+
+inline void check_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                        const Tensor& mean, const Tensor& invstd) {
+  check_input(input);
+  check_channels_of_input({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input);
+}
+
+inline void check_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                  const Tensor& invstd, const std::optional<Tensor>& weight) {
+  check_input(input);
+  check_grad_output(grad_output, input);
+  check_channels_of_input({{"mean", mean}, {"invstd", invstd}}, input);
+  if (weight) check_floating(*weight, "weight");  // only its dtype counts
+}
+
+inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count) {
+  check_input(input);
+  check_grad_output(grad_output, input);
+  check_channels_of_input({{"weight", weight}, {"mean", mean}, {"invstd", invstd}}, input);
+  check(sums.numel() == 2 * input.size(1), "sums", "two elements for each channel", sums.numel());
+  check_device(sums, "sums", input, "input");
+  check_floating(sums, "sums");
+  check_counter(count, "count", input, "input");
+}
+
+}  // namespace bagua_syncbn

@@ -1,0 +1,46 @@
+#include "context.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+// Defined by libtorch_cuda, of which this library must not depend: it also loads beside a torch without CUDA.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace bagua_syncbn::cuda {
+namespace {
+
+using StreamGetter = decltype(&aoti_torch_get_current_cuda_stream);
+
+// The weak symbol is found where libtorch_cuda is in the global scope. Python loads it into a scope of its own, where
+// it is found by its name; RTLD_NOLOAD, because only the one that torch itself uses will do.
+StreamGetter find_stream_getter() {
+  if (&aoti_torch_get_current_cuda_stream != nullptr) return &aoti_torch_get_current_cuda_stream;
+  void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return nullptr;
+  return reinterpret_cast<StreamGetter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+}
+
+}  // namespace
+
+Context::Context(const Tensor& input) : device_(input.get_device_index()), guard_(device_) {
+  static const StreamGetter getter = find_stream_getter();
+  check(getter != nullptr, "input", "a torch with CUDA", "one without");
+  check_cuda(set_device(device_));
+  void* stream = nullptr;
+  check(getter(device_, &stream) == 0, "input", "it on a device with a current stream", device_);
+  stream_ = static_cast<Stream>(stream);
+}
+
+bool Context::capturing() const {
+  bool result = false;
+  check_cuda(is_capturing(stream_, result));
+  return result;
+}
+
+uint64_t Context::stream_id() const {
+  uint64_t result = 0;
+  check_cuda(cuda::stream_id(stream_, result));
+  return result;
+}
+
+}  // namespace bagua_syncbn::cuda

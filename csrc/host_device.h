@@ -1,0 +1,8 @@
+// For small functions that the kernels and the code around them share.
+#pragma once
+
+#if defined(__CUDACC__)
+#define BAGUA_SYNCBN_HOST_DEVICE __host__ __device__
+#else
+#define BAGUA_SYNCBN_HOST_DEVICE
+#endif

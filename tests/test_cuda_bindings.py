@@ -1,0 +1,213 @@
+"""What stands between torch and the CUDA kernels: csrc/cuda/register.cpp and workspace.cpp, run on CPU tensors.
+
+The kernels below are emulated (``tests/emulator``). Only csrc/cuda/context.cpp, which asks for device and stream, is
+replaced: a test says which stream it is, and whether a graph is captured on it.
+"""
+
+import ctypes
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import laid_out
+from comparison import check_ops
+from emulated import build_library, find_headers
+from tolerances import assert_close
+from torch.profiler import ProfilerActivity, profile
+from wrong_arguments import WRONG_ARGUMENTS, check_refused
+
+from bagua_syncbn.ops import reference, schemas
+
+pytestmark = pytest.mark.skipif(
+    find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
+)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+NAMES = [schema.partition("(")[0] for schema in schemas._SCHEMAS]
+SPLIT = (1, 1, 40000)  # a shape whose reductions are split
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The ops as torch.ops.bagua_syncbn_emulated, and the function that sets the stream."""
+    path = build_library(tmp_path_factory.mktemp("bindings"), find_headers())
+    definitions = torch.library.Library("bagua_syncbn_emulated", "DEF")
+    for schema in schemas._SCHEMAS:
+        definitions.define(schema)
+    torch.ops.load_library(path)
+    emulate_stream = ctypes.CDLL(str(path)).emulate_stream
+    emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
+    emulate_stream.restype = None
+    ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in NAMES})
+    yield ops, emulate_stream
+    del definitions
+
+
+@pytest.fixture
+def ops(library):
+    library[1](0, 0, False)
+    return library[0]
+
+
+def tensors(shape, dtype):
+    return (torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "layout"), [
+    ((7, 5), "contiguous"),
+    ((3, 4, 33), "transposed"),
+    ((2, 16, 5, 6), "channels_last"),
+    ((2, 3, 5, 6), "sliced"),
+    ((2, 8, 3, 4, 5), "channels_last_3d"),
+    (SPLIT, "contiguous"),
+])  # fmt: skip
+def test_ops(ops, shape, layout, dtype):
+    check_ops(ops, *(laid_out(tensor, layout) for tensor in tensors(shape, dtype)), torch.float32)
+
+
+def test_gradients_of_another_layout(ops):
+    input, grad_output = tensors((2, 16, 5, 6), torch.float32)
+    check_ops(ops, input, laid_out(grad_output, "channels_last"))
+    check_ops(ops, laid_out(input, "channels_last"), laid_out(grad_output, "sliced"))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0)])
+def test_empty_input(ops, shape):
+    input, ones = torch.ones(shape), torch.ones(3)
+    assert ops.batch_norm_stats(input).tolist() == [0] * 8
+    assert ops.batch_norm_elemt(input, None, None, ones, ones).shape == shape
+    results = ops.batch_norm_backward_reduce(input, input, ones, ones, ones.half())
+    assert [t.tolist() for t in results] == [[0] * 6, [0] * 3, [0] * 3]
+    assert [t.dtype for t in results] == [torch.float32, torch.float16, torch.float16]
+    assert ops.batch_norm_backward_elemt(input, input, None, ones, ones, ones.repeat(2), torch.tensor(1)).shape == shape
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_running_statistics_that_are_strided_views_are_updated(ops, dtype, momentum):
+    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, 3)) for n in (4, 0, 7)])
+    wide = torch.rand(2, 7).to(dtype)
+    untouched, counter = wide[:, ::2].clone(), torch.tensor(4)
+    buffers = [view.double() for view in wide[:, 1::2].unbind()]
+    mean, invstd, count = ops.batch_norm_gather_stats(rows, *wide[:, 1::2].unbind(), counter, momentum, 1e-5)
+    expected = reference.batch_norm_gather_stats(rows.double(), *buffers, torch.tensor(4), momentum, 1e-5)
+    for actual, wanted in zip((mean, invstd, *wide[:, 1::2].unbind()), (*expected[:2], *buffers), strict=True):
+        assert_close(actual, wanted, "merged")
+    assert (count, counter) == (11, 5)
+    assert torch.equal(wide[:, ::2], untouched)
+
+
+@pytest.mark.parametrize("rows", [torch.rand(8, 2).T, torch.rand(2, 16)[:, ::2]], ids=["transposed", "sliced"])
+def test_gathered_rows_that_are_strided_views(ops, rows):
+    rows[:, -2:] = torch.tensor([[3.0, 0.0], [5.0, 1.0]])
+    results = ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)
+    expected = reference.batch_norm_gather_stats(rows.double(), None, None, None, None, 1e-5)
+    assert_close(results[0], expected[0], "mean")
+    assert results[2] == 2**24 + 8
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
+def test_arguments_are_checked(ops, call, message):
+    check_refused(ops, call, message)
+
+
+def test_all_must_be_on_one_device(ops):
+    """Called past the dispatcher, which would send a call with a meta tensor elsewhere."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    x, c, sums, rows, count = torch.ones(2, 3, 4), torch.ones(3), torch.ones(6), torch.ones(2, 8), torch.tensor(8)
+    calls = {
+        "batch_norm_gather_stats": (
+            {
+                "gathered": rows,
+                "running_mean": c,
+                "running_var": c,
+                "num_batches_tracked": count,
+                "momentum": 0.1,
+                "eps": 1e-5,
+            },
+            ("running_mean", "running_var", "num_batches_tracked"),
+        ),
+        "batch_norm_elemt": (
+            {"input": x, "weight": c, "bias": c, "mean": c, "invstd": c},
+            ("weight", "bias", "mean", "invstd"),
+        ),
+        "batch_norm_backward_reduce": (
+            {"grad_output": x, "input": x, "mean": c, "invstd": c, "weight": c},
+            ("grad_output", "mean", "invstd"),
+        ),
+        "batch_norm_backward_elemt": (
+            {"grad_output": x, "input": x, "weight": c, "mean": c, "invstd": c, "sums": sums, "count": count},
+            ("grad_output", "weight", "mean", "invstd", "sums", "count"),
+        ),
+    }
+    for op, (arguments, names) in calls.items():
+        for name in names:
+            elsewhere = arguments | {name: arguments[name].to("meta")}
+            with pytest.raises(
+                RuntimeError, match=f"{name}: expected it on the device of (input|gathered), got another"
+            ):
+                getattr(ops, op).redispatch(keys, *elsewhere.values())
+
+
+def aten_calls(function):
+    """The ATen ops that torch's allocator and copies run for ``function``, outermost ones only."""
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        function()
+    events = [event for event in prof.events() if event.name.startswith("aten::")]
+    return [e.name for e in events if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")]
+
+
+def test_nothing_is_copied_filled_or_read_in_between(ops, library):
+    """Whatever is not one of these allocations would be a launch, or worse, on a GPU."""
+    emulate_stream = library[1]
+    emulate_stream(1, 1, False)
+    ops.batch_norm_stats(torch.randn(SPLIT))  # makes the counters of the stream
+    for shape in ((4, 3, 8, 8), SPLIT):
+        x, g = tensors(shape, torch.float32)
+        c = torch.ones(shape[1])
+        running, counter = (c.clone(), c.clone()), torch.tensor(0)
+        partials = ["aten::new_empty"] * (shape == SPLIT)
+        calls = {
+            lambda x=x: ops.batch_norm_stats(x): ["aten::new_empty", *partials],
+            lambda r=running, n=counter, c=c: ops.batch_norm_gather_stats(
+                torch.ones(2, 2 * c.numel() + 2), *r, n, None, 1e-5
+            ): ["aten::ones", *["aten::new_empty"] * 3],
+            lambda x=x, c=c: ops.batch_norm_elemt(x, c, c, c, c): ["aten::empty_like"],
+            lambda x=x, g=g, c=c: ops.batch_norm_backward_reduce(g, x, c, c, c): [*["aten::new_empty"] * 3, *partials],
+            lambda x=x, g=g, c=c, n=counter: ops.batch_norm_backward_elemt(g, x, c, c, c, c.repeat(2), n): [
+                "aten::repeat",
+                "aten::empty_like",
+            ],
+        }
+        for call, expected in calls.items():
+            assert aten_calls(call) == expected
+
+
+def test_each_stream_has_counters_of_its_own_which_are_made_once(ops, library):
+    emulate_stream = library[1]
+    input = torch.randn(SPLIT)
+    expected = ops.batch_norm_stats(input)
+
+    def sets_made(handle, id, capturing=False):
+        emulate_stream(handle, id, capturing)
+        results = []
+        made = aten_calls(lambda: results.append(ops.batch_norm_stats(input))).count("aten::new_zeros")
+        assert torch.equal(results[0], expected)
+        return made
+
+    assert [sets_made(100, 7) for _ in range(3)] == [1, 0, 0]
+    assert [sets_made(200, 8) for _ in range(2)] == [1, 0]
+    assert sets_made(100, 7) == 0
+    # The handle of a destroyed stream has come back as another one's.
+    assert [sets_made(100, 9) for _ in range(2)] == [1, 0]
+    assert sets_made(200, 8) == 0
+    # A captured kernel takes no set that others have, and leaves none to them.
+    assert [sets_made(100, 9, capturing=True) for _ in range(2)] == [1, 1]
+    assert sets_made(300, 10, capturing=True) == 1
+    assert [sets_made(300, 10) for _ in range(2)] == [1, 0]
+    # Where nothing is split there is nothing to count.
+    emulate_stream(400, 11, False)
+    assert aten_calls(lambda: ops.batch_norm_stats(torch.randn(2, 3, 4))).count("aten::new_zeros") == 0
+    assert sets_made(400, 11) == 1

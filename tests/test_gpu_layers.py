@@ -1,0 +1,205 @@
+"""Whole layers on a CUDA device, over a group of one rank and over several ranks that share it. Not run on one yet."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import laid_out
+from counts import count, trace
+from one_rank import OneRankGroup
+from tolerances import assert_close
+from torch import nn
+
+import bagua_syncbn
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory):
+    """A job of one rank over NCCL, as a communicator that layers synchronize over."""
+    store = tmp_path_factory.mktemp("nccl") / "store"
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=device)
+    yield OneRankGroup()
+    dist.destroy_process_group()
+
+
+def reference(layer, steps):
+    """torch's layer in float64 over the same steps; returns outputs and gradients of the last, and the layer."""
+    wide = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, dtype=torch.float64, device="cuda")
+    with torch.no_grad():
+        for target, source in zip(wide.parameters(), layer.parameters(), strict=True):
+            target.copy_(source)
+    for input, grad_output in steps:
+        wide.zero_grad()
+        x = input.double().detach().requires_grad_()
+        output = wide(x)
+        output.backward(grad_output.double())
+    return output.detach(), x.grad, wide
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_rank_over_nccl(nccl, dtype, layout, momentum):
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=momentum, process_group=nccl, device="cuda", dtype=parameter_dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.rand(6) + 0.5)
+        layer.bias.copy_(torch.randn(6))
+    steps = [
+        (
+            laid_out((torch.randn(8, 6, 20, 20) * 2 + 1).to("cuda", dtype), layout),
+            torch.randn(8, 6, 20, 20).to("cuda", dtype),
+        )
+        for _ in range(2)
+    ]
+    for input, grad_output in steps:
+        layer.zero_grad()
+        x = input.detach().requires_grad_()
+        output = layer(x)
+        output.backward(laid_out(grad_output, layout))
+    expected, expected_grad, wide = reference(layer, steps)
+    assert_close(output.detach(), expected, "output")
+    assert_close(x.grad, expected_grad, "input.grad")
+    assert_close(layer.running_mean, wide.running_mean, "running_mean", roundings=2)
+    assert_close(layer.running_var, wide.running_var, "running_var", roundings=2)
+    assert layer.num_batches_tracked == wide.num_batches_tracked == 2
+    for actual, wanted in zip(layer.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (16, 64, 56, 56)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_launches_collectives_and_waits(nccl, shape, layout, momentum):
+    layer = bagua_syncbn.SyncBatchNorm2d(shape[1], momentum=momentum, process_group=nccl, device="cuda")
+    input, grad_output = (laid_out(torch.randn(shape).half().cuda(), layout) for _ in range(2))
+    input.requires_grad_()
+    parameters = (input, *layer.parameters())
+    torch.autograd.grad(layer(input), parameters, grad_output)  # makes the counters of the stream
+    outputs = []
+    forward = count(trace(lambda: outputs.append(layer(input)), torch.cuda.synchronize))
+    backward = count(trace(lambda: torch.autograd.grad(outputs[0], parameters, grad_output), torch.cuda.synchronize))
+    for counted, kernels in ((forward, 3), (backward, 2)):
+        assert counted["runtime"] > 0, "the profiler does not see the device"
+        # NCCL copies where a group has one rank, or does nothing.
+        assert counted["kernels"] <= kernels, counted
+        assert counted["copies"] <= 1, counted
+        assert (counted["fills"], counted["collectives"], counted["waits"]) == (0, 1, 0), counted
+
+
+def test_nothing_waits_for_the_device(nccl):
+    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None, process_group=nccl, device="cuda")
+    input, grad_output = torch.randn(2, 4, 6, 9, 9, device="cuda").unbind()
+    input.requires_grad_()
+    layer(input).backward(grad_output)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(input).backward(grad_output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_side_stream(nccl):
+    """A step on a stream of its own, input and all, beside a long kernel on the default stream."""
+    layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=nccl, device="cuda")
+    input, grad_output = torch.randn(2, 8, 6, 100, 100).pin_memory().unbind()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(20_000_000)
+    with torch.cuda.stream(stream):
+        x = input.cuda(non_blocking=True).requires_grad_()
+        dy = grad_output.cuda(non_blocking=True)
+        output = layer(x)
+        output.backward(dy)
+    stream.synchronize()
+    expected, expected_grad, _ = reference(layer, [(x, dy)])
+    assert_close(output.detach(), expected, "output")
+    assert_close(x.grad, expected_grad, "input.grad")
+
+
+def little_model(momentum):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU(),
+        nn.Conv2d(8, 5, 3, padding=1), nn.BatchNorm2d(5, momentum=momentum), nn.Flatten(), nn.Linear(5 * 64 * 64, 4),
+    ).cuda()  # fmt: skip
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_captured_training_step(nccl, momentum):
+    """Forward, backward and optimizer under one graph, replayed, end where the same steps end without one."""
+    converted = bagua_syncbn.convert_sync_batchnorm(little_model(momentum), nccl)
+    eager = bagua_syncbn.convert_sync_batchnorm(little_model(momentum), nccl)
+    batches = torch.randn(7, 4, 3, 64, 64, device="cuda")
+    labels = torch.randint(4, (7, 4), device="cuda")
+    input, label = batches[0].clone(), labels[0].clone()
+
+    def make_step(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def step(x, y):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    captured_step, eager_step = make_step(converted), make_step(eager)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(3):  # gradients, workspaces and the communicator are there before the capture
+            captured_step(batches[i], labels[i])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": NCCL's watchdog looks at events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss = captured_step(input, label)
+    for i in range(7):
+        expected = eager_step(batches[i], labels[i])
+        if i < 3:
+            continue
+        input.copy_(batches[i])
+        label.copy_(labels[i])
+        graph.replay()
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4)
+    state, wanted = converted.state_dict(), eager.state_dict()
+    for name in state:
+        torch.testing.assert_close(state[name], wanted[name], rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert state["1.num_batches_tracked"] == 7
+
+
+def train_on_gpu(layout, splits):
+    """A rank's part of a batch, through a layer on the one GPU that all share."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    batch, grad_output = (t.cuda().split(splits) for t in torch.randn(2, sum(splits), 6, 20, 20))
+    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None).cuda()
+    input = laid_out(batch[rank], layout).detach().requires_grad_()
+    output = layer(input)
+    output.backward(laid_out(grad_output[rank], layout))
+    return [t.detach().cpu() for t in (output, input.grad, layer.weight.grad, layer.running_var)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("splits", [(4, 4), (5, 0, 2)], ids=str)
+def test_ranks_that_share_the_gpu(pool, splits, layout):
+    """Over gloo, because NCCL refuses two ranks on one device."""
+    results = pool.run(train_on_gpu, len(splits), layout, splits)
+    torch.manual_seed(0)
+    batch, grad_output = torch.randn(2, sum(splits), 6, 20, 20).double()
+    layer = nn.BatchNorm2d(6, momentum=None, dtype=torch.float64)
+    batch.requires_grad_()
+    output = layer(batch)
+    output.backward(grad_output)
+    assert_close(torch.cat([result[0] for result in results]), output.detach(), "output")
+    assert_close(torch.cat([result[1] for result in results]), batch.grad, "input.grad")
+    torch.testing.assert_close(sum(result[2] for result in results).double(), layer.weight.grad, rtol=1e-4, atol=1e-3)
+    for result in results:
+        assert_close(result[3], layer.running_var, "running_var")
