@@ -1,4 +1,7 @@
-"""A script for Bagua's launcher: a Bagua job on the host, by the launcher's own environment variables."""
+"""``launched.py DIRECTORY``, for a launcher: trains in a Bagua job on the host, by the launcher's own variables."""
+
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -24,8 +27,10 @@ def main():
         optimizer.zero_grad()
         model(batch).square().sum().backward()
         optimizer.step()
-    print(f"rank {rank}: {model[0].weight.sum().item():.6f} {model[1].running_var.sum().item():.6f}", flush=True)
+    torch.save(model.state_dict(), f"{sys.argv[1]}/rank{rank}")
 
 
 if __name__ == "__main__":
     main()
+    # The threads of the gloo groups that stand in for NCCL's communicators can abort an interpreter that ends.
+    os._exit(0)
