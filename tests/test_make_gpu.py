@@ -184,6 +184,7 @@ def test_a_failed_part_hides_no_other_but_a_failed_build_ends_the_run(monkeypatc
         "memcheck": "pass",
         "benchmarks": "pass",
         "build": "raise SystemExit(1)",
+        "bagua tests": "raise SystemExit(1)",
     }
     monkeypatch.setattr(
         prove, "commands", lambda *_: {name: [sys.executable, "-c", code] for name, code in program.items()}
@@ -193,6 +194,12 @@ def test_a_failed_part_hides_no_other_but_a_failed_build_ends_the_run(monkeypatc
         outcomes = prove.run_parts(arguments, parts.Runner(log, 60), recorded)
         assert [outcome.outcome for outcome in outcomes] == ["failed", "passed", "passed"]
         assert json.loads((tmp_path / "results.json").read_text())["parts"] == recorded["parts"]
+        arguments.parts = ["bagua tests"]  # left out where there is no Bagua, and run where there is
+        assert prove.run_parts(arguments, parts.Runner(log, 60), recorded) == []
+        recorded["machine"] = {"bagua": "0.9.3"}
+        assert [outcome.outcome for outcome in prove.run_parts(arguments, parts.Runner(log, 60), recorded)] == [
+            "failed"
+        ]
         arguments.parts = ["build", "op tests"]
         assert [outcome.name for outcome in prove.run_parts(arguments, parts.Runner(log, 60), recorded)] == ["build"]
 
@@ -206,9 +213,10 @@ def test_what_is_run_on_a_machine_with_a_gpu(tmp_path):
     assert (files["op tests"], files["layer tests"]) == (["test_gpu_ops.py"], ["test_gpu_layers.py"])
     assert "test_data_parallel.py" in files["further tests"]
     assert not {"test_native.py", "test_gpu_ops.py", "test_gpu_layers.py"} & set(files["further tests"])
+    assert files["bagua tests"] == ["test_bagua_one_rank.py"]
     assert "--dry-run" not in commands["benchmarks"]
     assert commands["benchmarks"][commands["benchmarks"].index("--seconds") + 1] == "155"
-    for part in ("op tests", "layer tests", "further tests"):
+    for part in ("op tests", "layer tests", "further tests", "bagua tests"):
         assert prove.environment(part, {}, False)["FAIL_WITHOUT_CUDA"] == "1"
     build = prove.environment("build", {"architecture": "90"}, False)
     assert build == {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": "90"}

@@ -1,6 +1,7 @@
 """The harness that the other tests stand on."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -59,8 +60,16 @@ def test_a_rank_that_raises_ends_all_and_shows_its_traceback(own_pool):
     assert [result[1] for result in own_pool.run(add_up_ranks, 2, 0)] == [1.0, 1.0]
 
 
+def crash_on_rank_zero():
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)
+
+
 def test_a_rank_that_dies_or_hangs_is_named(own_pool):
     with pytest.raises(RankError, match="rank 0 died with exit code 7"):
         own_pool.run(die_on_rank_zero, 2)
+    with pytest.raises(RankError, match=r"rank 0 died with exit code -11(.|\n)*crash_on_rank_zero"):
+        own_pool.run(crash_on_rank_zero, 2)
     with pytest.raises(RankError, match=r"no answer within 8 s\nrank 1 waits at(.|\n)*sleep_on_rank_one"):
         own_pool.run(sleep_on_rank_one, 2, timeout=8)

@@ -88,7 +88,9 @@ class WorkerPool:
                     succeeded, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     self._processes[rank].join()
-                    raise RankError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+                    exitcode = self._processes[rank].exitcode
+                    last = self._stacks(rank).read_text()
+                    raise RankError(f"rank {rank} died with exit code {exitcode}\n{last}") from None
                 if not succeeded:
                     raise RankError(f"rank {rank} raised\n{value}")
                 waiting.remove(rank)
@@ -110,6 +112,7 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
     current = ""
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
+        faulthandler.enable(stacks_file)
         while True:
             try:
                 function, args, store, world_size = pickle.loads(pipe.recv_bytes())

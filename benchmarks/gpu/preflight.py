@@ -37,6 +37,12 @@ def version_of(package: str) -> tuple[int, ...] | None:
     return tuple(int(digits) for part in parts[:2] if (digits := "".join(filter(str.isdigit, part))))
 
 
+def bagua_version() -> str | None:
+    """By the name of the package: Bagua's wheels, one for each CUDA, have names of their own."""
+    found = metadata.packages_distributions().get("bagua")
+    return metadata.version(found[0]) if found else None
+
+
 def examine_torch() -> tuple[dict[str, Any], list[str]]:
     try:
         import torch
@@ -75,6 +81,7 @@ def examine() -> dict[str, Any]:
         "nvcc": nvcc and first_line([nvcc, "--version"], "release"),
         "compiler": compiler and first_line([*compiler.split(), "--version"]),
         "compute_sanitizer": find_tool("compute-sanitizer"),
+        "bagua": bagua_version(),
     }
     needed = {
         "nvcc (set NVCC or CUDA_HOME)": nvcc,

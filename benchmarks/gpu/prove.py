@@ -31,6 +31,7 @@ LIMITS = {
     "racecheck": 75.0,
     "benchmarks": 170.0,
     "further tests": 100.0,
+    "bagua tests": 100.0,
 }
 # One machine, no network: NCCL and gloo are to talk over the loopback interface, and not to look for another.
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
@@ -69,6 +70,7 @@ def commands(arguments: argparse.Namespace, machine: dict[str, Any], left: float
         "benchmarks": [python, str(HERE / "measure.py"), "--device", device, "--output", str(output / "cases.jsonl"),
                        "--seconds", str(int(seconds)), *(["--dry-run"] if dry else [])],
         "further tests": [*pytest, *others],
+        "bagua tests": [*pytest, *with_marker("bagua_job/test_*.py")],
     }  # fmt: skip
 
 
@@ -162,6 +164,9 @@ def main(given: list[str] | None = None) -> int:
 def run_parts(arguments: argparse.Namespace, runner: Runner, results: dict[str, Any]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for part in arguments.parts:
+        if part == "bagua tests" and not results["machine"].get("bagua"):
+            runner.say("== bagua tests: left out, Bagua is not installed")
+            continue
         command = commands(arguments, results["machine"], runner.left)[part]
         settings = environment(part, results["machine"], arguments.dry_run)
         # Not in the checkout, where Python would find the package with the kernels of another build, if any.
