@@ -468,6 +468,16 @@ def test_what_the_readme_says_was_measured():
     compared = [case for case in layers_cases if case["threads"] == 1 and case["ranks"] in (2, 4)]
     assert len(compared) > 30
     assert all(statistics.median(cells.ratios(case, "ours", "fairscale")) < 1 for case in compared)
+    large = [case for case in compared if case["ranks"] == 2 and is_large_planar(case)]
+    ratios = [statistics.median(cells.ratios(case, "ours", "local")) for case in large]
+    assert len(ratios) > 5
+    assert f"synchronize: {min(ratios):.2f} to {max(ratios):.2f} of it" in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def is_large_planar(case):
+    return case["layout"] == "planar" and math.prod(case["shape"]) >= 0.8e6
 
 
 def test_committed_charts_show_recorded_results():
