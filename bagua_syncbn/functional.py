@@ -172,8 +172,7 @@ def _batch_norm_alone(
         with unseen_by_selective_checkpointing():
             running_mean, running_var = running_mean.clone(), running_var.clone()
     if num_batches_tracked is not None:
-        with unseen_by_selective_checkpointing():
-            num_batches_tracked.add_(1)
+        num_batches_tracked.add_(1)
     return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
 

@@ -168,3 +168,5 @@ def test_large_input_in_one_process():
     result = jvp(lambda x: sync_batch_norm(x, None, None), (input,), (input.sin(),))[1]
     expected = jvp(lambda x: nn.functional.batch_norm(x, None, None, training=True), (input,), (input.sin(),))[1]
     torch.testing.assert_close(result, expected)
+    batched = vmap(lambda x: sync_batch_norm(x, None, None))(torch.stack([input, input.sin()]))
+    torch.testing.assert_close(batched[1], nn.functional.batch_norm(input.sin(), None, None, training=True))
