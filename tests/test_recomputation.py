@@ -246,8 +246,9 @@ class ForwardInBackward(torch.autograd.Function):
         return grad_output + ctx.layer(ctx.other), None, None
 
 
-def forward_of_other_input(ran_before):
+def forward_of_other_input(ran_before, devices=("cpu",)):
     """A forward in backward that repeats nothing: where nothing could be meant, it is one like any other."""
+    recomputation._ASSERTING_DEVICES = devices
     layer = SyncBatchNorm(3)
     input = torch.randn(4, 3, requires_grad=True)
     if ran_before:
@@ -264,6 +265,7 @@ def forward_of_other_input(ran_before):
 
 def test_forward_in_backward_that_repeats_nothing(pool):
     assert pool.run(forward_of_other_input, 2, False) == [pytest.approx([0.05] * 3)] * 2
+    assert pool.run(forward_of_other_input, 2, True, ()) == [1, 1]
     assert pool.run(forward_of_other_input, 2, True) == [1, 1]
 
 

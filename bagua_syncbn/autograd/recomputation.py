@@ -24,6 +24,9 @@ HELD_WITHOUT_GRAPH = 32
 # changing order stay far below, and other batches far above or do no harm.
 TOLERANCE = 1e-3
 
+# Others have no such op, and are asked.
+_ASSERTING_DEVICES = ("cpu", "cuda")
+
 
 @dataclass(eq=False)
 class Forward:
@@ -66,7 +69,7 @@ class Forwards:
             return None
         distances = torch.stack([_distance(stats, forward.stats) for forward in alike])
         nearest = distances.argmin()
-        torch._assert_async(
+        _assert_on_device(
             distances.amin() <= TOLERANCE,
             "sync_batch_norm: expected a forward pass within backward to repeat an earlier one of its layer, as "
             "activation checkpointing does; got input with other statistics than any that is remembered",
@@ -106,6 +109,14 @@ def _distance(stats: Tensor, other: Tensor) -> Tensor:
     same = (stats == other) | (stats.isnan() & other.isnan())
     distances = ((stats - other).abs() / unit).nan_to_num(nan=torch.inf).masked_fill(same, 0)
     return distances.amax()
+
+
+def _assert_on_device(condition: Tensor, message: str) -> None:
+    """Raises RuntimeError, on CUDA some time later and from the device, unless ``condition``, a scalar, is true."""
+    if condition.device.type in _ASSERTING_DEVICES:
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise RuntimeError(message)
 
 
 _forwards_by_layer: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
