@@ -33,11 +33,11 @@ def differentiable_batch_norm(
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
     mean, invstd, _, _ = _Moments.apply(wide, options, communicator, moments)
-    output = (wide - _per_channel(mean, wide)) * _per_channel(invstd, wide)
+    output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
-        output = output * _per_channel(weight.to(wide.dtype), wide)
+        output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
-        output = output + _per_channel(bias.to(wide.dtype), wide)
+        output = output + ops.per_channel(bias.to(wide.dtype), wide)
     return output.to(input.dtype)
 
 
@@ -62,14 +62,6 @@ def differentiable_backward(
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
     grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
     return tuple(next(grads) if needed else None for needed in needs_grad)
-
-
-def _per_channel(values: Tensor, input: Tensor) -> Tensor:
-    return values.view(1, -1, *[1] * (input.dim() - 2))
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum([0, *range(2, values.dim())])
 
 
 class _Moments(torch.autograd.Function):
@@ -106,8 +98,8 @@ class _Moments(torch.autograd.Function):
         total = _AllReduce.apply(torch.cat([grad_mean, grad_invstd]), ctx.communicator)
         grad_mean, grad_invstd = total.chunk(2)
         slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
-        centered = input - _per_channel(mean, input)
-        grad_input = (_per_channel(grad_mean, input) + centered * _per_channel(slope, input)) / count
+        centered = input - ops.per_channel(mean, input)
+        grad_input = (ops.per_channel(grad_mean, input) + centered * ops.per_channel(slope, input)) / count
         return grad_input, None, None, None
 
     @staticmethod
@@ -115,8 +107,11 @@ class _Moments(torch.autograd.Function):
         if tangent is None:
             return None, None, None, None
         input, mean, invstd, count, clamped = ctx.saved_tensors
-        centered = input - _per_channel(mean, input)
-        total = _AllReduce.apply(torch.cat([_sum(tangent), _sum(centered * tangent)]), ctx.communicator) / count
+        centered = input - ops.per_channel(mean, input)
+        dims = ops.reduced_dims(input)
+        total = (
+            _AllReduce.apply(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.communicator) / count
+        )
         tangent_mean, covariance = total.chunk(2)
         return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
 

@@ -3,6 +3,7 @@
 import torch
 
 from . import fake, reference
+from .channels import per_channel, reduced_dims
 from .eps_mode import EPS_MODES, MergeOptions, Moments, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .schemas import accumulate_dtype
@@ -28,5 +29,7 @@ __all__ = [
     "clear_clamped",
     "fake",
     "merge_stats",
+    "per_channel",
+    "reduced_dims",
     "reference",
 ]

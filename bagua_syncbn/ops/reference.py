@@ -3,19 +3,11 @@
 import torch
 from torch import Tensor
 
+from .channels import per_channel, reduced_dims
 from .schemas import accumulate_dtype, library
 
 # Largest count that the low word of a packed count holds; every float32 integer up to it is exact.
 COUNT_BASE = 2**24
-
-
-def _reduced_dims(input: Tensor) -> list[int]:
-    return [0, *range(2, input.dim())]
-
-
-def _per_channel(values: Tensor, input: Tensor) -> Tensor:
-    """Views ``values`` (C) so that it broadcasts along dimension 1 of ``input``."""
-    return values.view(1, -1, *[1] * (input.dim() - 2))
 
 
 def _merge_dtype(device: torch.device) -> torch.dtype:
@@ -36,7 +28,7 @@ def batch_norm_stats(input: Tensor) -> Tensor:
     packed = input.new_zeros(2 * channels + 2, dtype=accumulate_dtype(input.dtype))
     if count:
         # var_mean is Welford's algorithm: it survives a mean that is large beside the deviation.
-        var, mean = torch.var_mean(input.to(packed.dtype), _reduced_dims(input), correction=0)
+        var, mean = torch.var_mean(input.to(packed.dtype), reduced_dims(input), correction=0)
         packed[:channels].copy_(mean)
         packed[channels : 2 * channels].copy_(var)
     # fill_ passes the number to the device as a kernel argument; a copied host tensor would synchronize.
@@ -82,9 +74,9 @@ def batch_norm_gather_stats(
 def batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     scale = invstd if weight is None else invstd * weight
     # Subtract first: (x * scale) + (bias - mean * scale) cancels badly where the mean is large beside the deviation.
-    output = (input - _per_channel(mean, input)).mul_(_per_channel(scale, input))
+    output = (input - per_channel(mean, input)).mul_(per_channel(scale, input))
     if bias is not None:
-        output.add_(_per_channel(bias, input))
+        output.add_(per_channel(bias, input))
     return torch.empty_like(input).copy_(output)
 
 
@@ -93,12 +85,12 @@ def batch_norm_backward_reduce(
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
     dtype = mean.dtype if weight is None else weight.dtype
-    dims = _reduced_dims(input)
+    dims = reduced_dims(input)
     grad_output = grad_output.to(mean.dtype)
     sums = mean.new_empty(2 * channels)
     sum_dy, sum_dy_xmu = sums.split(channels)
     sum_dy.copy_(grad_output.sum(dims))
-    sum_dy_xmu.copy_((grad_output * (input - _per_channel(mean, input))).sum(dims))
+    sum_dy_xmu.copy_((grad_output * (input - per_channel(mean, input))).sum(dims))
     # Copies: the sums are about to be reduced over the ranks in place, and these must stay this rank's own.
     return sums, (sum_dy_xmu * invstd).to(dtype), sum_dy.to(dtype, copy=True)
 
@@ -114,9 +106,9 @@ def batch_norm_backward_elemt(
 ) -> Tensor:
     mean_dy, mean_dy_xmu = (sums / count).split(input.size(1))
     scale = invstd if weight is None else invstd * weight
-    projected = (input - _per_channel(mean, input)).mul_(_per_channel(invstd.square() * mean_dy_xmu, input))
-    centered = grad_output - _per_channel(mean_dy, input)
-    grad_input = centered.sub_(projected).mul_(_per_channel(scale, input))
+    projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
+    centered = grad_output - per_channel(mean_dy, input)
+    grad_input = centered.sub_(projected).mul_(per_channel(scale, input))
     return torch.empty_like(input).copy_(grad_input)
 
 
