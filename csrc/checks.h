@@ -9,19 +9,29 @@
 
 namespace bagua_syncbn {
 
-// An argument that may be None, and its name.
+// An argument, which may be None, and its name.
 struct Named {
   const char* name;
-  std::optional<Tensor> tensor;
+  const Tensor* tensor;
+  Named(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
+  Named(const char* name, const std::optional<Tensor>& tensor) : name(name), tensor(tensor ? &*tensor : nullptr) {}
 };
 
+// Compares torch's codes; Tensor::device() would look up first what they stand for.
+inline bool on_one_device(const Tensor& a, const Tensor& b) {
+  int32_t type_a = 0, type_b = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &type_a));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &type_b));
+  return type_a == type_b && a.get_device_index() == b.get_device_index();
+}
+
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  const bool same = tensor.device() == other.device();
-  STD_TORCH_CHECK(same, name, ": expected it on the device of ", other_name, ", got another device");
+  STD_TORCH_CHECK(on_one_device(tensor, other), name, ": expected it on the device of ", other_name,
+                  ", got another device");
 }
 
 inline void check_floating(const Tensor& tensor, const char* name) {
-  dispatch_floating(tensor.scalar_type(), name, [](auto) {});
+  dispatch_floating(scalar_type(tensor), name, [](auto) {});
 }
 
 // (N, C, *)
@@ -35,8 +45,8 @@ inline void check_grad_output(const Tensor& grad_output, const Tensor& input) {
   bool same = grad_output.dim() == input.dim();
   for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = grad_output.size(dim) == input.size(dim);
   check(same, "grad_output", "the sizes of input", "others");
-  check(grad_output.scalar_type() == input.scalar_type(), "grad_output", "the dtype of input",
-        torch::headeronly::toString(grad_output.scalar_type()));
+  check(scalar_type(grad_output) == scalar_type(input), "grad_output", "the dtype of input",
+        torch::headeronly::toString(scalar_type(grad_output)));
   check_device(grad_output, "grad_output", input, "input");
 }
 
@@ -55,7 +65,7 @@ inline void check_channels_of_input(std::initializer_list<Named> arguments, cons
 }
 
 inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  const bool counts = tensor.scalar_type() == ScalarType::Long && tensor.numel() == 1;
+  const bool counts = scalar_type(tensor) == ScalarType::Long && tensor.numel() == 1;
   check(counts, name, "an int64 scalar", "another tensor");
   check_device(tensor, name, other, other_name);
 }
@@ -68,7 +78,7 @@ inline void check_gather_stats(const Tensor& gathered, const std::optional<Tenso
   const int64_t size = gathered.size(1);
   const bool packed = size >= 2 && size % 2 == 0;
   STD_TORCH_CHECK(packed, "gathered: expected (ranks, 2 * channels + 2), got rows of ", size);
-  const ScalarType dtype = gathered.scalar_type();
+  const ScalarType dtype = scalar_type(gathered);
   check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", torch::headeronly::toString(dtype));
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered, "gathered");
   if (!running_mean || !running_var) return;  // none are tracked

@@ -2,6 +2,7 @@
 // on.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -26,6 +27,17 @@ using torch::stable::Tensor;
 template <typename Got>
 inline void check(bool holds, const char* argument, const char* expected, const Got& got) {
   STD_TORCH_CHECK(holds, argument, ": expected ", expected, ", got ", got);
+}
+
+// What tensor.scalar_type() gives. That asks torch for the code of one dtype after the other, with those of interest
+// here far behind; the ops need it some ten times per call.
+inline ScalarType scalar_type(const Tensor& tensor) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  if (code == aoti_torch_dtype_float32()) return ScalarType::Float;
+  if (code == aoti_torch_dtype_bfloat16()) return ScalarType::BFloat16;
+  if (code == aoti_torch_dtype_float16()) return ScalarType::Half;
+  return tensor.scalar_type();
 }
 
 // The dtype of everything computed from values of `dtype`, and of everything that crosses ranks.
