@@ -8,11 +8,12 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -23,10 +24,19 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Raises RuntimeError: "argument: expected ..., got ...".
+// Raises RuntimeError: "argument: expected ..., got ...". Not by STD_TORCH_CHECK, which begins with its place in the
+// source.
+template <typename... Got>
+[[noreturn]] void refuse(const char* argument, const char* expected, const Got&... got) {
+  std::ostringstream message;
+  message << argument << ": expected " << expected << ", got ";
+  (message << ... << got);
+  throw std::runtime_error(message.str());
+}
+
 template <typename Got>
 inline void check(bool holds, const char* argument, const char* expected, const Got& got) {
-  STD_TORCH_CHECK(holds, argument, ": expected ", expected, ", got ", got);
+  if (!holds) refuse(argument, expected, got);
 }
 
 // What tensor.scalar_type() gives. That asks torch for the code of one dtype after the other, with those of interest
@@ -64,7 +74,7 @@ inline void dispatch_floating(ScalarType dtype, const char* argument, const Body
     case ScalarType::BFloat16:
       return body(TypeTag<BFloat16>());
     default:
-      check(false, argument, "float16, bfloat16, float32 or float64", torch::headeronly::toString(dtype));
+      refuse(argument, "float16, bfloat16, float32 or float64", dtype);
   }
 }
 
