@@ -145,8 +145,8 @@ def test_all_must_be_on_one_device(ops):
     for op, (arguments, names) in calls.items():
         for name in names:
             elsewhere = arguments | {name: arguments[name].to("meta")}
-            message = f"{name}: expected it on the device of the other arguments, got a device of another kind beside cpu"
-            with pytest.raises(RuntimeError, match=f"^{message}$"):
+            message = "expected it on the device of the other arguments, got a device of another kind beside cpu"
+            with pytest.raises(RuntimeError, match=f"^{name}: {message}$"):
                 getattr(ops, op).redispatch(keys, *elsewhere.values())
 
 

@@ -176,7 +176,9 @@ def test_same_bits_in_any_order(emulated, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize(("sizes", "channels"), [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4)])
+@pytest.mark.parametrize(
+    ("sizes", "channels"), [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4)]
+)
 def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
     rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels, dtype=dtype)) for n in sizes])
     for tracked in (True, False):
