@@ -652,7 +652,7 @@ def groups_of_torchs_layers():
     twin = copy.deepcopy(model)
     convert_sync_batchnorm(model, "node")
     reverted = [layer.process_group for net in (model, twin) for layer in revert_sync_batchnorm(net)]
-    return [groups.index(group) for group in reverted], "process_group_before" in vars(model[0])
+    return [groups.index(group) for group in reverted], "groups_before" in vars(model[0])
 
 
 def test_torchs_layers_get_their_group_back(pool):
