@@ -29,6 +29,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 KINDS = ("python", "cpu", "cuda")
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 CUDA_ARCHS = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "75;80;86;90;100;120").split(";")
 # LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after.
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
@@ -50,10 +51,16 @@ def find_torch() -> Path | None:
 def find_tools() -> dict[str, str | None]:
     cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which(os.environ.get("NVCC", "nvcc")) or shutil.which(f"{cuda_home}/bin/nvcc")
-    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    compiler = next((path for name in compilers if (path := shutil.which(name.split()[0]))), None)
+    compilers = [compiler_of(os.environ["CXX"])] if "CXX" in os.environ else ["g++", "clang++"]
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     torch = find_torch()
     return {"torch": None if torch is None else str(torch), "compiler": compiler, "nvcc": nvcc}
+
+
+def compiler_of(command: str) -> str:
+    """The compiler in the value of CXX, which may begin with a launcher, as in "ccache g++ -m64"."""
+    words = shlex.split(command)
+    return next((word for word in words if Path(word).name not in LAUNCHERS), "")
 
 
 def decide(tools: dict[str, str | None]) -> tuple[str, str]:
@@ -110,7 +117,8 @@ class BuildKernels(build_ext):
         library.parent.mkdir(parents=True, exist_ok=True)
         linker = [*cxx, *extra]
         if KIND == "cuda":  # nvcc knows where its static runtime is
-            linker = [TOOLS["nvcc"], "--cudart=static", f"-ccbin={cxx[0]}", *(f"-Xcompiler={flag}" for flag in extra)]
+            host = f"-ccbin={TOOLS['compiler']}"
+            linker = [TOOLS["nvcc"], "--cudart=static", host, *(f"-Xcompiler={flag}" for flag in extra)]
         self.spawn([*linker, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(library)])
 
 

@@ -7,7 +7,9 @@ meet torch's.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .communicators import RankGroup, check_process_group
-from .derive import class_after_conversion, class_before_conversion, is_candidate
+from .derive import class_after_conversion, class_before_conversion, groups_of, is_candidate
 from .sync_batchnorm import SyncBatchNorm
 from .wrapper import is_data_parallel
 
@@ -57,7 +59,8 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
         ValueError: this rank is not in ``process_group``, or that describes groups which the job does not have.
         RuntimeError: ``module`` is data parallel or compiled already.
 
-    If it raises, ``module`` is unchanged.
+    If it raises, ``module`` is unchanged. It warns of layers that stay as they are and synchronize by themselves, of a
+    class that neither derives from torch's nor is known by :func:`register_converter`.
 
     Example::
 
@@ -67,21 +70,24 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
     check_process_group(process_group)
     # All the classes first: one layer that is refused leaves all as they were.
     targets: dict[nn.Module, type[SyncBatchNorm]] = {}
-    for finding in examine(module, filter):
+    findings = examine(module, filter)
+    for finding in findings:
         if finding.error is not None:
             raise finding.error
         if finding.target is not None:
             targets[finding.module] = finding.target
+    _warn_of_synchronized_strangers(findings)
     if module in targets:
         target = targets.pop(module)
         module = _shallow_copy(module)
         targets[module] = target
-    for layer, cls in targets.items():
-        if not isinstance(layer, SyncBatchNorm) and "process_group" in vars(layer):
-            layer.process_group_before = layer.process_group  # the layer's own, to be what it was after revert
-        layer.__class__ = cls
-        if process_group is not None:
-            layer.process_group = process_group
+    with _restored_on_error(targets):
+        for layer, cls in targets.items():
+            if not isinstance(layer, SyncBatchNorm):
+                _take_group(layer)
+            object.__setattr__(layer, "__class__", cls)
+            if process_group is not None:
+                layer.process_group = process_group
     return module
 
 
@@ -109,20 +115,42 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
         module = _shallow_copy(module)
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     classes = [class_before_conversion(type(layer)) for layer in layers]
-    groups = [_group_before_conversion(layer) for layer in layers]
-    for layer, cls, group in zip(layers, classes, groups, strict=True):
-        vars(layer).pop("process_group", None)
-        if "process_group_before" in vars(layer):
-            del layer.process_group_before
-            layer.process_group = group
-        object.__setattr__(layer, "__class__", cls)
+    groups = [_groups_before_conversion(layer) for layer in layers]
+    with _restored_on_error(layers):
+        for layer, cls, attributes in zip(layers, classes, groups, strict=True):
+            for name in ("process_group", "groups_before"):
+                vars(layer).pop(name, None)
+            vars(layer).update(attributes)
+            object.__setattr__(layer, "__class__", cls)
     return module
 
 
-def _group_before_conversion(layer: SyncBatchNorm) -> Any:
-    group = vars(layer).get("process_group_before")
-    # A layer that was copied or loaded has the ranks of it; torch's layer needs the group.
-    return group.resolve() if isinstance(group, RankGroup) else group
+def _take_group(layer: nn.Module) -> None:
+    """Makes the group that a layer has, under whatever name, its ``process_group``, and keeps it for revert."""
+    groups = groups_of(layer)
+    for name in groups:
+        del vars(layer)[name]
+    if groups:
+        vars(layer).update(groups_before=groups, process_group=next(iter(groups.values())))
+
+
+def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
+    groups = vars(layer).get("groups_before", {})
+    # A layer that was copied or loaded has the ranks of a group; the class of before needs the group.
+    return {name: group.resolve() if isinstance(group, RankGroup) else group for name, group in groups.items()}
+
+
+@contextmanager
+def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
+    before = [(layer, type(layer), dict(vars(layer))) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, cls, attributes in before:
+            object.__setattr__(layer, "__class__", cls)
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        raise
 
 
 class Finding(NamedTuple):
@@ -134,6 +162,7 @@ class Finding(NamedTuple):
     reason: str
     target: type[SyncBatchNorm] | None = None  # the class it gets, if converted
     error: Exception | None = None  # raised for it, if refused
+    synchronizes: bool = False  # by itself, and stays so because its class is not known
 
 
 def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
@@ -152,18 +181,25 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
 
 
 def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
-    error = _closed(module, names[0])
-    if error is None and not is_candidate(module):
+    error = _error_if_closed(module, names[0])
+    is_stranger = error is None and not is_candidate(module)
+    synchronizes = is_stranger and _has_running_stats(module) and "sync" in type(module).__name__.lower()
+    if is_stranger and not synchronizes:
         reason = _why_not_concerned(module)
         return None if reason is None else Finding(names, module, "skipped", reason)
     if filter is not None and not any(filter(name, module) for name in names):
         return Finding(names, module, "skipped", "left out by filter")
+    if synchronizes:
+        reason = "synchronizes by itself, in a class not derived from torch's; register_converter makes it known"
+        return Finding(names, module, "skipped", reason, synchronizes=True)
     if error is None and "forward" in vars(module):
         where = _where(module, names[0])
         error = TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
     if error is None:
         try:
             target = class_after_conversion(module)
+            if target is not None and not isinstance(module, SyncBatchNorm):
+                groups_of(module)
         except TypeError as refusal:
             error = refusal
     if error is not None:
@@ -183,7 +219,7 @@ def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
             found[module].append(name)
             return
         found[module] = [name]
-        if _closed(module, name) is None:
+        if _error_if_closed(module, name) is None:
             for child_name, child in _children(module):
                 visit(child, f"{name}.{child_name}" if name else child_name)
 
@@ -195,7 +231,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
-def _closed(module: nn.Module, name: str) -> Exception | None:
+def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
     """Returns what to raise for a module that cannot be converted any more, with all that is in it."""
     if isinstance(module, torch.jit.ScriptModule):
         where = _where(module, name)
@@ -217,9 +253,24 @@ def _why_not_concerned(module: nn.Module) -> str | None:
     """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
     if isinstance(module, _NormBase):
         return "not batch normalization: it normalizes each sample by itself"
-    if "batchnorm" in type(module).__name__.lower():
+    if "batchnorm" in type(module).__name__.lower() or _has_running_stats(module):
         return "not derived from torch's batch normalization; register_converter makes it known"
     return None
+
+
+def _has_running_stats(module: nn.Module) -> bool:
+    return {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
+
+
+def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
+    strangers = [finding for finding in findings if finding.synchronizes]
+    if strangers:
+        where = ", ".join(_where(finding.module, finding.names[0]) for finding in strangers)
+        warnings.warn(
+            f"module: these layers go on to synchronize by themselves: {where}; tell register_converter what they are "
+            "to become, or that they are to stay",
+            stacklevel=3,
+        )
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
 from .autograd import (
@@ -75,12 +76,13 @@ def sync_batch_norm(
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: ``input`` is not of one of the four dtypes, a parameter or buffer is not floating point, or
-            ``process_group`` is of no known kind.
+        TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; a parameter
+            or buffer is not floating point; ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps_mode`` is neither of the two; this rank is not in ``process_group``.
-        RuntimeError: a parameter or buffer does not have C elements, or is on another device than ``input``.
+        RuntimeError: a parameter or buffer does not have C elements, or is on another device than ``input``;
+            :func:`torch.jit.trace` runs in training over several ranks.
 
     Each of these is raised before this rank communicates or writes to a buffer.
     """
@@ -103,6 +105,13 @@ def sync_batch_norm(
             )
         if eps_mode == "plus" and momentum is not None and _suits_torch(input, tensors.values()):
             return _batch_norm_alone(input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked)
+    if is_tracing() and communicator.size > 1:
+        raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
+    if hasattr(input, "to_local"):
+        raise TypeError(
+            "input: expected the samples of this rank in training, got a DTensor; if it is sharded over samples, pass "
+            "its to_local() and give its mesh as process_group"
+        )
     if is_transforming():
         return differentiable_batch_norm(input, weight, bias, options, communicator)
     return synchronized_batch_norm(input, weight, bias, options, communicator, layer)
@@ -125,12 +134,13 @@ def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
     if input.dtype not in _INPUT_DTYPES:
         raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
     check_dimensions(input)
+    knows_sizes = not is_tracing()  # their comparison would be made part of the trace
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
-        if tensor.size() != input.shape[1:2]:
+        if knows_sizes and tensor.size() != input.shape[1:2]:
             raise RuntimeError(
                 f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
             )

@@ -1,7 +1,7 @@
 """The layer. It holds state and decides; it computes nothing."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -162,12 +162,15 @@ class SyncBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}{eps_mode}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_replica", None)
-        for name in ("process_group", "process_group_before"):
-            if name in state:
-                state[name] = describe_group(state[name])
-        return state
+        return state_to_travel(vars(self))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        # torch.jit.script puts what this returns in the place of the layer, in the model that it is given: a layer
+        # that can be scripted would leave that model unsynchronized.
+        raise TypeError(
+            f"torch.jit.script: expected a model without synchronized layers, got {type(self).__name__}; "
+            "script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
+        )
 
     @classmethod
     def convert_sync_batchnorm(
@@ -177,6 +180,17 @@ class SyncBatchNorm(_BatchNorm):
         from .convert import convert_sync_batchnorm
 
         return convert_sync_batchnorm(module, process_group, filter=filter)
+
+
+def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` of a layer as it can be copied and pickled: with descriptions in the place of groups."""
+    state = {name: value for name, value in state.items() if name != "_replica"}
+    if "process_group" in state:
+        state["process_group"] = describe_group(state["process_group"])
+    if "groups_before" in state:
+        groups = state["groups_before"].items()
+        state["groups_before"] = {name: describe_group(group) for name, group in groups}
+    return state
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

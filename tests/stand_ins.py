@@ -20,12 +20,15 @@ class _OwnForward:
 
 
 class _Apex(_OwnForward, _BatchNorm):
-    def __init__(self, num_features, process_group=None):
+    def __init__(self, num_features, process_group=None, channel_last=False, fuse_relu=False):
         super().__init__(num_features)
-        self.process_group = process_group
+        self.process_group, self.channel_last, self.fuse_relu = process_group, channel_last, fuse_relu
 
     def _check_input_dim(self, input):
         pass
+
+    def forward(self, input, z=None):
+        return super().forward(input)
 
 
 class _Fairscale(_OwnForward, nn.BatchNorm2d):
@@ -37,11 +40,11 @@ class _Detectron2(_OwnForward, nn.BatchNorm2d):
 
 
 class _Mmcv(_OwnForward, nn.Module):
-    def __init__(self, num_features):
+    def __init__(self, num_features, group=None, stats_mode="default"):
         super().__init__()
         self.num_features, self.eps, self.momentum = num_features, 1e-5, 0.1
         self.affine = self.track_running_stats = True
-        self.group, self.group_size = None, 1
+        self.group, self.group_size, self.stats_mode = group, 1, stats_mode
         self.weight, self.bias = nn.Parameter(torch.ones(num_features)), nn.Parameter(torch.zeros(num_features))
         self.register_buffer("running_mean", torch.zeros(num_features))
         self.register_buffer("running_var", torch.ones(num_features))

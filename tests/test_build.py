@@ -57,6 +57,26 @@ def test_without_a_compiler(checkout):
     assert info["build_compiler"] is None
 
 
+@pytest.fixture
+def launcher(tmp_path):
+    """A command that runs the one after it, under the name of a compiler cache."""
+    path = tmp_path / "bin" / "ccache"
+    path.parent.mkdir()
+    path.write_text('#!/bin/sh\n[ "$1" != --version ] || echo a cache\nexec "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_launcher_before_the_compiler(checkout, launcher):
+    _, _, expected = decide(checkout, CXX="g++", BAGUA_SYNCBN_BUILD="cpu")
+    status, _, info = decide(checkout, CXX=f"{launcher} g++ -m64", BAGUA_SYNCBN_BUILD="cpu")
+    assert status == 0
+    assert info == expected
+    status, output, _ = decide(checkout, CXX=f"{launcher} no-such-compiler", BAGUA_SYNCBN_BUILD="cpu")
+    assert status != 0
+    assert "expected to find compiler" in output
+
+
 def test_without_nvcc(checkout):
     (checkout / "csrc" / "cuda").mkdir(exist_ok=True)
     (checkout / "csrc" / "cuda" / "some.cu").touch()
@@ -97,7 +117,7 @@ def test_what_is_asked_for_and_missing_is_named(checkout, environment, message):
 
 
 @pytest.mark.skipif(not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()), reason="needs nvcc")
-def test_cuda_sources_are_compiled_beside_a_torch_without_cuda(checkout):
+def test_cuda_sources_are_compiled_beside_a_torch_without_cuda(checkout, launcher):
     (checkout / "csrc" / "cuda").mkdir(exist_ok=True)
     source = "__global__ void k(float* x) { x[0] = 1; }\nvoid launch(float* x) { k<<<1, 1>>>(x); }\n"
     (checkout / "csrc" / "cuda" / "added.cu").write_text(source)
@@ -106,7 +126,8 @@ def test_cuda_sources_are_compiled_beside_a_torch_without_cuda(checkout):
         [sys.executable, "setup.py", "-q", "build", "--build-lib", "lib"],
         cwd=checkout,
         env=os.environ
-        | {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": "90", "BAGUA_SYNCBN_CXXFLAGS": "-O1"},
+        | {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": "90", "BAGUA_SYNCBN_CXXFLAGS": "-O1"}
+        | {"CXX": f"{launcher} g++"},
         capture_output=True,
         text=True,
     )

@@ -208,6 +208,14 @@ def test_onnx(tmp_path):
     torch.testing.assert_close(torch.from_numpy(output), model(input).detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace():
+    model, input = evaluated()
+    traced = torch.jit.trace(model, input)
+    assert "bagua_syncbn::" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(input[:1]), model(input[:1]))
+
+
 def test_fuse_conv_bn_eval():
     model, input = evaluated()
     fused = fuse_conv_bn_eval(model[0], model[1])

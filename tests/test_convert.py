@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -139,6 +141,52 @@ def test_a_layer_that_would_stay_unsynchronized_is_refused(cls, reason):
         convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
     assert type(model[1]) is cls
+
+
+class Slotted(nn.BatchNorm2d):
+    """Python does not let it become a class that does not derive from it."""
+
+    __slots__ = ("foo",)
+
+
+def test_a_layer_that_cannot_change_its_class_is_refused():
+    model = nn.Sequential(nn.BatchNorm2d(2), Slotted(2))
+    bagua_syncbn.register_converter(Slotted, lambda layer: SyncBatchNorm2d)
+    try:
+        with pytest.raises(TypeError, match=r"got test_convert\.Slotted, with __slots__"):
+            convert_sync_batchnorm(model)
+        assert type(model[0]) is nn.BatchNorm2d
+        assert [layer.action for layer in conversion_report(model).layers] == ["converted", "refused"]
+        convert_sync_batchnorm(model, filter=lambda name, layer: name == "0")
+    finally:
+        bagua_syncbn.register_converter(Slotted, None)
+    assert type(model[0]) is SyncBatchNorm2d
+
+
+class FixedGroup(nn.BatchNorm2d):
+    @property
+    def process_group(self):
+        return None
+
+
+class BecomesSlotted(SyncBatchNorm2d):
+    local_class = Slotted
+
+
+def test_what_raises_midway_leaves_the_model_unchanged():
+    model = nn.Sequential(nn.SyncBatchNorm(2), FixedGroup(2))
+    attributes = [dict(vars(layer)) for layer in model]
+    with pytest.raises(AttributeError, match="process_group"):
+        convert_sync_batchnorm(model, 1)
+    assert [type(layer) for layer in model] == [nn.SyncBatchNorm, FixedGroup]
+    assert [vars(layer) for layer in model] == attributes
+
+    model = convert_sync_batchnorm(nn.Sequential(nn.SyncBatchNorm(2), BecomesSlotted(2)), 1)
+    classes, attributes = [type(layer) for layer in model], [dict(vars(layer)) for layer in model]
+    with pytest.raises(TypeError, match="__class__ assignment"):
+        revert_sync_batchnorm(model)
+    assert [type(layer) for layer in model] == classes
+    assert [vars(layer) for layer in model] == attributes
 
 
 def test_a_forward_put_on_the_object_is_refused():
@@ -316,6 +364,20 @@ def test_converting_a_compiled_or_scripted_model_says_so():
         convert_sync_batchnorm(nn.Sequential(scripted))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
+def test_scripting_a_converted_model_says_so(cls):
+    """torch would put a layer that can be scripted in the place of the synchronized one, in the model given."""
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(cls(3))))
+    layer = model[1][0]
+    message = f"got {type(layer).__name__}; script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
+    for module in (model, layer):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            torch.jit.script(module)
+    assert model[1][0] is layer
+    assert isinstance(layer, SyncBatchNorm)
+
+
 def torch_layer_keeps_its_group():
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = nn.Sequential(nn.SyncBatchNorm(1, process_group=groups[dist.get_rank()]))
@@ -396,6 +458,35 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
 
     again = conversion_report(convert_sync_batchnorm(nn.BatchNorm1d(2)))
     assert str(again).splitlines()[1] == "converted  (the model itself)  SyncBatchNorm1d: synchronized already"
+
+
+class StrangeSyncBN(nn.Module):
+    """Synchronizes by itself, and has nothing of torch's class, as in mmcv and inplace_abn."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(2))
+        self.register_buffer("running_var", torch.ones(2))
+
+
+def test_strangers_that_stay_synchronized_by_themselves_are_named():
+    model = nn.Sequential(nn.BatchNorm2d(2), StrangeSyncBN())
+    (_, stranger) = conversion_report(model).layers
+    assert stranger.action == "skipped"
+    assert "synchronizes by itself" in stranger.reason
+    with pytest.warns(UserWarning, match="synchronize by themselves: StrangeSyncBN at '1';") as caught:
+        convert_sync_batchnorm(model)
+    assert caught[0].filename == __file__
+    assert type(model[0]) is SyncBatchNorm2d
+    bagua_syncbn.register_converter(StrangeSyncBN, lambda layer: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_sync_batchnorm(model)
+        bagua_syncbn.register_converter(StrangeSyncBN, None)
+        convert_sync_batchnorm(model, filter=lambda name, layer: not isinstance(layer, StrangeSyncBN))
+        unsynchronized = type("ABN", (StrangeSyncBN,), {})()
+        convert_sync_batchnorm(nn.Sequential(unsynchronized))
+    assert "not derived" in conversion_report(unsynchronized).layers[0].reason
 
 
 def test_containers_cycles_and_lists():
@@ -561,7 +652,7 @@ def groups_of_torchs_layers():
     twin = copy.deepcopy(model)
     convert_sync_batchnorm(model, "node")
     reverted = [layer.process_group for net in (model, twin) for layer in revert_sync_batchnorm(net)]
-    return [groups.index(group) for group in reverted], "process_group_before" in vars(model[0])
+    return [groups.index(group) for group in reverted], "groups_before" in vars(model[0])
 
 
 def test_torchs_layers_get_their_group_back(pool):
@@ -569,6 +660,23 @@ def test_torchs_layers_get_their_group_back(pool):
         assert first == second == 0
         assert set(copied) <= {0, 1}  # of the same ranks
         assert not kept
+
+
+class OwnState(nn.BatchNorm2d):
+    """Its state does not come from the next class."""
+
+    def __getstate__(self):
+        return {**vars(self), "seen": True}
+
+
+def copies_of_layers_with_a_state_of_their_own():
+    model = convert_sync_batchnorm(nn.Sequential(OwnState(1)), dist.new_group([0, 1]))
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    return [(twin[0].seen, twin[0].process_group.ranks) for twin in twins]
+
+
+def test_a_state_of_its_own_holds_no_live_group(pool):
+    assert pool.run(copies_of_layers_with_a_state_of_their_own, 2) == [[(True, (0, 1))] * 2] * 2
 
 
 def spawned(rank, model, path):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
@@ -74,6 +76,26 @@ def test_one_value_per_channel(shape):
 def test_functional(arguments, error, message):
     with pytest.raises(error, match=message):
         sync_batch_norm(torch.randn(4, 2), **{"running_mean": None, "running_var": None} | arguments)
+
+
+def refused_in_a_job():
+    """What rank 0 alone is refused, before it communicates."""
+    if dist.get_rank():
+        return [str(dist.get_rank())] * 2
+    mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
+    sharded = DTensor.from_local(torch.randn(4, 3), mesh, run_check=False)
+    errors = []
+    for call in (lambda: SyncBatchNorm(3)(sharded), lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3))):
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_distributed_tensors_and_traces_of_training(pool):
+    (sharded, traced), _ = pool.run(refused_in_a_job, 2, timeout=60)
+    assert "got a DTensor; if it is sharded over samples, pass its to_local()" in sharded
+    assert "no torch.jit.trace in training" in traced
 
 
 def test_convert_checks_the_group_before_it_changes_a_layer():

@@ -1,17 +1,22 @@
 """Layers with a forward of their own: synchronized with it, or never unnoticed."""
 
 import copy
+import doctest
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+import bagua_syncbn
 from bagua_syncbn import (
     SyncBatchNorm,
+    SyncBatchNorm1d,
     SyncBatchNorm2d,
     convert_sync_batchnorm,
     register_converter,
@@ -336,7 +341,7 @@ def test_registered_converters():
         revert_sync_batchnorm(net)
         assert [type(layer) for layer in net] == [Foreign, Centered, Foreign]
         assert net[0].process_group == "its own"
-        assert "process_group_before" not in vars(net[0])
+        assert "groups_before" not in vars(net[0])
         assert not hasattr(net[1], "process_group")
 
 
@@ -354,6 +359,158 @@ def test_what_a_converter_returns_is_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
     with pytest.raises(TypeError, match=r"from the converter of test_subclasses\.Foreign, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
+
+
+# Stand-ins for synchronized layers of other packages: their options, their attributes, and what one process computes.
+
+
+class OfApex(_BatchNorm):
+    def __init__(self, num_features, process_group=None, channel_last=False, fuse_relu=False):
+        super().__init__(num_features)
+        self.process_group, self.channel_last, self.fuse_relu = process_group, channel_last, fuse_relu
+
+    def forward(self, input, z=None):
+        dims = [dim for dim in range(input.dim()) if dim != (input.dim() - 1 if self.channel_last else 1)]
+        mean, var = input.mean(dims, keepdim=True), input.var(dims, correction=0, keepdim=True)
+        shape = [-1 if dim not in dims else 1 for dim in range(input.dim())]
+        output = (input - mean) / (var + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)
+        output = output if z is None else output + z
+        return output.clamp(min=0) if self.fuse_relu else output
+
+
+class OfMMCV(Foreign):
+    def __init__(self, num_features, eps=1e-5, momentum=0.1, group=None, stats_mode="default"):
+        super().__init__(num_features)
+        del self.process_group
+        self.eps, self.momentum, self.affine, self.track_running_stats = eps, momentum, True, True
+        self.num_batches_tracked = torch.tensor(0)
+        self.group = dist.group.WORLD if group is None else group
+        self.stats_mode = stats_mode
+
+
+class OfFairscaleSync(nn.BatchNorm2d):
+    def __init__(self, *args, process_group=None, **options):
+        super().__init__(*args, **options)
+        self._process_group = dist.group.WORLD if process_group is None else process_group
+
+
+class OfDetectronSync(nn.BatchNorm2d):
+    def __init__(self, *args, stats_mode="", **options):
+        super().__init__(*args, **options)
+        self._stats_mode = stats_mode
+
+
+class OfInPlaceABN(Foreign):
+    pass
+
+
+FOREIGN = [OfApex, OfMMCV, OfFairscaleSync, OfDetectronSync, OfInPlaceABN]
+
+
+@pytest.fixture
+def recipes():
+    """The examples of register_converter, run for the stand-ins."""
+    apex, mmcv, fairscale, detectron2, inplace_abn = (SimpleNamespace() for _ in FOREIGN)
+    apex.parallel = SimpleNamespace(SyncBatchNorm=OfApex)
+    mmcv.ops = SimpleNamespace(SyncBatchNorm=OfMMCV)
+    fairscale.experimental = SimpleNamespace(nn=SimpleNamespace(SyncBatchNorm=OfFairscaleSync))
+    detectron2.layers = SimpleNamespace(NaiveSyncBatchNorm=OfDetectronSync)
+    inplace_abn.InPlaceABNSync = OfInPlaceABN
+    names = {**locals(), "bagua_syncbn": bagua_syncbn, "register_converter": register_converter}
+    for example in doctest.DocTestParser().get_examples(register_converter.__doc__):
+        exec(example.source, names)
+    yield names
+    for cls in FOREIGN:
+        register_converter(cls, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
+def test_recipe_for_apex(recipes, options):
+    model = nn.Sequential(OfApex(4, **options))
+    input, z = torch.randn(2, 3, 4, 4, 4)
+    expected = model[0](input), model[0](input, z)
+    convert_sync_batchnorm(model)
+    torch.testing.assert_close((model[0](input), model[0](input, z)), expected)
+    assert type(revert_sync_batchnorm(model)[0]) is OfApex
+
+
+def test_other_recipes(recipes):
+    model = nn.Sequential(OfMMCV(3), OfFairscaleSync(3), OfDetectronSync(3), OfInPlaceABN(3))
+    converted = [recipes["FromMMCV"], SyncBatchNorm, SyncBatchNorm2d]
+    convert_sync_batchnorm(model)
+    for layer, cls in zip(model, converted, strict=False):
+        assert isinstance(layer, cls)
+        layer(torch.randn(4, 3, 2, 2))
+        assert layer.num_batches_tracked == 1
+    assert type(model[3]) is OfInPlaceABN
+
+
+def groups_by_other_names():
+    group, other = dist.new_group([0, 1]), dist.new_group([1, 0])
+    classes = [OfMMCV, OfFairscaleSync]
+    register_converter(OfMMCV, lambda layer: type("FromMMCV", (SyncBatchNorm,), {"stats_mode": None}))
+    register_converter(OfFairscaleSync, lambda layer: SyncBatchNorm)
+    try:
+        model = nn.Sequential(OfMMCV(1, group=group), OfFairscaleSync(1, process_group=group))
+        convert_sync_batchnorm(model)
+        taken = [layer.process_group is group for layer in model]
+        copied = [layer.process_group.ranks for layer in copy.deepcopy(model)]
+        twin = revert_sync_batchnorm(copy.deepcopy(model))
+        restored = [twin[0].group.size(), twin[1]._process_group.size()]
+        revert_sync_batchnorm(convert_sync_batchnorm(model, other))
+        kept = [model[0].group is group, model[1]._process_group is group]
+        left = any({"process_group", "groups_before"} & vars(layer).keys() for layer in model)
+
+        ambiguous = nn.Sequential(OfMMCV(1, group=group))
+        ambiguous[0].second = other
+        try:
+            convert_sync_batchnorm(ambiguous)
+        except TypeError as error:
+            return taken, copied, restored, kept, left, str(error)
+    finally:
+        for cls in classes:
+            register_converter(cls, None)
+
+
+def test_a_group_is_taken_from_the_attribute_that_has_it(pool):
+    for *found, error in pool.run(groups_by_other_names, 2):
+        assert found == [[True] * 2, [(0, 1)] * 2, [2, 2], [True] * 2, False]
+        assert "OfMMCV with group and second" in error
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "message"),
+    [
+        (lambda: OfApex(2), SyncBatchNorm, "forward takes the arguments of .*OfApex, got .*SyncBatchNorm, .* take z"),
+        (lambda: OfMMCV(2), SyncBatchNorm, "knows the options of .*OfMMCV, got .* with stats_mode='default'; derive"),
+        (lambda: BatchNormWith(act=nn.ReLU()), SyncBatchNorm1d, r"with act=ReLU\(\); derive"),
+    ],
+)
+def test_what_a_registered_class_would_drop_is_refused(make, target, message):
+    model = nn.Sequential(make())
+    cls = type(model[0])
+    register_converter(cls, lambda layer: target)
+    try:
+        with pytest.raises(TypeError, match=message):
+            convert_sync_batchnorm(model)
+    finally:
+        register_converter(cls, None)
+    assert type(model[0]) is cls
+
+
+class BatchNormWith(nn.BatchNorm1d):
+    def __init__(self, act=None, affine=True):
+        super().__init__(2, affine=affine)
+        self.act = act
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
+def test_options_that_are_off_or_known_are_not(options):
+    register_converter(BatchNormWith, lambda layer: SyncBatchNorm1d)
+    try:
+        assert isinstance(convert_sync_batchnorm(nn.Sequential(BatchNormWith(**options)))[0], SyncBatchNorm1d)
+    finally:
+        register_converter(BatchNormWith, None)
 
 
 @pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten, ByHelper], ids=lambda cls: cls.__name__)

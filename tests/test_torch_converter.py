@@ -176,6 +176,13 @@ def test_rows_of_a_job(pool):
     assert pool.run(rows_of_a_job, 2, "ours") == [(True, ["works"] * 2, "works", "works")] * 2
 
 
+def test_torchs_converter_replaces_ours_and_ours_takes_it_back():
+    """It takes all layers that derive from torch's, so it must not follow; after it ours makes these ours again."""
+    model = CONVERTERS["torch"](convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2), BatchNormAct(2))))
+    assert [type(layer) for layer in model] == [nn.SyncBatchNorm] * 2
+    assert all(isinstance(layer, SyncBatchNorm) for layer in convert_sync_batchnorm(model))
+
+
 def test_the_table_has_these_rows():
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     for row in CASES:

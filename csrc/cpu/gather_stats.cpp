@@ -1,5 +1,6 @@
 // batch_norm_gather_stats: the statistics of all ranks together, and the running ones.
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
