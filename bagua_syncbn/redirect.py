@@ -24,11 +24,17 @@ from .tracing import Proxy, as_one_node
 class ObservedSyncBatchNorm(SyncBatchNorm):
     """What ``super().forward`` leads to in a layer with a forward of its own: it leaves a note that it was there."""
 
+    # Only while the layer's forward runs in training. On the layer and not in the mode, which is another object while
+    # torch.compile traces.
     was_synchronized: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        self.was_synchronized = True
+        self.note_synchronization()
         return _synchronized_forward(self, input)
+
+    def note_synchronization(self) -> None:
+        if "was_synchronized" in vars(self):
+            self.was_synchronized = True
 
 
 def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Callable[..., Any]:
@@ -49,12 +55,15 @@ def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Calla
                 return as_one_node(layer, argument, args, kwargs)
         if not layer.training:
             return forward(layer, *args, **kwargs)
-        # On the layer and not in the mode, which is another object while torch.compile traces.
-        layer.was_synchronized = False
         with _Redirect(layer) if calls_function else nullcontext(), _batches_counted_once(layer):
-            output = forward(layer, *args, **kwargs)
-        was_synchronized = layer.was_synchronized
-        del layer.was_synchronized
+            if "was_synchronized" in vars(layer):  # within a call of its own, or beside one: that one checks
+                return forward(layer, *args, **kwargs)
+            layer.was_synchronized = False
+            try:
+                output = forward(layer, *args, **kwargs)
+                was_synchronized = layer.was_synchronized
+            finally:
+                del layer.was_synchronized
         if not was_synchronized:
             raise _unsynchronized(layer, "called neither the forward of torch's layer nor F.batch_norm")
         return output
@@ -122,7 +131,7 @@ class _Redirect(TorchFunctionMode):
         if func in _CALLS:
             call = _CALLS[func](*args, **kwargs)
             if self._is_own(call):
-                self.layer.was_synchronized = True
+                self.layer.note_synchronization()
                 # In evaluation of its own making, like that of a layer with frozen statistics, there is nothing to do.
                 if call.training:
                     # The forward counts the batches itself, as torch's does before this call.

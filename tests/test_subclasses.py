@@ -247,6 +247,29 @@ def test_a_part_that_is_left_out_stays_as_it_is(cls):
     assert model[0].part.num_batches_tracked == 1
 
 
+class InChunks(nn.BatchNorm2d):
+    """A forward that calls itself."""
+
+    def forward(self, input, chunks=2):
+        if chunks > 1:
+            return torch.cat([self(chunk, 1) for chunk in input.chunk(chunks)])
+        if self.eps == 0:
+            raise ArithmeticError
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True)
+
+
+def test_a_forward_that_calls_itself():
+    layer = bagua_syncbn.convert_sync_batchnorm(InChunks(3))
+    input = torch.randn(4, 3, 5, 5)
+    expected = InChunks(3)(input)
+    before = set(vars(layer))
+    torch.testing.assert_close(layer(input), expected)
+    layer.eps = 0
+    with pytest.raises(ArithmeticError):
+        layer(input)
+    assert set(vars(layer)) == before, "nothing stays behind, to be pickled with the layer"
+
+
 class NothingInEvaluation(nn.BatchNorm2d):
     def forward(self, input):
         return super().forward(input) if self.training else input
