@@ -77,23 +77,27 @@ def sync_batch_norm(
 
     Raises:
         TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; a parameter
-            or buffer is not floating point; ``process_group`` is of no known kind.
+            or buffer is not floating point; ``num_batches_tracked`` is not int64; ``process_group`` is of no known
+            kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps_mode`` is neither of the two; this rank is not in ``process_group``.
-        RuntimeError: a parameter or buffer does not have C elements, or is on another device than ``input``;
-            :func:`torch.jit.trace` runs in training over several ranks.
+        RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, or one of them is
+            on another device than ``input``; :func:`torch.jit.trace` runs in training over several ranks.
 
     Each of these is raised before this rank communicates or writes to a buffer.
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     _check_tensors(input, tensors)
+    _check_counter(num_batches_tracked, input)
     check_eps_mode(eps_mode)
     if not training:
         return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode)
 
     if momentum is None and running_mean is not None and num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    if running_mean is None:
+        num_batches_tracked = None  # it counts what the running statistics hold
     options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
     if isinstance(process_group, Replica):
         return replicated_batch_norm(input, weight, bias, options, process_group)
@@ -144,13 +148,27 @@ def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
             raise RuntimeError(
                 f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
             )
-        if tensor.device != input.device:
-            raise RuntimeError(f"{name}: expected it on {input.device}, where input is, got {tensor.device}")
+        _check_device(name, tensor, input)
     if (tensors["running_mean"] is None) != (tensors["running_var"] is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
 
 
-def _is_native(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
+def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:
+    if num_batches_tracked is None:
+        return
+    if num_batches_tracked.dtype != torch.int64:
+        raise TypeError(f"num_batches_tracked: expected an int64 tensor, got {num_batches_tracked.dtype}")
+    if num_batches_tracked.numel() != 1:
+        raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
+    _check_device("num_batches_tracked", num_batches_tracked, input)
+
+
+def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
+        raise RuntimeError(f"{name}: expected it on {input.device}, where input is, got {tensor.device}")
+
+
+def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     """Whether F.batch_norm takes this mixture of dtypes: one for all, or half input with all the others float32."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     return dtypes <= {input.dtype} or (dtypes == {torch.float32} and input.dtype in (torch.float16, torch.bfloat16))
@@ -163,7 +181,7 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     """
     rounds = input.device.type == "cpu" and input.dtype in (torch.float16, torch.bfloat16)
     is_fast = is_transforming() or not ops.beat_torch(input)
-    return input.numel() > 0 and _is_native(input, tensors) and not rounds and is_fast
+    return input.numel() > 0 and _torch_takes(input, tensors) and not rounds and is_fast
 
 
 def _batch_norm_alone(
@@ -201,7 +219,7 @@ def _batch_norm_eval(
         # F.batch_norm adds eps again; that of torch 2.10 takes no eps of 0.
         running_var = (running_var.to(ops.accumulate_dtype(running_var.dtype)) - eps).clamp(min=0)
     tensors = (running_mean, running_var, weight, bias)
-    if not _is_native(input, tensors):
+    if not _torch_takes(input, tensors):
         dtype = ops.accumulate_dtype(input.dtype)
         running_mean, running_var, weight, bias = (None if t is None else t.to(dtype) for t in tensors)
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .communicators import bagua, check_process_group, resolve_communicator
+from .communicators import bagua, check_process_group, resolve_communicator, to_torch_group
 from .sync_batchnorm import SyncBatchNorm
 
 # The module, which a function of the same name hides from an import statement.
@@ -55,13 +55,14 @@ def with_bagua(
             under, for ``"qadam"`` with one of its QAdamOptimizers in ``optimizers``; None for ``"gradient_allreduce"``,
             the only one where torch runs the job.
         process_group: the ranks among which ``module`` is data parallel: a :class:`torch.distributed.ProcessGroup`,
-            under Bagua a ``BaguaProcessGroup`` too; None for all.
+            under Bagua a ``BaguaProcessGroup`` too, elsewhere a description too, as :func:`~bagua_syncbn.sync_group`
+            takes it, whose groups all ranks of the job make here; None for all.
 
     Returns:
         ``module``, the same object.
 
     Raises:
-        TypeError: ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of no known kind.
+        TypeError: ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of none of these kinds.
         ValueError: Bagua has no ``algorithm`` of that name; torch runs the job, or nothing does, and it is not
             ``"gradient_allreduce"``; this rank is not in ``process_group``.
         RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
@@ -87,7 +88,7 @@ def with_bagua(
             "the others need bagua.torch_api.init_process_group() first"
         )
     if dist.is_available() and dist.is_initialized():
-        _replicate(module, optimizers, process_group)
+        _replicate(module, optimizers, to_torch_group(process_group))
         _give_group_to_layers(module, process_group)
     return module
 
@@ -158,7 +159,10 @@ def _broadcast(tensor: Tensor, process_group: Any) -> Tensor:
 
 
 def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:
-    message = [[tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]]
+    states: Any = None
+    if dist.get_rank(process_group) == 0:  # only what this rank has is sent
+        states = [tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
+    message = [states]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
     for optimizer, state in zip(optimizers, message[0], strict=True):
         if state["state"]:  # else there is nothing to bring along but what the user has just set

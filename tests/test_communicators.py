@@ -78,7 +78,7 @@ def test_ranks_that_this_job_does_not_have_are_named(pool):
 
 
 def exchange_where_single_all_gather_raises(message):
-    import bagua_syncbn.communicators.torch as communicators_torch
+    import bagua_syncbn.communicators.c10d as c10d
 
     calls = []
 
@@ -86,14 +86,14 @@ def exchange_where_single_all_gather_raises(message):
         calls.append(group)
         raise RuntimeError(message)
 
-    single, communicators_torch._all_gather_single = communicators_torch._all_gather_single, unsupported
+    single, c10d._all_gather_single = c10d._all_gather_single, unsupported
     try:
         group = dist.new_group([0, 1])
         return [exchange(group)[2], exchange(group)[2]], len(calls)
     except RuntimeError as error:
         return str(error), len(calls)
     finally:
-        communicators_torch._all_gather_single = single
+        c10d._all_gather_single = single
 
 
 def test_a_backend_that_gathers_into_a_list_only(pool):

@@ -1,6 +1,7 @@
 """torch.compile in one graph: what compiled models compute on ranks is what the same models compute eagerly."""
 
 import copy
+import pickle
 from collections import Counter
 from functools import partial
 
@@ -12,10 +13,12 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bagua_syncbn import convert_sync_batchnorm, with_bagua
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group, with_bagua
+from bagua_syncbn.communicators import c10d
 
 
 class OwnForward(nn.BatchNorm2d):
@@ -157,6 +160,75 @@ def test_changing_batch_sizes_compile_twice_at_most(pool, dynamic):
     """Once for the first size and once for all."""
     graphs = pool.run(partial(compare, "aot_eager", dynamic=dynamic, batches=range(20, 30)), 2)
     assert graphs == [2 if dynamic is None else 1] * 2
+
+
+def layer_in(kind):
+    """A layer that keeps the mean of its last batch, with a process group of some kind."""
+    kinds = {"group": lambda: dist.new_group([0, 1]), "mesh": lambda: init_device_mesh("cpu", (2,))}
+    process_group = kinds[kind]() if isinstance(kind, str) and kind in kinds else kind
+    return SyncBatchNorm(1, momentum=1.0, process_group=process_group)
+
+
+def mean_of_ranks(layer, offset=0):
+    layer(torch.full((2, 1), float(dist.get_rank() + offset)))
+    return layer.running_mean.item()
+
+
+TRAVELS = {
+    "stays": lambda layer: layer,
+    "is copied": copy.deepcopy,
+    "is loaded": lambda layer: pickle.loads(pickle.dumps(layer)),
+}
+
+
+def compiled_layer(kind, travels):
+    torch._dynamo.reset()
+    layer = TRAVELS[travels](layer_in(kind))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    return [mean_of_ranks(layer), mean_of_ranks(compiled, 10)]
+
+
+@pytest.mark.parametrize("travels", TRAVELS)
+@pytest.mark.parametrize("kind", [None, "group", "mesh", "node", 2, 1, [[1, 0]], [[0], [1]]], ids=str)
+def test_every_kind_of_group_compiles_in_one_graph(pool, kind, travels):
+    alone = kind in (1, [[0], [1]])
+    expected = [[rank, rank + 10] if alone else [0.5, 10.5] for rank in range(2)]
+    assert pool.run(compiled_layer, 2, kind, travels) == expected
+
+
+def compiled_before_its_group_exists(kind):
+    torch._dynamo.reset()
+    c10d._groups.clear()
+    layer = layer_in(kind)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected a group that exists when"):
+        mean_of_ranks(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    with_breaks = mean_of_ranks(torch.compile(layer, backend="aot_eager"))
+    c10d._groups.clear()
+    torch._dynamo.reset()
+    sync_group(kind)
+    return with_breaks, mean_of_ranks(torch.compile(layer, backend="aot_eager", fullgraph=True), 10)
+
+
+@pytest.mark.parametrize("kind", ["node", 2, [[0, 1]]], ids=str)
+def test_groups_are_not_made_while_tracing(pool, kind):
+    assert pool.run(compiled_before_its_group_exists, 2, kind) == [(0.5, 10.5)] * 2
+
+
+compiled_once = {}
+
+
+def compiled_in_an_earlier_job(kind):
+    if kind not in compiled_once:
+        layer = layer_in(kind)
+        compiled_once[kind] = layer, torch.compile(layer, backend="aot_eager", fullgraph=True)
+    return [mean_of_ranks(layer, offset) for offset, layer in enumerate(compiled_once[kind])]
+
+
+@pytest.mark.parametrize("kind", [None, "node"])
+def test_a_compiled_layer_takes_the_groups_of_the_next_job(pool, kind):
+    for world_size in (2, 3, 2):
+        mean = (world_size - 1) / 2
+        assert pool.run(compiled_in_an_earlier_job, world_size, kind) == [[mean, mean + 1]] * world_size
 
 
 def names_of(graph):

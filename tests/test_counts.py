@@ -15,7 +15,7 @@ from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import functional, ops
-from bagua_syncbn.communicators.torch import TorchCommunicator
+from bagua_syncbn.communicators.c10d import TorchCommunicator
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "benchmarks" / "measures").is_dir():

@@ -1014,6 +1014,24 @@ def test_many_meetings():
 Pair = namedtuple("Pair", ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("device_ids", "shared"),
+    [
+        ([0, 0], True),
+        ([0, "cuda:0"], True),
+        ([torch.device("cuda", 1), 1], True),
+        (["cuda:0", "cpu"], True),
+        (["cpu"], True),
+        ([0, 1], False),
+        (["cuda:0", torch.device("cuda", 1), 2], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_devices_that_are_named_twice(device_ids, shared):
+    assert dp.wrapper._are_shared(device_ids) == shared
+
+
 class Echo(nn.Module):
     def forward(self, *args, **kwargs):
         return {"args": list(args), "kwargs": kwargs, "pair": Pair(args[0], None), "count": torch.tensor(len(args[0]))}

@@ -69,6 +69,13 @@ def test_one_value_per_channel(shape):
             "num_batches_tracked: expected a tensor",
         ),
         ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
+        ({"num_batches_tracked": torch.tensor(0.0)}, TypeError, "num_batches_tracked: expected an int64 tensor"),
+        ({"num_batches_tracked": torch.zeros(2).long()}, RuntimeError, r"num_batches_tracked: .* element, got \[2\]"),
+        (
+            {"num_batches_tracked": torch.tensor(0, device="meta")},
+            RuntimeError,
+            "num_batches_tracked: expected it on cpu.* got meta",
+        ),
         ({"bias": torch.ones(2, 1)}, RuntimeError, r"bias: expected 2 elements.* got \[2, 1\]"),
         ({"process_group": "host"}, TypeError, "process_group: expected"),
     ],

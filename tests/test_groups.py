@@ -1,8 +1,10 @@
 """Groups by description: what they resolve to, when, and what is refused."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
-from bagua_syncbn.communicators import RankGroup, groups, resolve_communicator
+from bagua_syncbn.communicators import RankGroup, c10d, groups, resolve_communicator
 
 
 def ranks_of(process_group):
@@ -44,7 +46,7 @@ def test_ranks_of_each_description(pool, process_group, expected):
     assert means == pytest.approx([sum(groups_of[rank]) / len(groups_of[rank]) for rank in range(4)])
 
 
-def on_two_hosts():
+def on_hosts(number):
     exchanges = []
     host, all_gather_object = groups._host, dist.all_gather_object
 
@@ -52,26 +54,46 @@ def on_two_hosts():
         exchanges.append(args)
         all_gather_object(*args)
 
-    groups._host = lambda: ("even" if dist.get_rank() % 2 == 0 else "odd", "")
+    groups._host = lambda: (f"host {dist.get_rank() % number}", "")
     dist.all_gather_object = counted
-    groups._groups.clear()
+    c10d._groups.clear()
     try:
-        return ranks_of("node"), running_mean("node"), len(exchanges)
+        return ranks_of("node"), [running_mean("node") for _ in range(3)], len(exchanges)
     finally:
         groups._host, dist.all_gather_object = host, all_gather_object
-        groups._groups.clear()
+        c10d._groups.clear()
 
 
-def test_the_ranks_of_a_host_are_asked_for_once(pool):
-    for rank, (ranks, mean, exchanges) in enumerate(pool.run(on_two_hosts, 4)):
-        assert ranks == [rank % 2, rank % 2 + 2]
-        assert mean == rank % 2 + 1
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_the_ranks_of_a_host_are_asked_for_once(pool, number):
+    for rank, (ranks, means, exchanges) in enumerate(pool.run(on_hosts, 4, number)):
+        assert ranks == list(range(rank % number, 4, number))
+        assert means == [sum(ranks) / len(ranks)] * 3
         assert exchanges == 1
+
+
+def checks_of(process_group):
+    """How often a description is checked in forward passes that find its group."""
+    layer = SyncBatchNorm(1, process_group=process_group)
+    layer(torch.randn(2, 1))
+    checked, check = [], groups.check_description
+    groups.check_description = checked.append
+    try:
+        for _ in range(3):
+            layer(torch.randn(2, 1))
+    finally:
+        groups.check_description = check
+    return len(checked)
+
+
+@pytest.mark.parametrize("process_group", [2, 4, "node", [[0, 1], [2, 3]], [[3, 2, 1, 0]]], ids=str)
+def test_a_description_is_checked_at_its_first_use_only(pool, process_group):
+    assert pool.run(checks_of, 4, process_group) == [0] * 4
 
 
 def shared():
     made = []
-    groups._groups.clear()
+    c10d._groups.clear()
     new_group = dist.new_group
 
     def counted(*args, **kwargs):
@@ -86,7 +108,7 @@ def shared():
         model(torch.randn(3, 1))
         copy.deepcopy(model)(torch.randn(3, 1))
         assert sync_group(4) is dist.group.WORLD
-        assert sync_group(pairs) is resolve_communicator(pairs).group is sync_group([[2, 1], [0, 3]])
+        assert sync_group(pairs) is resolve_communicator(pairs).group is sync_group([[0, 3], [2, 1]])
         assert sync_group(2) is sync_group([[0, 1], [2, 3]])
         return len(made)
     finally:
@@ -97,15 +119,21 @@ def test_layers_and_copies_share_a_group_that_is_made_once(pool):
     assert pool.run(shared, 4) == [4] * 4
 
 
-def destroyed():
+def destroyed(kept):
     first = sync_group(2)
+    alive = weakref.ref(first)
     dist.destroy_process_group(first)
+    if not kept:
+        del first
+    gc.collect()
     dist.barrier()
-    return sync_group(2) is not first, running_mean(2)
+    return alive() is not None, sync_group(2) is not alive(), running_mean(2)
 
 
-def test_a_group_that_was_destroyed_is_made_again(pool):
-    assert pool.run(destroyed, 4) == [(True, 0.5), (True, 0.5), (True, 2.5), (True, 2.5)]
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_group_that_was_destroyed_is_made_again(pool, kept):
+    """And not kept alive, unless by others."""
+    assert pool.run(destroyed, 4, kept) == [(kept, True, mean) for mean in (0.5, 0.5, 2.5, 2.5)]
 
 
 def on_meshes():

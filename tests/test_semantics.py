@@ -211,3 +211,19 @@ def test_no_grad_still_synchronizes(pool):
     for requires_grad, running_mean in pool.run(no_grad_forward, 2):
         assert not requires_grad
         assert running_mean == pytest.approx([0.05, 0.05])
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batches_are_counted_with_the_running_statistics_only(eps_mode, compiled):
+    count, x = torch.tensor(0), torch.randn(4, 3)
+
+    def call(x, *buffers):
+        return bagua_syncbn.sync_batch_norm(x, *buffers, num_batches_tracked=count, eps_mode=eps_mode)
+
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="eager")
+    for counted, buffers in enumerate([(None, None), (torch.zeros(3), torch.ones(3))]):
+        call(x, *buffers)
+        assert count == counted

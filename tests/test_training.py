@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import bagua_syncbn
+from bagua_syncbn.communicators import LOCAL, RankGroup
 
 STEPS = 5
 SIZES = (2, 1, 3)
@@ -145,13 +147,17 @@ def resume():
         model(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum().backward()
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.5
+    asked = []
+    optimizer.register_state_dict_post_hook(lambda *args: asked.append(args))
     bagua_syncbn.with_bagua(model, [optimizer])
+    times = len(asked)
     state = optimizer.state_dict()
-    return state["param_groups"][0]["lr"], {key: value["exp_avg"] for key, value in state["state"].items()}
+    return state["param_groups"][0]["lr"], {key: value["exp_avg"] for key, value in state["state"].items()}, times
 
 
 def test_with_bagua_on_torch_broadcasts_the_optimizer_state(pool):
-    (first_rate, first), (second_rate, second) = pool.run(resume, 2)
+    (first_rate, first, first_asked), (second_rate, second, second_asked) = pool.run(resume, 2)
+    assert (first_asked, second_asked) == (1, 0)  # a copy on the host, of which only the first is sent
     assert first_rate == second_rate == 0.5
     assert first.keys() == second.keys() != set()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -168,6 +174,39 @@ def wrap_in_half(ranks):
 
 def test_with_bagua_on_torch_in_a_group(pool):
     assert pool.run(wrap_in_half, 4, [1, 3]) == [0, 1, 2, 1]
+
+
+def wrap_by_description(kind):
+    process_group = kind
+    if kind == "ranks":
+        process_group = RankGroup((dist.get_rank() % 2, dist.get_rank() % 2 + 2))
+    elif kind == "mesh":
+        process_group = init_device_mesh("cpu", (4,))
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=1.0))
+    nn.init.constant_(model[0].weight, float(dist.get_rank()))
+    nn.init.zeros_(model[0].bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(dist.get_rank()))
+    bagua_syncbn.with_bagua(bagua_syncbn.convert_sync_batchnorm(model), [optimizer], process_group=process_group)
+    assert model[1].process_group is process_group
+    weight = model[0].weight.item()
+    nn.init.ones_(model[0].weight)
+    model(torch.full((2, 1), float(dist.get_rank()))).sum().backward()
+    return weight, model[1].running_mean.item()
+
+
+@pytest.mark.parametrize(
+    ("process_group", "weights", "means"),
+    [
+        (2, [0, 0, 2, 2], [0.5, 0.5, 2.5, 2.5]),
+        ([[0, 3], [1, 2]], [0, 1, 1, 0], [1.5] * 4),
+        ("node", [0] * 4, [1.5] * 4),
+        ("ranks", [0, 1, 0, 1], [1, 2, 1, 2]),
+        ("mesh", [0] * 4, [1.5] * 4),
+    ],
+    ids=str,
+)
+def test_with_bagua_on_torch_in_a_group_by_description(pool, process_group, weights, means):
+    assert pool.run(wrap_by_description, 4, process_group) == list(zip(weights, means, strict=True))
 
 
 def layers_in_pairs():
@@ -235,6 +274,12 @@ def wrap_wrongly():
         bagua_syncbn.with_bagua(model, [])
     with pytest.raises(RuntimeError, match="at least one parameter that requires a gradient"):
         bagua_syncbn.with_bagua(make_model().requires_grad_(False), [])
+    model = make_model()
+    with pytest.raises(TypeError, match=r"process_group: expected None, a torch\.distributed.* got LocalCommunicator"):
+        bagua_syncbn.with_bagua(model, [], process_group=LOCAL)
+    with pytest.raises(ValueError, match="process_group: expected a number that divides the 2 ranks of the job, got 3"):
+        bagua_syncbn.with_bagua(model, [], process_group=3)
+    bagua_syncbn.with_bagua(model, [])  # refused, it is as it was
 
 
 def copies_of_a_model_before_wrapping():

@@ -11,12 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
-from . import bagua
-from . import torch as _torch
-from .groups import check_description, describe_group, is_description, sync_group
+from . import bagua, c10d
+from .c10d import RankGroup, TorchCommunicator
+from .groups import check_description, describe_group, described_group, is_description, sync_group, to_torch_group
 from .local import LOCAL, LocalCommunicator
 from .replicas import CallbackContext, Replica, Replicas
-from .torch import RankGroup, TorchCommunicator
 
 __all__ = [
     "LOCAL",
@@ -31,6 +30,7 @@ __all__ = [
     "describe_group",
     "resolve_communicator",
     "sync_group",
+    "to_torch_group",
 ]
 
 
@@ -63,7 +63,7 @@ def check_process_group(process_group: object) -> None:
     """
     if process_group is None or isinstance(process_group, (RankGroup, Communicator)):
         return
-    if bagua.is_process_group(process_group) or _torch.is_process_group(process_group):
+    if bagua.is_process_group(process_group) or c10d.is_process_group(process_group):
         return
     if not is_description(process_group):
         got = repr(process_group) if isinstance(process_group, str) else type(process_group).__name__
@@ -92,13 +92,13 @@ def resolve_communicator(process_group: object = None) -> Communicator:
     if ranks is not None:
         return LOCAL if len(ranks) == 1 else bagua.communicator_among(ranks)
     if process_group is None:
-        group = _torch.default_group()
+        group = c10d.default_group()
     elif isinstance(process_group, RankGroup):
         group = process_group.resolve()
-    elif _torch.is_process_group(process_group):
+    elif c10d.is_process_group(process_group):
         group = process_group
     elif is_description(process_group):
-        group = sync_group(process_group)
+        group = described_group(process_group)
     else:
         check_process_group(process_group)
         assert isinstance(process_group, Communicator)
@@ -115,5 +115,5 @@ def _ranks_in_bagua_job(process_group: Any) -> Sequence[int] | None:
         bagua.check_ranks(ranks)
         return ranks
     if is_description(process_group):
-        return dist.get_process_group_ranks(sync_group(process_group))
-    return dist.get_process_group_ranks(process_group) if _torch.is_process_group(process_group) else None
+        return dist.get_process_group_ranks(described_group(process_group))
+    return dist.get_process_group_ranks(process_group) if c10d.is_process_group(process_group) else None

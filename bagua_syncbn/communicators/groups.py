@@ -9,20 +9,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from . import bagua
-from .torch import RankGroup, default_group, describe_process_group, is_alive, is_process_group
+from .c10d import RankGroup, default_group, describe_process_group, is_process_group, made_once
 
 NODE = "node"
 
 _Partition = tuple[tuple[int, ...], ...]
-
-# By default group, as a job that follows another in the process has its own: this rank's group by description, and by
-# the partition of the ranks that it came to, so that descriptions of the same groups share them.
-_groups: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -57,24 +52,42 @@ def sync_group(process_group: Any) -> Any:
             'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
             f"got {type(process_group).__name__}"
         )
-    check_description(process_group)
+    return described_group(process_group)
+
+
+def described_group(description: Any) -> Any:
+    """:func:`sync_group` of what :func:`is_description` accepts. Each forward pass comes here."""
     world = default_group()
-    if world is None:
-        return None
-    if _is_mesh(process_group):
-        return process_group.get_group()
-    groups = _groups.setdefault(world, {})
-    key = process_group
-    if isinstance(process_group, (list, tuple)):
-        key = tuple(tuple(sorted(ranks)) for ranks in process_group)
-    if key not in groups or not is_alive(groups[key]):
-        partition = _partition(key, world)
-        if len(partition) == 1:
-            return world  # not kept, as it would keep itself
-        if partition not in groups or not is_alive(groups[partition]):
-            groups[partition] = _make_groups(partition, world)
-        groups[key] = groups[partition]
-    return groups[key]
+    if world is None or _is_mesh(description):
+        check_description(description)
+        return None if world is None else description.get_group()
+
+    def make() -> Any:
+        check_description(description)
+        partition = _partition(description, world)
+        # By the partition too, so that descriptions of the same groups share them.
+        return made_once(partition, lambda: _make_groups(partition, world))
+
+    # Lists as tuples, unchecked: there are groups only of such as make sense.
+    return made_once(tuple(map(tuple, description)) if isinstance(description, (list, tuple)) else description, make)
+
+
+def to_torch_group(process_group: Any) -> Any:
+    """Returns the c10d group that ``process_group`` stands for, made by the members together if need be; None stays.
+
+    Raises:
+        TypeError: it is neither a c10d group nor a description or the ranks of one, such as a Communicator.
+    """
+    if process_group is None or is_process_group(process_group):
+        return process_group
+    if isinstance(process_group, RankGroup):
+        return process_group.resolve()
+    if is_description(process_group):
+        return described_group(process_group)
+    raise TypeError(
+        "process_group: expected None, a torch.distributed.ProcessGroup or a description of one where torch runs the "
+        f"job, got {type(process_group).__name__}"
+    )
 
 
 def describe_group(process_group: Any) -> Any:
@@ -126,22 +139,23 @@ def check_description(process_group: Any) -> None:
             _check_lists_cover(process_group, world)
 
 
-def _partition(key: Any, world: Any) -> _Partition:
-    """The ranks of all groups that a description stands for."""
-    if key == NODE:
+def _partition(description: Any, world: Any) -> _Partition:
+    """The ranks of all groups that ``description`` stands for, in one order however they were given."""
+    if description == NODE:
         return _exchange_hosts(world)
-    if isinstance(key, int):
-        return tuple(tuple(range(first, first + key)) for first in range(0, world.size(), key))
-    partition: _Partition = key
-    return partition
+    if isinstance(description, int):
+        return tuple(tuple(range(first, first + description)) for first in range(0, world.size(), description))
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in description))
 
 
 def _make_groups(partition: _Partition, world: Any) -> Any:
-    """Makes all groups of ``partition``, and returns the one of this rank.
+    """Makes all groups of ``partition``, and returns the one of this rank: the default one, if it is the only one.
 
     Made by all ranks, because new_group with use_local_synchronization finds the members of a group together only if
     they are in the same number of groups already: it names the group by that.
     """
+    if len(partition) == 1:
+        return world
     own = None
     for ranks in partition:
         group = dist.new_group(list(ranks))

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._utils import _get_device_index
 
 from . import shared_device
 from .callbacks import execute_replication_callbacks, first_error
@@ -52,9 +53,8 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        # Numbers stay numbers: without a GPU, which torch's class takes for no replicas, they are no devices.
-        devices = [device if isinstance(device, int) else torch.device(device) for device in device_ids or ()]
-        if len(set(devices)) == len(devices) and torch.device("cpu") not in devices:
+        devices = device_ids or ()
+        if not _are_shared(devices):
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
             return
         nn.Module.__init__(self)
@@ -107,6 +107,13 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         if self._shares_devices:
             return shared_device.gather(outputs, output_device, self.dim)
         return super().gather(outputs, output_device)
+
+
+def _are_shared(devices: Sequence[int | str | torch.device]) -> bool:
+    """Whether replicas on ``devices`` share one, or are on the CPU, which torch's own class does not take."""
+    # By the numbers that it gives them, GPU or not, and -1 for the CPU: 0 and "cuda:0" are one device.
+    numbers = [_get_device_index(device, optional=True, allow_cpu=True) for device in devices]
+    return len(set(numbers)) < len(numbers) or -1 in numbers
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from .channels import per_channel, reduced_dims
 from .schemas import accumulate_dtype, library
 
-# Largest count that the low word of a packed count holds; every float32 integer up to it is exact.
+# What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
 COUNT_BASE = 2**24
 
 

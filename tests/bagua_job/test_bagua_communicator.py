@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua, resolve_communicator
-from bagua_syncbn.communicators.torch import TorchCommunicator
+from bagua_syncbn.communicators.c10d import TorchCommunicator
 
 
 def rank():

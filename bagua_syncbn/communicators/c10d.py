@@ -1,9 +1,12 @@
 """Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,8 +16,9 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(di
 # Groups of backends that cannot gather into one tensor. All ranks of a group find out at the same call.
 _gathers_into_list_only: WeakSet[Any] = WeakSet()
 
-# Groups of this process by the global ranks of their members, so that copies of a layer share one group.
-_groups_by_ranks: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()
+# Groups of this process by what they were asked for, so that all layers and copies that ask for the same share one.
+# torch holds a group until it is destroyed; torch.compile traces a plain dict of these, and no WeakValueDictionary.
+_groups: dict[Any, "ref[Any]"] = {}
 
 
 class TorchCommunicator:
@@ -82,17 +86,17 @@ class RankGroup:
         world = default_group()
         if world is None:
             return None
-        if world.rank() not in self.ranks or max(self.ranks) >= world.size():
-            raise ValueError(
-                f"process_group: expected ranks of this job that include this one, rank {world.rank()} of "
-                f"{world.size()}, got {self.ranks}; assign the process_group attribute of the loaded layers, or "
-                "convert the model again with a group of this job"
-            )
-        group = _groups_by_ranks.get(self.ranks)
-        if group is None or not is_alive(group):
-            group = dist.new_group(list(self.ranks), use_local_synchronization=True)
-            _groups_by_ranks[self.ranks] = group
-        return group
+
+        def make() -> Any:
+            if world.rank() not in self.ranks or max(self.ranks) >= world.size():
+                raise ValueError(
+                    f"process_group: expected ranks of this job that include this one, rank {world.rank()} of "
+                    f"{world.size()}, got {self.ranks}; assign the process_group attribute of the loaded layers, or "
+                    "convert the model again with a group of this job"
+                )
+            return dist.new_group(list(self.ranks), use_local_synchronization=True)
+
+        return made_once(self.ranks, make)
 
 
 def describe_process_group(process_group: Any) -> Any:
@@ -102,14 +106,34 @@ def describe_process_group(process_group: Any) -> Any:
     if not is_alive(process_group):
         raise ValueError("process_group: expected a live group, got one that was destroyed")
     ranks = tuple(dist.get_process_group_ranks(process_group))
-    _groups_by_ranks[ranks] = process_group
+    _groups[ranks] = ref(process_group)
     return RankGroup(ranks)
+
+
+def made_once(key: Any, make: Callable[[], Any]) -> Any:
+    """Returns the group that ``make`` returned for ``key`` before in this job; makes it if there is none or no more.
+
+    Raises:
+        RuntimeError: it would have to be made while torch.compile traces, which does not see collectives of the host.
+    """
+    known = _groups.get(key)
+    group = None if known is None else known()
+    if group is None or not is_alive(group):
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "process_group: expected a group that exists when torch.compile traces its use, got one that is still "
+                "to be made; before, call bagua_syncbn.sync_group(process_group) or the model itself, on all ranks"
+            )
+        # Nor may the compiler look in after a graph break. It takes a second to import; without that there is none.
+        group = torch.compiler.disable(make)() if "torch._dynamo" in sys.modules else make()
+        _groups[key] = ref(group)
+    return group
 
 
 def is_alive(group: Any) -> bool:
     """Whether ``group`` belongs to the job that runs now, and was not destroyed."""
     try:
-        dist.get_process_group_ranks(group)
+        dist.get_rank(group)
     except (KeyError, ValueError, RuntimeError):
         return False
     return True
