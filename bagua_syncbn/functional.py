@@ -111,7 +111,7 @@ def sync_batch_norm(
             return _batch_norm_alone(input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked)
     if is_tracing() and communicator.size > 1:
         raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
-    if hasattr(input, "to_local"):
+    if type(input) is not Tensor and hasattr(input, "to_local"):
         raise TypeError(
             "input: expected the samples of this rank in training, got a DTensor; if it is sharded over samples, pass "
             "its to_local() and give its mesh as process_group"
