@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from emulated import build_library, find_headers, load_library
 from workers import WorkerPool
 
 try:
@@ -21,6 +22,12 @@ def pool():
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The CUDA ops over emulated kernels, register.cpp and all; needs g++ and the headers of the CUDA toolkit."""
+    return load_library(build_library(tmp_path_factory.mktemp("bindings"), find_headers()))
 
 
 @pytest.fixture(autouse=True)
