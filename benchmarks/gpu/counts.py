@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _RANGE = "bagua_syncbn: counted"
 _ON_DEVICE = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
 # Calls of CUDA after which the host goes on only when the device has caught up. cudaMemcpyAsync is one too where its
-# memory is not pinned, but torch then waits for the stream as well. CUPTI puts the version of the call after its name,
-# cudaStreamSynchronize_ptsz_v7000, and not every version of the profiler takes it off.
+# memory is not pinned, but torch then waits for the stream as well. CUPTI's own names end in a version, as in
+# cudaStreamSynchronize_ptsz_v7000; a profiler that leaves it there must not make waits disappear.
 _WAITS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[sd][sz])?(_v\d+)?")
 
 
