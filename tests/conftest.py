@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated import build_library, find_headers, load_library
 from workers import WorkerPool
 
 os.environ["KINETO_CONFIG"] = str(Path(__file__).with_name("kineto.conf"))  # for the ranks too
@@ -24,6 +25,12 @@ def pool():
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The CUDA ops over emulated kernels, register.cpp and all; needs g++ and the headers of the CUDA toolkit."""
+    return load_library(build_library(tmp_path_factory.mktemp("bindings"), find_headers()))
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,21 @@
 """The CUDA kernels on the CPU: builds ``tests/emulator`` with the kernel sources, and calls the ops in it."""
 
+import ctypes
 import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bagua_syncbn.ops import accumulate_dtype
+from bagua_syncbn.ops import accumulate_dtype, schemas
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
@@ -95,6 +99,36 @@ def build_library(directory: Path, headers: Path) -> Path:
     libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lpthread"]
     subprocess.run(["g++", "-shared", *objects, *libraries, "-o", str(library)], check=True)
     return library
+
+
+class Library(NamedTuple):
+    """What :func:`build_library` has built, loaded.
+
+    Attributes:
+        ops: the five by name, which are torch.ops.bagua_syncbn_emulated.
+        emulate_stream: sets handle and id of the stream, and whether a graph is captured on it.
+    """
+
+    path: Path
+    ops: SimpleNamespace
+    emulate_stream: Callable[[int, int, bool], None]
+
+
+_definitions: list[torch.library.Library] = []  # they last as long as these objects
+
+
+@cache
+def load_library(path: Path) -> Library:
+    _definitions.append(torch.library.Library("bagua_syncbn_emulated", "DEF"))
+    for schema in schemas._SCHEMAS:
+        _definitions[-1].define(schema)
+    torch.ops.load_library(path)
+    emulate_stream = ctypes.CDLL(str(path)).emulate_stream
+    emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
+    emulate_stream.restype = None
+    names = [schema.partition("(")[0] for schema in schemas._SCHEMAS]
+    ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in names})
+    return Library(path, ops, emulate_stream)
 
 
 class EmulationError(AssertionError):

@@ -4,50 +4,31 @@ The kernels below are emulated (``tests/emulator``). Only csrc/cuda/context.cpp,
 replaced: a test says which stream it is, and whether a graph is captured on it.
 """
 
-import ctypes
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import laid_out
 from comparison import check_ops
-from emulated import build_library, find_headers
+from emulated import find_headers
 from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
 from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
-from bagua_syncbn.ops import reference, schemas
+from bagua_syncbn.ops import reference
 
 pytestmark = pytest.mark.skipif(
     find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
 )
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-NAMES = [schema.partition("(")[0] for schema in schemas._SCHEMAS]
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The ops as torch.ops.bagua_syncbn_emulated, and the function that sets the stream."""
-    path = build_library(tmp_path_factory.mktemp("bindings"), find_headers())
-    definitions = torch.library.Library("bagua_syncbn_emulated", "DEF")
-    for schema in schemas._SCHEMAS:
-        definitions.define(schema)
-    torch.ops.load_library(path)
-    emulate_stream = ctypes.CDLL(str(path)).emulate_stream
-    emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
-    emulate_stream.restype = None
-    ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in NAMES})
-    yield ops, emulate_stream
-    del definitions
 
 
 @pytest.fixture
 def ops(library):
-    library[1](0, 0, False)
-    return library[0]
+    library.emulate_stream(0, 0, False)
+    return library.ops
 
 
 def tensors(shape, dtype):
@@ -160,7 +141,7 @@ def aten_calls(function, *args):
 
 def test_nothing_is_copied_filled_or_read_in_between(ops, library):
     """Whatever op of ATen a call came to would be a launch, or worse, on a GPU. Memory is allocated by none."""
-    emulate_stream = library[1]
+    emulate_stream = library.emulate_stream
     emulate_stream(1, 1, False)
     ops.batch_norm_stats(torch.randn(SPLIT))  # makes the counters of the stream
     for shape in ((4, 3, 8, 8), SPLIT):
@@ -179,7 +160,7 @@ def test_nothing_is_copied_filled_or_read_in_between(ops, library):
 
 
 def test_each_stream_has_counters_of_its_own_which_are_made_once(ops, library):
-    emulate_stream = library[1]
+    emulate_stream = library.emulate_stream
     input = torch.randn(SPLIT)
     expected = ops.batch_norm_stats(input)
 

@@ -638,17 +638,18 @@ def test_torchs_wrapper_on_gpus(count):
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["one GPU", "several GPUs"])
 def test_streams(place):
-    # Forward and backward in a stream that is not the default one, behind enough work to make a missing wait visible.
+    # Forward and backward in a stream that is not the default one, behind a wait that makes a missing one visible. What
+    # comes from the host is there before: such a copy would sit the wait out.
     expected = build(nn.BatchNorm2d)
     actual = parallel(convert_model(copy.deepcopy(expected)), place, 2)
     batch, grad_output = inputs_of(nn.BatchNorm2d, 6), torch.randn(6, 2, 2, 3, dtype=torch.float64)
     reference = run(expected, batch, grad_output)
+    arguments = batch.cuda(), grad_output.cuda()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        large = torch.randn(4096, 4096, device="cuda")
-        for _ in range(10):
-            large = large @ large / 64
-        result = run(actual, batch.cuda() + large.mean().double().nan_to_num() * 0, grad_output.cuda())
+        torch.cuda._sleep(50_000_000)
+        result = run(actual, *arguments)
     torch.cuda.synchronize()
     check_equal(result, reference)
 

@@ -129,6 +129,14 @@ def test_the_first_use_of_a_stream_may_be_in_a_graph():
     assert all(torch.equal(result, expected) for result in (packed, eager, again))
 
 
+def test_what_waits_is_counted():
+    """Else to find no wait in the tests that count them would mean nothing."""
+    ones = torch.ones(3, device="cuda")
+    counted = count(trace(lambda: ones.sum().item(), torch.cuda.synchronize))
+    assert (counted["kernels"], counted["copies"], counted["fills"]) == (1, 1, 0), counted
+    assert counted["waits"] >= 1, counted
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (16, 64, 56, 56)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_each_op_is_one_launch_and_does_not_wait(shape, layout):

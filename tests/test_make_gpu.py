@@ -191,17 +191,29 @@ def test_a_failed_part_hides_no_other_but_a_failed_build_ends_the_run(monkeypatc
     )
     with (tmp_path / "log").open("w") as log:
         recorded = {"machine": {}, "parts": [], "cases": []}
-        outcomes = prove.run_parts(arguments, parts.Runner(log, 60), recorded)
+        outcomes = prove.run_parts(arguments, parts.Runner(log, 300), recorded)
         assert [outcome.outcome for outcome in outcomes] == ["failed", "passed", "passed"]
         assert json.loads((tmp_path / "results.json").read_text())["parts"] == recorded["parts"]
         arguments.parts = ["bagua tests"]  # left out where there is no Bagua, and run where there is
-        assert prove.run_parts(arguments, parts.Runner(log, 60), recorded) == []
+        assert prove.run_parts(arguments, parts.Runner(log, 300), recorded) == []
         recorded["machine"] = {"bagua": "0.9.3"}
-        assert [outcome.outcome for outcome in prove.run_parts(arguments, parts.Runner(log, 60), recorded)] == [
+        assert [outcome.outcome for outcome in prove.run_parts(arguments, parts.Runner(log, 300), recorded)] == [
             "failed"
         ]
         arguments.parts = ["build", "op tests"]
-        assert [outcome.name for outcome in prove.run_parts(arguments, parts.Runner(log, 60), recorded)] == ["build"]
+        assert [outcome.name for outcome in prove.run_parts(arguments, parts.Runner(log, 300), recorded)] == ["build"]
+
+
+def test_what_hangs_leaves_the_benchmarks_their_time(monkeypatch, tmp_path):
+    program = {"op tests": "import time; time.sleep(60)", "memcheck": "pass", "benchmarks": "pass", "build": "pass"}
+    monkeypatch.setattr(
+        prove, "commands", lambda *_: {name: [sys.executable, "-c", code] for name, code in program.items()}
+    )
+    monkeypatch.setattr(prove, "LIMITS", dict.fromkeys(program, 20.0))
+    arguments = Namespace(output=tmp_path, dry_run=True, parts=["op tests", "memcheck", "benchmarks", "build"])
+    with (tmp_path / "log").open("w") as log:
+        outcomes = prove.run_parts(arguments, parts.Runner(log, 21), {"machine": {}, "parts": [], "cases": []})
+    assert [outcome.outcome for outcome in outcomes] == ["timed out", "not run: no time left", "passed", "passed"]
 
 
 def test_what_is_run_on_a_machine_with_a_gpu(tmp_path):
@@ -364,6 +376,9 @@ class MadeUpEvent:
     def record(self):
         self.at = self.device.now
 
+    def query(self):
+        return self.device.synchronized >= self.at
+
     def synchronize(self):
         self.device.synchronized = self.at
 
@@ -439,6 +454,9 @@ def test_a_trace_is_counted():
             event("cuda_driver", "cuLaunchKernelEx", 102.0),
             event("cuda_runtime", "cudaMemcpyAsync", 103.0),
             event("cuda_runtime", "cudaStreamSynchronize", 104.0),
+            event("cuda_runtime", "cudaEventSynchronize_v3020", 104.5),
+            event("cuda_runtime", "cudaMemcpy_ptds_v7000", 104.6),
+            event("cuda_runtime", "cudaMemcpyAsync_v3020", 104.7),
             event("cuda_runtime", "cudaEventQuery", 105.0),
             event("cpu_op", "c10d::_allgather_base_", 106.0),
             event("cpu_op", "aten::empty", 107.0),
@@ -454,9 +472,15 @@ def test_a_trace_is_counted():
         "copies": 1,
         "fills": 1,
         "collectives": 1,
-        "waits": 1,
-        "runtime": 4,
-        "names": ["cudaStreamSynchronize", "merge_ranks", "planar_stats"],
+        "waits": 3,
+        "runtime": 5,
+        "names": [
+            "cudaEventSynchronize_v3020",
+            "cudaMemcpy_ptds_v7000",
+            "cudaStreamSynchronize",
+            "merge_ranks",
+            "planar_stats",
+        ],
     }
 
 

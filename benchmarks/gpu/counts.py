@@ -1,6 +1,7 @@
 """What a call makes a device do, and where it makes the host wait: counted in a trace of torch's profiler."""
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _RANGE = "bagua_syncbn: counted"
 _ON_DEVICE = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
 # Calls of CUDA after which the host goes on only when the device has caught up. cudaMemcpyAsync is one too where its
-# memory is not pinned, but torch then waits for the stream as well.
-_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
+# memory is not pinned, but torch then waits for the stream as well. CUPTI's own names end in a version, as in
+# cudaStreamSynchronize_ptsz_v7000; a profiler that leaves it there must not make waits disappear.
+_WAITS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[sd][sz])?(_v\d+)?")
 
 
 def trace(call: Callable[[], object], wait: Callable[[], None]) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def count(recorded: dict[str, Any]) -> dict[str, Any]:
             names.append(event["name"])
     for event in during:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            waits = event["name"] in _WAITS
+            waits = _WAITS.fullmatch(event["name"]) is not None
             result["waits" if waits else "runtime"] += 1
             names += [event["name"]] * waits
         if event.get("cat") == "cpu_op" and event["name"].startswith("c10d::"):

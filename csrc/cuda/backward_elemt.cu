@@ -33,20 +33,14 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     planar_backward_elemt(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, Planar plan,
                           int misaligned, GradAffine affine) {
-  constexpr int kPairs = kSlots<W> / 2;
   PlanarWalk<W> walk(plan, misaligned, true);
   const Factors<A> factors(affine, plan.channels, walk.channel, inverse_of<A>(affine.count));
   while (!walk.done()) {
-    Slot<W> slots[kPairs];
-    Pack<T, W> grads[kPairs], values[kPairs];
+    Slot<W> slots[kPairs<W>];
+    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+    load_pairs(walk, dy, x, slots, grads, values);
 #pragma unroll
-    for (int u = 0; u < kPairs; ++u) {
-      slots[u] = walk.next();
-      grads[u] = load_slot(dy, slots[u]);
-      values[u] = load_slot(x, slots[u]);
-    }
-#pragma unroll
-    for (int u = 0; u < kPairs; ++u) {
+    for (int u = 0; u < kPairs<W>; ++u) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
         values[u].values[j] = narrow<T>(factors.gradient(widen(grads[u].values[j]), widen(values[u].values[j])));
@@ -60,23 +54,22 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     interleaved_backward_elemt(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, Interleaved plan,
                                GradAffine affine) {
-  constexpr int kPairs = kSlots<W> / 2;
   InterleavedWalk<W> walk(plan, true);
   Factors<A> factors[W];
   share_factors(factors, walk, plan.channels,
                 [&](int64_t c) { return Factors<A>(affine, plan.channels, c, inverse_of<A>(affine.count)); });
   while (!walk.done()) {
-    int64_t offsets[kPairs];
-    Pack<T, W> grads[kPairs], values[kPairs];
+    int64_t offsets[kPairs<W>];
+    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
 #pragma unroll
-    for (int u = 0; u < kPairs; ++u) {
+    for (int u = 0; u < kPairs<W>; ++u) {
       offsets[u] = walk.next();
       if (offsets[u] < 0) continue;
       grads[u] = load_pack<W>(dy + offsets[u]);
       values[u] = load_pack<W>(x + offsets[u]);
     }
 #pragma unroll
-    for (int u = 0; u < kPairs; ++u) {
+    for (int u = 0; u < kPairs<W>; ++u) {
       if (offsets[u] < 0) break;
 #pragma unroll
       for (int w = 0; w < W; ++w) {

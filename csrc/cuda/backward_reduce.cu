@@ -28,22 +28,16 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     planar_backward_reduce(const T* dy, const T* x, Planar plan, int misaligned, Channels mean, Results results,
                            double2* partials, uint32_t* tickets) {
-  constexpr int kPairs = kSlots<W> / 2;
   PlanarWalk<W> walk(plan, misaligned, false);
   const A center = read_channel<A>(mean, walk.channel);
   Sums<A> sums{0, 0};
   while (!walk.done()) {
-    Slot<W> slots[kPairs];
-    Pack<T, W> grads[kPairs], values[kPairs];
-#pragma unroll
-    for (int u = 0; u < kPairs; ++u) {
-      slots[u] = walk.next();
-      grads[u] = load_slot(dy, slots[u]);  // zero where there is no value, and so adds nothing
-      values[u] = load_slot(x, slots[u]);
-    }
+    Slot<W> slots[kPairs<W>];
+    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+    load_pairs(walk, dy, x, slots, grads, values);
     Sums<A> batch{0, 0};
 #pragma unroll
-    for (int i = 0; i < kPairs * W; ++i) {
+    for (int i = 0; i < kPairs<W> * W; ++i) {
       const A grad = widen(grads[i / W].values[i % W]), value = widen(values[i / W].values[i % W]);
       batch.add(grad, grad * (value - center));
     }
@@ -61,16 +55,15 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, 3)
     interleaved_backward_reduce(const T* dy, const T* x, Interleaved plan, Channels mean, Results results,
                                 double2* partials, uint32_t* tickets) {
-  constexpr int kPairs = kSlots<W> / 2;
   InterleavedWalk<W> walk(plan, false);
   A centers[W] = {};
 #pragma unroll
   for (int w = 0; w < W; ++w) centers[w] = walk.active ? read_channel<A>(mean, walk.channel + w) : A(0);
   Sums<A> sums[W] = {};
   while (!walk.done()) {
-    Pack<T, W> grads[kPairs], values[kPairs];
+    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
 #pragma unroll
-    for (int u = 0; u < kPairs; ++u) {
+    for (int u = 0; u < kPairs<W>; ++u) {
       const int64_t offset = walk.next();
       grads[u] = load_at<W>(dy, offset);  // zero where there are none, and so adds nothing
       values[u] = load_at<W>(x, offset);
@@ -79,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int w = 0; w < W; ++w) {
       Sums<A> batch{0, 0};
 #pragma unroll
-      for (int u = 0; u < kPairs; ++u) {
+      for (int u = 0; u < kPairs<W>; ++u) {
         const A grad = widen(grads[u].values[w]);
         batch.add(grad, grad * (widen(values[u].values[w]) - centers[w]));
       }

@@ -214,4 +214,20 @@ constexpr const char* kTooLarge = "more than 2^30 values or samples in a part of
 template <int W>
 constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
 
+// Of two tensors at once, half as many of each.
+template <int W>
+constexpr int kPairs = kSlots<W> / 2;
+
+// Planar: the next slots of two tensors; values that there are not are zeros, and add nothing to a sum.
+template <int W, typename T>
+__device__ __forceinline__ void load_pairs(PlanarWalk<W>& walk, const T* dy, const T* x, Slot<W> (&slots)[kPairs<W>],
+                                           Pack<T, W> (&grads)[kPairs<W>], Pack<T, W> (&values)[kPairs<W>]) {
+#pragma unroll
+  for (int u = 0; u < kPairs<W>; ++u) {
+    slots[u] = walk.next();
+    grads[u] = load_slot(dy, slots[u]);
+    values[u] = load_slot(x, slots[u]);
+  }
+}
+
 }  // namespace bagua_syncbn::cuda
