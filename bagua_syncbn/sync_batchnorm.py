@@ -69,6 +69,10 @@ class SyncBatchNorm(_BatchNorm):
     # How eps keeps the deviation from zero, see sync_batch_norm.
     eps_mode: str = "plus"
 
+    # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,
+    # and the second does not count here.
+    disable_patch_batchnorm: ClassVar[bool] = True
+
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
 

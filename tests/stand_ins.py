@@ -64,6 +64,10 @@ def _named(cls: type, name: str) -> type:
 
 
 def _checkpoint_wrapper(module):
+    """Like the first of fairscale's two passes: nothing is counted but by layers that ask to be left alone."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and not hasattr(layer, "disable_patch_batchnorm"):
+            layer.track_running_stats = False
     return module
 
 
