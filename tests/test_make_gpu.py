@@ -33,7 +33,7 @@ from torch import distributed as dist
 import bagua_syncbn
 
 ROOT = Path(__file__).parents[1]
-OPS = [f"{side} {op}" for op in aten.NAMES for side in ("ours", "aten")]
+OPS = [f"{side} {op}" for op in shapes.OPS for side in ("ours", "aten")]
 
 
 def made_up(**times):
@@ -249,6 +249,12 @@ def test_missing_things_are_named(monkeypatch, tmp_path, capsys):
     assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["nvcc", "pytest 8 or later"]
 
 
+def test_a_python_without_torch_gets_as_far_as_to_say_so():
+    """``-S``: without what is installed."""
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import prove"
+    subprocess.run([sys.executable, "-S", "-c", program, str(ROOT / "benchmarks" / "gpu")], check=True)
+
+
 def test_preflight_examines_this_machine():
     found = prove.examine()
     assert found["machine"]["torch"] == torch.__version__
@@ -260,7 +266,7 @@ def test_preflight_examines_this_machine():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run there")
-@pytest.mark.parametrize("name", aten.NAMES)
+@pytest.mark.parametrize("name", shapes.OPS)
 def test_atens_kernels_take_these_arguments(name):
     """Without a GPU they refuse the device, which they do after they have taken the arguments."""
     x, dy = torch.randn(2, 4, 3, 5, 5).unbind()
@@ -521,7 +527,7 @@ def test_ops_are_compared_with_copying():
 
 
 def test_kernels_are_compared_with_atens():
-    fast = {f"aten_{op}": 40.0 for op in aten.NAMES}
+    fast = {f"aten_{op}": 40.0 for op in shapes.OPS}
     recorded = results(ops_case(**fast), ops_case(), ops_case(layout="interleaved", aten_stats=9.0))
     assert find(recorded, "ours, planar, mean").measured == pytest.approx(2.0)
     assert find(recorded, "ours, planar, mean").met

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
-
 
 class Kernels:
     """Calls of each, for the parameters and statistics of one layer.

@@ -7,7 +7,7 @@ import aten
 import torch
 from clock import Clock, Function, measure
 from inputs import Pool
-from shapes import Case
+from shapes import OPS, Case
 from torch import Tensor
 
 from bagua_syncbn import ops
@@ -97,7 +97,7 @@ def measure_ops(case: Case, pool: Pool, clock: Clock, functions: Any, seconds: f
     with torch.no_grad():
         wrong = disagreements(case, ours, theirs, *cycle.sets[0])
         calls = {f"{side} {name}": on_next(getattr(kernels, name))
-                 for name in aten.NAMES for side, kernels in (("ours", ours), ("aten", theirs))}  # fmt: skip
+                 for name in OPS for side, kernels in (("ours", ours), ("aten", theirs))}  # fmt: skip
         samples, behind = measure(clock, calls, runs_ahead=True, seconds=seconds)
     return {"kind": "ops", **case.record(), "microseconds": samples, "behind": behind, "disagreements": wrong}
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-import aten
 import targets
-from shapes import DTYPES, LAYOUTS
+from shapes import DTYPES, LAYOUTS, OPS
 
 
 def table(header: list[str], rows: Iterable[Iterable[object]]) -> str:
@@ -66,7 +65,7 @@ def ops_table(results: dict[str, Any]) -> str:
     rows = []
     for case in targets.of_kind(results, "ops"):
         cells = []
-        for op in aten.NAMES:
+        for op in OPS:
             ours, theirs = (case["microseconds"][f"{side} {op}"] for side in ("ours", "aten"))
             spread = f"{median(ours):.1f} ({min(ours):.1f} to {max(ours):.1f})"
             if bandwidth is not None and op in targets.PASSES:
@@ -74,7 +73,7 @@ def ops_table(results: dict[str, Any]) -> str:
             cells.append(f"{spread}; {median(theirs):.1f}")
         notes = [f"disagrees: {n}" for n in case["disagreements"]] + [f"host-bound: {n}" for n in case["behind"]]
         rows.append([targets.name(case), *cells, f"{targets.ratio_to_aten(case):.2f}", "; ".join(notes)])
-    return table(["input", *(f"{op}: ours; ATen's" for op in aten.NAMES), "ATen's / ours", ""], rows)
+    return table(["input", *(f"{op}: ours; ATen's" for op in OPS), "ATen's / ours", ""], rows)
 
 
 def layers_table(results: dict[str, Any]) -> str:

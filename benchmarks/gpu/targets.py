@@ -9,8 +9,7 @@ from math import prod
 from statistics import geometric_mean, median
 from typing import Any
 
-import aten
-from shapes import VALUE_BYTES
+from shapes import OPS, VALUE_BYTES
 
 # Bytes that an op must move, in sizes of the input: what the bandwidth of copying is compared with.
 PASSES = {"stats": 1, "elemt": 2, "backward_reduce": 2, "backward_elemt": 3}
@@ -66,7 +65,7 @@ def fraction_of_copy(case: dict[str, Any], op: str, bandwidth: float, side: str 
 def ratio_to_aten(case: dict[str, Any]) -> float:
     """How many times as long ATen's five kernels take together."""
     times = case["microseconds"]
-    return sum(median(times[f"aten {op}"]) for op in aten.NAMES) / sum(median(times[f"ours {op}"]) for op in aten.NAMES)
+    return sum(median(times[f"aten {op}"]) for op in OPS) / sum(median(times[f"ours {op}"]) for op in OPS)
 
 
 def ratio_to_torch(case: dict[str, Any], part: str = "step") -> float:
