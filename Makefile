@@ -88,7 +88,8 @@ bench-results: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
 	$(MAKE) bench-docs
 
 bench-docs: $(VENV)/installed-bench
-	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md --charts docs/charts
+	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md docs/benchmark_tables.md \
+		--charts docs/charts
 
 # No environment is made: a machine with a GPU may have no network. Says what is missing.
 gpu:

@@ -34,6 +34,8 @@ CUDA_ARCHS = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "75;80;86;90;100;120").sp
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
 # Without contraction to fused multiply-adds all instruction sets give the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
+# Nothing here reads errno, for which a square root has to be a call.
+CXX_FLAGS += ["-fno-math-errno"]
 # False alarms in GCC's own intrinsics headers (its bug 105593), under a name that clang does not know.
 CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]

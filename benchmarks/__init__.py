@@ -10,7 +10,7 @@
     collectives.py  section collectives: the messages on their own
     training.py     section training: a network on real data
     scale/          the model of jobs larger than this machine
-    report/         tables and docs/benchmarks.md from recorded results
+    report/         tables, and docs/benchmarks.md and docs/benchmark_tables.md, from recorded results
     charts/         charts from recorded results, one file each
     results/        recorded results
 

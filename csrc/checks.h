@@ -3,25 +3,51 @@
 #pragma once
 
 #include <initializer_list>
+#include <string>
 
 #include "packed_stats.h"
 #include "stable_abi.h"
 
 namespace bagua_syncbn {
 
-// An argument that may be None, and its name.
+// An argument, which may be None, and its name.
 struct Named {
   const char* name;
-  std::optional<Tensor> tensor;
+  const Tensor* tensor;
+  Named(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
+  Named(const char* name, const std::optional<Tensor>& tensor) : name(name), tensor(tensor ? &*tensor : nullptr) {}
 };
 
-inline void check_device(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  const bool same = tensor.device() == other.device();
-  STD_TORCH_CHECK(same, name, ": expected it on the device of ", other_name, ", got another device");
+// Compares torch's codes; Tensor::device() would look up first what they stand for.
+inline bool on_one_device(const Tensor& a, const Tensor& b) {
+  int32_t type_a = 0, type_b = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &type_a));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &type_b));
+  return type_a == type_b && a.get_device_index() == b.get_device_index();
+}
+
+inline std::string device_name(const Tensor& tensor) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  return "a device of another kind";
+}
+
+// (2, 3, 4)
+inline std::string sizes_of(const Tensor& tensor) {
+  std::string sizes = "(";
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) sizes += (dim ? ", " : "") + std::to_string(tensor.size(dim));
+  return sizes + ")";
+}
+
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
+  if (on_one_device(tensor, other)) return;
+  refuse(name, "it on the device of the other arguments", device_name(tensor), " beside ", device_name(other));
 }
 
 inline void check_floating(const Tensor& tensor, const char* name) {
-  dispatch_floating(tensor.scalar_type(), name, [](auto) {});
+  dispatch_floating(scalar_type(tensor), name, [](auto) {});
 }
 
 // (N, C, *)
@@ -34,49 +60,45 @@ inline void check_input(const Tensor& input) {
 inline void check_grad_output(const Tensor& grad_output, const Tensor& input) {
   bool same = grad_output.dim() == input.dim();
   for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = grad_output.size(dim) == input.size(dim);
-  check(same, "grad_output", "the sizes of input", "others");
-  check(grad_output.scalar_type() == input.scalar_type(), "grad_output", "the dtype of input",
-        torch::headeronly::toString(grad_output.scalar_type()));
-  check_device(grad_output, "grad_output", input, "input");
+  if (!same) refuse("grad_output", "the sizes of input", sizes_of(grad_output), " for ", sizes_of(input));
+  const ScalarType dtype = scalar_type(grad_output), expected = scalar_type(input);
+  if (dtype != expected) refuse("grad_output", "the dtype of input", dtype, " for ", expected);
+  check_device(grad_output, "grad_output", input);
 }
 
 // One value of any float dtype for each channel, on the device of `other`.
-inline void check_channels(const Tensor& tensor, const char* name, int64_t channels, const Tensor& other,
-                           const char* other_name) {
-  check(tensor.numel() == channels, name, "one element for each channel", tensor.numel());
-  check_device(tensor, name, other, other_name);
+inline void check_channels(const Tensor& tensor, const char* name, int64_t channels, const Tensor& other) {
+  if (tensor.numel() != channels) refuse(name, "one element for each channel", tensor.numel(), " for ", channels);
+  check_device(tensor, name, other);
   check_floating(tensor, name);
 }
 
 inline void check_channels_of_input(std::initializer_list<Named> arguments, const Tensor& input) {
   for (const Named& argument : arguments) {
-    if (argument.tensor) check_channels(*argument.tensor, argument.name, input.size(1), input, "input");
+    if (argument.tensor) check_channels(*argument.tensor, argument.name, input.size(1), input);
   }
 }
 
-inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  const bool counts = tensor.scalar_type() == ScalarType::Long && tensor.numel() == 1;
-  check(counts, name, "an int64 scalar", "another tensor");
-  check_device(tensor, name, other, other_name);
+inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other) {
+  const bool counts = scalar_type(tensor) == ScalarType::Long && tensor.numel() == 1;
+  if (!counts) refuse(name, "an int64 scalar", scalar_type(tensor), " ", sizes_of(tensor));
+  check_device(tensor, name, other);
 }
 
 inline void check_gather_stats(const Tensor& gathered, const std::optional<Tensor>& running_mean,
                                const std::optional<Tensor>& running_var,
                                const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum) {
-  STD_TORCH_CHECK(gathered.dim() == 2, "gathered: expected (ranks, 2 * channels + 2), got ", gathered.dim(),
-                  " dimensions");
-  const int64_t size = gathered.size(1);
-  const bool packed = size >= 2 && size % 2 == 0;
-  STD_TORCH_CHECK(packed, "gathered: expected (ranks, 2 * channels + 2), got rows of ", size);
-  const ScalarType dtype = gathered.scalar_type();
-  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", torch::headeronly::toString(dtype));
-  if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered, "gathered");
+  const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0;
+  if (size < 2 || size % 2 != 0) refuse("gathered", "(ranks, 2 * channels + 2)", sizes_of(gathered));
+  const ScalarType dtype = scalar_type(gathered);
+  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", dtype);
+  if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   if (!running_mean || !running_var) return;  // none are tracked
   const bool has_factor = momentum || num_batches_tracked;
   check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
   const int64_t channels = packed_channels(size);
-  check_channels(*running_mean, "running_mean", channels, gathered, "gathered");
-  check_channels(*running_var, "running_var", channels, gathered, "gathered");
+  check_channels(*running_mean, "running_mean", channels, gathered);
+  check_channels(*running_var, "running_var", channels, gathered);
 }
 
 inline void check_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
@@ -99,9 +121,9 @@ inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input,
   check_grad_output(grad_output, input);
   check_channels_of_input({{"weight", weight}, {"mean", mean}, {"invstd", invstd}}, input);
   check(sums.numel() == 2 * input.size(1), "sums", "two elements for each channel", sums.numel());
-  check_device(sums, "sums", input, "input");
+  check_device(sums, "sums", input);
   check_floating(sums, "sums");
-  check_counter(count, "count", input, "input");
+  check_counter(count, "count", input);
 }
 
 }  // namespace bagua_syncbn

@@ -1,6 +1,7 @@
 // Brings tensors into one of the two layouts of layout.h.
 #pragma once
 
+#include "allocate.h"
 #include "layout.h"
 #include "stable_abi.h"
 
@@ -43,7 +44,7 @@ inline Laid lay_out(const Tensor& input) {
 inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
   const bool matches = like.geometry.interleaved && like.geometry.inner > 1 ? is_dense(tensor, 1) : is_dense(tensor, 0);
   if (matches) return tensor;
-  Tensor copy = torch::stable::empty_like(like.tensor);
+  Tensor copy = allocate_like(like.tensor);
   torch::stable::copy_(copy, tensor);
   return copy;
 }

@@ -2,16 +2,18 @@
 // on.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -22,10 +24,30 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Raises RuntimeError: "argument: expected ..., got ...".
+// Raises RuntimeError: "argument: expected ..., got ...". Not by STD_TORCH_CHECK, which begins with its place in the
+// source.
+template <typename... Got>
+[[noreturn]] void refuse(const char* argument, const char* expected, const Got&... got) {
+  std::ostringstream message;
+  message << argument << ": expected " << expected << ", got ";
+  (message << ... << got);
+  throw std::runtime_error(message.str());
+}
+
 template <typename Got>
 inline void check(bool holds, const char* argument, const char* expected, const Got& got) {
-  STD_TORCH_CHECK(holds, argument, ": expected ", expected, ", got ", got);
+  if (!holds) refuse(argument, expected, got);
+}
+
+// What tensor.scalar_type() gives. That asks torch for the code of one dtype after the other, with those of interest
+// here far behind; the ops need it some ten times per call.
+inline ScalarType scalar_type(const Tensor& tensor) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  if (code == aoti_torch_dtype_float32()) return ScalarType::Float;
+  if (code == aoti_torch_dtype_bfloat16()) return ScalarType::BFloat16;
+  if (code == aoti_torch_dtype_float16()) return ScalarType::Half;
+  return tensor.scalar_type();
 }
 
 // The dtype of everything computed from values of `dtype`, and of everything that crosses ranks.
@@ -52,7 +74,7 @@ inline void dispatch_floating(ScalarType dtype, const char* argument, const Body
     case ScalarType::BFloat16:
       return body(TypeTag<BFloat16>());
     default:
-      check(false, argument, "float16, bfloat16, float32 or float64", torch::headeronly::toString(dtype));
+      refuse(argument, "float16, bfloat16, float32 or float64", dtype);
   }
 }
 

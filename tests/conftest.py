@@ -1,8 +1,11 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from workers import WorkerPool
+
+os.environ["KINETO_CONFIG"] = str(Path(__file__).with_name("kineto.conf"))  # for the ranks too
 
 try:
     import hypothesis

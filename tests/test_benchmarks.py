@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from benchmarks.report.training import seconds_to_target  # noqa: E402
 from benchmarks.scale import fit, measured, model, networks, published  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "benchmark_tables.md")]
 RECORDED = {file.name: json.loads(file.read_text()) for file in sorted((BENCHMARKS / "results").glob("*.json"))}
 
 
@@ -439,11 +440,21 @@ def test_a_run_does_not_wait_forever_for_others(monkeypatch):
     assert [(patience.wait(), clock[0]) for _ in range(3)] == [(True, 3.0), (True, 5.0), (False, 5.0)]
 
 
-def test_the_page_shows_what_was_recorded():
-    text = PAGE.read_text(encoding="utf-8")
+def test_the_pages_show_what_was_recorded():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
     assert RECORDED
-    assert all(f"<!-- begin {name} " in text for name in RECORDED)
-    assert report.update_page(text, RECORDED) == text
+    assert all(f"<!-- begin {name} " in "".join(texts) for name in RECORDED)
+    assert all(report.update_page(text, RECORDED) == text for text in texts)
+
+
+def test_tables_are_written_into_several_pages(tmp_path):
+    copies = [tmp_path / page.name for page in PAGES]
+    for page, copy in zip(PAGES, copies, strict=True):
+        emptied = re.sub(r"(<!-- begin .*? -->\n).*?(<!-- end -->)", r"\1\2", page.read_text("utf-8"), flags=re.DOTALL)
+        copy.write_text(emptied, encoding="utf-8")
+    shown = run("benchmarks.report", *map(str, sorted((BENCHMARKS / "results").glob("*.json"))), "--into", *copies)
+    assert shown == ""
+    assert [copy.read_text("utf-8") for copy in copies] == [page.read_text("utf-8") for page in PAGES]
 
 
 def test_tables_of_a_page_are_replaced_where_their_results_are_given():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from test_training import STEPS, check, make_batches, make_model, make_optimizer, one_process, train
 from torch import nn
+from torch.ao.quantization import fuse_modules, fuse_modules_qat, get_default_qat_qconfig, prepare_qat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -244,6 +245,31 @@ def test_fx_fuses_what_is_reverted():
     fused = fuse(revert_sync_batchnorm(traced))
     assert sum(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in fused.modules()) == 0
     torch.testing.assert_close(fused(input), model(input), rtol=1e-4, atol=1e-5)
+
+
+def make_block():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+
+@pytest.mark.parametrize(("fuser", "training"), [(fuse_modules, False), (fuse_modules_qat, True)])
+def test_quantization_fuses_what_is_not_converted(fuser, training):
+    names = ["0", "1", "2"]
+    model = convert_sync_batchnorm(make_block().train(training))
+    with pytest.raises(AssertionError, match="SyncBatchNorm2d"):
+        fuser(model, names)
+    assert type(fuser(revert_sync_batchnorm(model), names)[0]) is type(fuser(make_block().train(training), names)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantization_aware_training_converts_last():
+    model = fuse_modules_qat(make_block(), ["0", "1", "2"])
+    model.qconfig = get_default_qat_qconfig()
+    model = prepare_qat(convert_sync_batchnorm(model))
+    assert type(model[0].bn) is nn.BatchNorm2d  # a new layer
+    convert_sync_batchnorm(model)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert type(model[0].bn) is SyncBatchNorm2d
+    assert model[0].bn.num_batches_tracked == 1
 
 
 def average(process_group):

@@ -41,6 +41,8 @@ INTERLEAVED = [
     (530, 40),
     (1000, 136),
     (3, 260),
+    (10300, 32),  # 40 parts, more than the last block loads at once
+    (4700, 64),
 ]
 
 
@@ -174,7 +176,7 @@ def test_same_bits_in_any_order(emulated, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize(("sizes", "channels"), [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2)])
+@pytest.mark.parametrize(("sizes", "channels"), [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4)])
 def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
     rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels, dtype=dtype)) for n in sizes])
     for tracked in (True, False):
@@ -261,8 +263,8 @@ PLANTED = {
     "no barrier before halves are merged": (
         "stats",
         "reduce.cuh",
-        "rest[thread] = {value, count};\n    __syncthreads();",
-        "rest[thread] = {value, count};",
+        "rest[thread] = sums;\n    __syncthreads();",
+        "rest[thread] = sums;",
         None,
     ),
     "not all reach a barrier": (
@@ -308,6 +310,20 @@ PLANTED = {
         "static_cast<unsigned>(parts - 2)",
         "ticket counter is not zero",
     ),
+    "one part too many": (
+        "stats",
+        "reduce.cuh",
+        "part < parts ?",
+        "part <= parts ?",
+        "heap-buffer-overflow",
+    ),
+    "parts left out": (
+        "backward_reduce",
+        "reduce.cuh",
+        "p += kAhead * step",
+        "p += (kAhead + 1) * step",
+        None,
+    ),
     "vectors from any address": (
         "elemt",
         "split.h",
@@ -335,7 +351,7 @@ def test_planted_bugs_are_found(bug, built, tmp_path):
     try:
         with pytest.raises(EmulationError if error else AssertionError, match=error):  # noqa: PT012
             for _ in range(40):  # of thread orders
-                for shape in ((3, 2, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9)):
+                for shape in ((3, 2, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9), (10300, 32)):
                     check_ops(ops, *tensors(shape, torch.float32))
     finally:
         ops.close()

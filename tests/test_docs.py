@@ -4,19 +4,31 @@ An HTML comment in the line before a block says how it is run:
 
     none                           in this process, without a job, in one namespace with the others of its page
     <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
+    <!-- package: apex -->         as without a marker, on a stand-in of tests/stand_ins.py if apex is not installed
     <!-- not run: needs Bagua -->  compiled only; likewise where CUDA is needed. bagua_job/test_bagua_docs.py runs it
+
+And that each source file has its place in the maps of docs/design.md and docs/kernels.md.
 """
 
 import os
 import re
 import sys
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
+from stand_ins import PACKAGES, stand_in_for
+from torch import nn
 from workers import WorkerPool
+
+import bagua_syncbn
+from bagua_syncbn import derive
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,12 +38,17 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 TWO_RANKS = "ranks: 2"
 NEEDS_BAGUA = "not run: needs Bagua"
 NOT_RUN = {NEEDS_BAGUA, "not run: needs CUDA"}
+PACKAGE = "package: "
 
 
 class Block(NamedTuple):
     name: str
     marker: str | None
     code: CodeType
+
+    @property
+    def package(self) -> str | None:
+        return self.marker.removeprefix(PACKAGE) if self.marker and self.marker.startswith(PACKAGE) else None
 
 
 def read_blocks(page: Path) -> list[Block]:
@@ -50,9 +67,11 @@ def test_blocks_of_one_process(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
+    monkeypatch.setattr(derive, "_converters", derive._converters.copy())
     for block in read_blocks(page):
-        if block.marker is None:
-            exec(block.code, vars(module))
+        if block.marker is None or block.package:
+            with stand_in_for(block.package) if block.package else nullcontext():
+                exec(block.code, vars(module))
 
 
 def run_scripts(ports: list[int], directory: str) -> list[str]:
@@ -89,10 +108,92 @@ def test_scripts_of_two_ranks(tmp_path):
 def test_every_block_is_read_and_its_marker_known(page):
     blocks = read_blocks(page)
     assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
-    assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN}
+    assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN, *(PACKAGE + name for name in PACKAGES)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_linked_files_exist(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "name", "before"),
+    [
+        ("apex", "apex.parallel", "SyncBatchNorm", "refused"),
+        ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", "refused"),
+        ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", "refused"),
+        ("mmcv", "mmcv.ops", "SyncBatchNorm", "skipped"),
+    ],
+)
+def test_layers_of_other_packages_convert_as_their_row_says(package, module, name, before, monkeypatch):
+    page = ROOT / "docs" / "switching.md"
+    (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
+    assert {"refused": "refuses them", "skipped": "leaves them as they are"}[before] in row
+    monkeypatch.setattr(derive, "_converters", derive._converters.copy())
+    with stand_in_for(package):
+        layer = getattr(import_module(module), name)(8)
+        (found,) = bagua_syncbn.conversion_report(nn.Sequential(layer)).layers
+        assert found.action == before
+        for block in read_blocks(page):
+            if block.package == package and "register_converter" in block.code.co_names:
+                exec(block.code, {"bagua_syncbn": bagua_syncbn, "nn": nn})
+        model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
+    assert model[0] is layer
+    assert isinstance(layer, bagua_syncbn.SyncBatchNorm)
+    images = torch.randn(4, 8, 3, 3)
+    torch.testing.assert_close(model(images), nn.BatchNorm2d(8)(images))
+
+
+def run_first_block(package: str) -> dict:
+    page = {"bagua_syncbn": bagua_syncbn}
+    block = next(block for block in read_blocks(ROOT / "docs" / "switching.md") if block.package == package)
+    with stand_in_for(package):
+        exec(block.code, page)
+    return page
+
+
+def test_the_plugin_for_lightning():
+    (plugin,) = run_first_block("lightning")["trainer"].plugins
+    model = plugin.apply(nn.Sequential(nn.BatchNorm2d(8)))
+    assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
+    assert type(plugin.revert(model)[0]) is nn.BatchNorm2d
+
+
+def test_the_trainer_for_detectron2():
+    model = run_first_block("detectron2")["Trainer"].build_model(None)
+    assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
+
+
+# Of the names in the maps: what stands for several files.
+OPS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
+TOKEN = re.compile(r"`([^`\s]+\.(?:py|pyi|h|cpp|inl|cu|cuh|\*))`")
+
+
+def names_in(page: str, heading: str) -> list[str]:
+    """The file names in the section under ``heading``, with NAME for each of the ops."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [name.replace("NAME", op) for name in TOKEN.findall(section) for op in (OPS if "NAME" in name else ("",))]
+
+
+def files(*patterns: str) -> list[str]:
+    found = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+    return [path for path in found if not path.endswith("__init__.py")]
+
+
+@pytest.mark.parametrize(
+    ("page", "patterns"),
+    [
+        ("design.md", ["bagua_syncbn/**/*.py", "tests/test_*.py"]),
+        ("kernels.md", ["csrc/**/*.*"]),
+    ],
+)
+def test_the_map_names_every_file_and_no_other(page, patterns):
+    names = names_in(page, "Where things are")
+    paths = files(*patterns)
+    assert len(paths) > 30
+    # Below the package, paths are relative to it; tests go by their names, csrc by whole paths.
+    short = [path.removeprefix("bagua_syncbn/").removeprefix("tests/") for path in paths]
+    assert [path for path in short if not any(fnmatch(path, name) for name in names)] == []
+    assert [name for name in names if not any(fnmatch(path, name) for path in short)] == []

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from workers import RankError, WorkerPool
 
 
@@ -73,3 +74,17 @@ def test_a_rank_that_dies_or_hangs_is_named(own_pool):
         own_pool.run(crash_on_rank_zero, 2)
     with pytest.raises(RankError, match=r"no answer within 8 s\nrank 1 waits at(.|\n)*sleep_on_rank_one"):
         own_pool.run(sleep_on_rank_one, 2, timeout=8)
+
+
+def profile_late():
+    """What torch's profiler sees of its start time if the machine stalls as the profile begins: it is over."""
+    start = round(time.time() * 1000) - 1000
+    config = _ExperimentalConfig(custom_profiler_config=f"\nPROFILE_START_TIME={start}")
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as prof:
+        torch.ones(3).neg()
+    return [event.name for event in prof.events()].count("aten::neg")
+
+
+def test_a_stall_as_a_profile_begins_crashes_no_rank(own_pool):
+    """Fails without kineto.conf, which says why."""
+    assert own_pool.run(profile_late, 1) == [1]

@@ -28,7 +28,7 @@ for environment in "$@"; do
   directory=$(realpath "$directory")
   # Away from the sources, so that what is imported is what was installed; the others need the checkout.
   tests=$(mktemp -d)
-  cp pyproject.toml tests/*.py "$tests"
+  cp pyproject.toml tests/*.py tests/kineto.conf "$tests"
   mkdir "$tests/benchmarks"
   cp -r benchmarks/__init__.py benchmarks/measures "$tests/benchmarks"
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&

@@ -1,4 +1,4 @@
-"""Markdown tables of recorded results. All figures of docs/benchmarks.md that a run can change are made here."""
+"""Markdown tables of recorded results. All figures that a run can change are made here, for the two pages of docs/."""
 
 import re
 from collections.abc import Callable

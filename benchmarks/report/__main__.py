@@ -1,7 +1,8 @@
 """Tables and charts of recorded results; measures nothing.
 
 python -m benchmarks.report build/bench/results.json
-python -m benchmarks.report benchmarks/results/*.json --into docs/benchmarks.md --charts docs/charts
+python -m benchmarks.report benchmarks/results/*.json --into docs/benchmarks.md docs/benchmark_tables.md \\
+    --charts docs/charts
 """
 
 import argparse
@@ -17,14 +18,13 @@ def main() -> None:
         prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="write the tables into this page, print none")
+    parser.add_argument("--into", nargs="+", type=Path, metavar="PAGE", help="write the tables into these, print none")
     parser.add_argument("--charts", type=Path, metavar="DIRECTORY", help="draw the charts there")
     arguments = parser.parse_args()
     results = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in arguments.files}
-    if arguments.into is not None:
-        page = arguments.into
+    for page in arguments.into or ():
         page.write_text(update_page(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    else:
+    if arguments.into is None:
         for name, recorded in results.items():
             print(f"# {name}\n\n{report(recorded)}")
     if arguments.charts is not None:

@@ -7,27 +7,25 @@
 
 namespace bagua_syncbn::cpu {
 
-Tensor batch_norm_backward_elemt(Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor mean,
-                                 Tensor invstd, Tensor sums, Tensor count) {
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
-  Tensor grad_input = torch::stable::empty_like(laid.tensor);
+  Tensor grad_input = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const std::vector<A> means = read_channels<A>(mean);
-    const std::vector<A> weights = read_channels<A>(weight, g.channels, A(1));
-    const std::vector<double> totals = read_channels<double>(sums);
-    std::vector<A> scales = read_channels<A>(invstd);
-    std::vector<A> mean_dy(g.channels), projections(g.channels);
+    const Channels<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1));
+    const Channels<double> totals(sums);
+    std::vector<A> mean_dy(g.channels), projections(g.channels), scales(g.channels);
     const double inverse = 1.0 / *static_cast<const int64_t*>(count.const_data_ptr());
     for (int64_t c = 0; c < g.channels; ++c) {
       mean_dy[c] = static_cast<A>(totals[c] * inverse);
-      projections[c] = static_cast<A>(totals[g.channels + c] * inverse * scales[c] * scales[c]);
-      scales[c] *= weights[c];
+      projections[c] = static_cast<A>(totals[g.channels + c] * inverse * invstds[c] * invstds[c]);
+      scales[c] = invstds[c] * weights[c];
     }
 
     const GradAffine<A> affine{means.data(), mean_dy.data(), projections.data(), scales.data(), streams(grad_input, g)};

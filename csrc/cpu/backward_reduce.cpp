@@ -59,33 +59,32 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean,
-                                                              Tensor invstd, std::optional<Tensor> weight) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
+                                                              const Tensor& mean, const Tensor& invstd,
+                                                              const std::optional<Tensor>& weight) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t width = 2 * g.channels;
-  const ScalarType parameter_dtype = weight ? weight->scalar_type() : accumulate_type(input.scalar_type());
-  Tensor sums = torch::stable::new_empty(input, {&width, 1}, accumulate_type(input.scalar_type()));
-  Tensor grad_weight = torch::stable::new_empty(input, {&g.channels, 1}, parameter_dtype);
-  Tensor grad_bias = torch::stable::new_empty(input, {&g.channels, 1}, parameter_dtype);
+  const ScalarType parameter_dtype = weight ? scalar_type(*weight) : accumulate_type(scalar_type(input));
+  Tensor sums = allocate_vector(width, accumulate_type(scalar_type(input)), input);
+  Tensor grad_weight = allocate_vector(g.channels, parameter_dtype, input);
+  Tensor grad_bias = allocate_vector(g.channels, parameter_dtype, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const std::vector<A> means = read_channels<A>(mean);
-    std::vector<A> weight_grads = read_channels<A>(invstd);
+    const Channels<A> means(mean), invstds(invstd);
     std::vector<double> totals(width);
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     if (input.numel() > 0) {
       (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data());
     }
-    for (int64_t c = 0; c < g.channels; ++c) weight_grads[c] *= static_cast<A>(totals[g.channels + c]);
-    write_channels(sums, totals);
-    write_channels(grad_weight, weight_grads);
-    totals.resize(g.channels);
-    write_channels(grad_bias, totals);
+    A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
+    for (int64_t c = 0; c < width; ++c) sums_out[c] = static_cast<A>(totals[c]);
+    write_channels(grad_weight, [&](int64_t c) { return invstds[c] * static_cast<A>(totals[g.channels + c]); });
+    write_channels(grad_bias, [&](int64_t c) { return totals[c]; });
   });
   return {sums, grad_weight, grad_bias};
 }

@@ -24,41 +24,60 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Returns the values of `tensor`, converted.
+// The values of a tensor, which outlives this, as an array of type A: where they are if they are one, else converted.
 template <typename A>
-std::vector<A> read_channels(const Tensor& tensor) {
-  std::vector<A> values(tensor.numel());
-  const Tensor source = dense(tensor);
-  dispatch_floating(tensor.scalar_type(), "tensor", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* data = static_cast<const T*>(source.const_data_ptr());
-    for (size_t c = 0; c < values.size(); ++c) values[c] = static_cast<A>(data[c]);
-  });
-  return values;
-}
+class Channels {
+ public:
+  explicit Channels(const Tensor& tensor) {
+    constexpr ScalarType dtype = std::is_same_v<A, double> ? ScalarType::Double : ScalarType::Float;
+    if (scalar_type(tensor) == dtype && tensor.is_contiguous()) {
+      values_ = static_cast<const A*>(tensor.const_data_ptr());
+    } else {
+      convert(tensor);
+    }
+  }
 
-// Likewise, or `channels` times `otherwise` if there is none.
-template <typename A>
-std::vector<A> read_channels(const std::optional<Tensor>& tensor, int64_t channels, A otherwise) {
-  return tensor ? read_channels<A>(*tensor) : std::vector<A>(channels, otherwise);
-}
+  // Likewise, or `channels` times `otherwise` if there is none.
+  Channels(const std::optional<Tensor>& tensor, int64_t channels, A otherwise)
+      : Channels(tensor ? Channels(*tensor) : Channels(channels, otherwise)) {}
 
-// Writes `values`, converted, into `tensor`, in place.
-template <typename A>
-void write_channels(Tensor tensor, const std::vector<A>& values) {
-  Tensor target = dense(tensor);
-  dispatch_floating(tensor.scalar_type(), "tensor", [&](auto tag) {
+  const A* data() const { return values_; }
+  A operator[](int64_t channel) const { return values_[channel]; }
+
+ private:
+  Channels(int64_t channels, A value) : own_(channels, value), values_(own_.data()) {}
+  Channels(Channels&&) = default;  // a vector that is moved keeps its array
+
+  void convert(const Tensor& tensor) {
+    own_.resize(tensor.numel());
+    values_ = own_.data();
+    const Tensor source = dense(tensor);
+    dispatch_floating(scalar_type(tensor), "tensor", [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const T* data = static_cast<const T*>(source.const_data_ptr());
+      for (size_t c = 0; c < own_.size(); ++c) own_[c] = static_cast<A>(data[c]);
+    });
+  }
+
+  std::vector<A> own_;
+  const A* values_;
+};
+
+// Sets the values of `dense`, of any float dtype, to what `value` returns for each channel.
+template <typename Value>
+void write_channels(const Tensor& dense, const Value& value) {
+  const int64_t channels = dense.numel();
+  dispatch_floating(scalar_type(dense), "tensor", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    T* data = static_cast<T*>(target.mutable_data_ptr());
-    for (size_t c = 0; c < values.size(); ++c) data[c] = static_cast<T>(static_cast<Accumulate<T>>(values[c]));
+    T* data = static_cast<T*>(dense.mutable_data_ptr());
+    for (int64_t c = 0; c < channels; ++c) data[c] = static_cast<T>(static_cast<Accumulate<T>>(value(c)));
   });
-  if (target.get() != tensor.get()) torch::stable::copy_(tensor, target);
 }
 
 // Calls `body(TypeTag<storage>(), TypeTag<accumulate>())` for the dtype of the input.
 template <typename Body>
 void dispatch_input(const Tensor& input, const Body& body) {
-  dispatch_floating(input.scalar_type(), "input", [&](auto tag) {
+  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
     using T = typename BitsOf<typename decltype(tag)::type>::type;
     body(TypeTag<T>(), TypeTag<Accumulate<T>>());
   });

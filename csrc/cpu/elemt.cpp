@@ -7,21 +7,19 @@
 
 namespace bagua_syncbn::cpu {
 
-Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean,
-                        Tensor invstd) {
+Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                        const Tensor& mean, const Tensor& invstd) {
   check_elemt(input, weight, bias, mean, invstd);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
-  Tensor output = torch::stable::empty_like(laid.tensor);
+  Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const std::vector<A> means = read_channels<A>(mean);
-    const std::vector<A> shifts = read_channels<A>(bias, g.channels, A(0));
-    const std::vector<A> weights = read_channels<A>(weight, g.channels, A(1));
-    std::vector<A> scales = read_channels<A>(invstd);
-    for (int64_t c = 0; c < g.channels; ++c) scales[c] *= weights[c];
+    const Channels<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1)), shifts(bias, g.channels, A(0));
+    std::vector<A> scales(g.channels);
+    for (int64_t c = 0; c < g.channels; ++c) scales[c] = invstds[c] * weights[c];
 
     const Affine<A> affine{means.data(), scales.data(), shifts.data(), streams(output, g)};
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());

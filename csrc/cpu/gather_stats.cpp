@@ -3,6 +3,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "../allocate.h"
 #include "../checks.h"
 #include "../packed_stats.h"
 #include "channels.h"
@@ -39,24 +40,32 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, double* 
 }
 
 void update_running(Tensor running, const std::vector<double>& values, double factor) {
-  std::vector<double> updated = read_channels<double>(running);
-  for (size_t c = 0; c < values.size(); ++c) updated[c] += factor * (values[c] - updated[c]);
-  write_channels(running, updated);
+  const Tensor target = dense(running);
+  dispatch_floating(scalar_type(running), "running", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* data = static_cast<T*>(target.mutable_data_ptr());
+    for (size_t c = 0; c < values.size(); ++c) {
+      const double old = static_cast<double>(data[c]);
+      data[c] = static_cast<T>(static_cast<Accumulate<T>>(old + factor * (values[c] - old)));
+    }
+  });
+  if (target.get() != running.get()) torch::stable::copy_(running, target);
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, std::optional<Tensor> running_mean,
-                                                           std::optional<Tensor> running_var,
-                                                           std::optional<Tensor> num_batches_tracked,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
+                                                           const std::optional<Tensor>& running_mean,
+                                                           const std::optional<Tensor>& running_var,
+                                                           const std::optional<Tensor>& num_batches_tracked,
                                                            std::optional<double> momentum, double eps) {
   check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum);
   const int64_t channels = packed_channels(gathered.size(1));
-  Tensor mean = torch::stable::new_empty(gathered, {&channels, 1});
-  Tensor invstd = torch::stable::new_empty(gathered, {&channels, 1});
-  Tensor count = torch::stable::new_empty(gathered, {}, ScalarType::Long);
+  Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
+  Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
+  Tensor count = allocate_scalar(ScalarType::Long, gathered);
   const Tensor rows = dense(gathered);
-  dispatch_floating(gathered.scalar_type(), "gathered", [&](auto tag) {
+  dispatch_floating(scalar_type(gathered), "gathered", [&](auto tag) {
     using A = Accumulate<typename decltype(tag)::type>;
     std::vector<double> merged_mean(channels), merged_var(channels);
     const A* data = static_cast<const A*>(rows.const_data_ptr());

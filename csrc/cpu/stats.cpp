@@ -95,18 +95,21 @@ void interleaved_stats(const T* x, const Geometry& g, double* mean, double* m2) 
 
 }  // namespace
 
-Tensor batch_norm_stats(Tensor input) {
+Tensor batch_norm_stats(const Tensor& input) {
   check_input(input);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
-  const ScalarType dtype = accumulate_type(input.scalar_type());
+  const ScalarType dtype = accumulate_type(scalar_type(input));
   const int64_t size = packed_size(g.channels);
-  Tensor packed = torch::stable::new_zeros(input, {&size, 1}, dtype);
+  Tensor packed = allocate_vector(size, dtype, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
     A* out = static_cast<A*>(packed.mutable_data_ptr());
-    if (input.numel() == 0) return;  // zeros: a count of 0, and moments that weigh nothing
+    if (input.numel() == 0) {  // a count of 0, and moments that weigh nothing
+      std::fill_n(out, size, A(0));
+      return;
+    }
     pack_count(out, g.channels, g.rows());
     std::vector<double> mean(g.channels), m2(g.channels);
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());

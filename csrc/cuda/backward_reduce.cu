@@ -17,21 +17,21 @@ struct Results {
 
 template <typename A>
 __device__ __forceinline__ void write_sums(const Results& results, int64_t channels, int64_t c,
-                                           const GradSums<double>& sums) {
-  static_cast<A*>(results.outputs.sums)[c] = static_cast<A>(sums.dy);
-  static_cast<A*>(results.outputs.sums)[channels + c] = static_cast<A>(sums.dy_xmu);
-  write_channel(results.outputs.grad_bias, c, sums.dy);
-  write_channel(results.outputs.grad_weight, c, sums.dy_xmu * read_channel<double>(results.invstd, c));
+                                           const Sums<double>& sums) {
+  static_cast<A*>(results.outputs.sums)[c] = static_cast<A>(sums.first);
+  static_cast<A*>(results.outputs.sums)[channels + c] = static_cast<A>(sums.second);
+  write_channel(results.outputs.grad_bias, c, sums.first);
+  write_channel(results.outputs.grad_weight, c, sums.second * read_channel<double>(results.invstd, c));
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     planar_backward_reduce(const T* dy, const T* x, Planar plan, int misaligned, Channels mean, Results results,
-                           double* partials, uint32_t* tickets) {
+                           double2* partials, uint32_t* tickets) {
   constexpr int kPairs = kSlots<W> / 2;
   PlanarWalk<W> walk(plan, misaligned, false);
   const A center = read_channel<A>(mean, walk.channel);
-  GradSums<A> sums{0, 0};
+  Sums<A> sums{0, 0};
   while (!walk.done()) {
     Slot<W> slots[kPairs];
     Pack<T, W> grads[kPairs], values[kPairs];
@@ -41,21 +41,18 @@ __global__ void __launch_bounds__(kThreads)
       grads[u] = load_slot(dy, slots[u]);  // zero where there is no value, and so adds nothing
       values[u] = load_slot(x, slots[u]);
     }
-    GradSums<A> batch{0, 0};
+    Sums<A> batch{0, 0};
 #pragma unroll
     for (int i = 0; i < kPairs * W; ++i) {
       const A grad = widen(grads[i / W].values[i % W]), value = widen(values[i / W].values[i % W]);
-      batch.dy += grad;
-      batch.dy_xmu += grad * (value - center);
+      batch.add(grad, grad * (value - center));
     }
-    sums.dy += batch.dy;
-    sums.dy_xmu += batch.dy_xmu;
+    sums.add(batch.first, batch.second);
   }
   A count = 0;
   reduce_block(sums, count);
-  GradSums<double> total{sums.dy, sums.dy_xmu};
-  double total_count = 0;
-  if (!merge_parts(total, total_count, plan, walk.channel, walk.part, partials, tickets)) return;
+  Sums<double> total{sums.first, sums.second};
+  if (!merge_parts(total, plan, walk.channel, walk.part, partials, tickets)) return;
   if (thread_index() == 0) write_sums<A>(results, plan.channels, walk.channel, total);
 }
 
@@ -63,13 +60,13 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, 3)
     interleaved_backward_reduce(const T* dy, const T* x, Interleaved plan, Channels mean, Results results,
-                                double* partials, uint32_t* tickets) {
+                                double2* partials, uint32_t* tickets) {
   constexpr int kPairs = kSlots<W> / 2;
   InterleavedWalk<W> walk(plan, false);
   A centers[W] = {};
 #pragma unroll
   for (int w = 0; w < W; ++w) centers[w] = walk.active ? read_channel<A>(mean, walk.channel + w) : A(0);
-  GradSums<A> sums[W] = {};
+  Sums<A> sums[W] = {};
   while (!walk.done()) {
     Pack<T, W> grads[kPairs], values[kPairs];
 #pragma unroll
@@ -80,22 +77,19 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
 #pragma unroll
     for (int w = 0; w < W; ++w) {
-      GradSums<A> batch{0, 0};
+      Sums<A> batch{0, 0};
 #pragma unroll
       for (int u = 0; u < kPairs; ++u) {
         const A grad = widen(grads[u].values[w]);
-        batch.dy += grad;
-        batch.dy_xmu += grad * (widen(values[u].values[w]) - centers[w]);
+        batch.add(grad, grad * (widen(values[u].values[w]) - centers[w]));
       }
-      sums[w].dy += batch.dy;
-      sums[w].dy_xmu += batch.dy_xmu;
+      sums[w].add(batch.first, batch.second);
     }
   }
   A count = 0;
-  const GradSums<A> sum = reduce_rows<W>(sums, count);
-  GradSums<double> total{sum.dy, sum.dy_xmu};
-  double total_count = 0;
-  if (!merge_parts(total, total_count, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
+  const Sums<A> sum = reduce_rows<W>(sums, count);
+  Sums<double> total{sum.first, sum.second};
+  if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
   write_sums<A>(results, plan.channels, walk.tile_begin + thread_index(), total);
 }
 

@@ -1,9 +1,9 @@
 // batch_norm_gather_stats: the statistics of all ranks together, and the running ones.
 //
 // A thread takes a channel and goes over the ranks twice, in their order and in double, so that all ranks get the same
-// bits: neighbouring threads read neighbouring values of a row. The counter of batches is increased by the first
-// thread. Where others need it, for the average over all batches, there is one block, and they read it before a
-// barrier.
+// bits: neighbouring threads read neighbouring values of a row, and each those of several ranks at once. The counter of
+// batches is increased by the first thread. Where others need it, for the average over all batches, there is one block,
+// and they read it before a barrier.
 
 #include "../packed_stats.h"
 #include "values.cuh"
@@ -15,6 +15,28 @@ namespace {
 __device__ void update_running(const Channels& running, int64_t c, double value, double factor) {
   const double old = read_channel<double>(running, c);
   write_channel(running, c, old + factor * (value - old));
+}
+
+// Calls `use(row, mean, var)` for each rank in order, with the values of channel c. Those of several ranks are loaded
+// before the first is used: there are few threads, and nothing else to do while one waits.
+template <typename A, typename Use>
+__device__ __forceinline__ void for_each_rank(const Gather& arguments, int64_t c, const Use& use) {
+  constexpr int kAhead = 8;
+  const int64_t size = packed_size(arguments.channels);
+  const A* row = static_cast<const A*>(arguments.gathered);
+  for (int64_t left = arguments.ranks; left > 0; left -= kAhead, row += kAhead * size) {
+    A means[kAhead], vars[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const bool there = u < left;
+      means[u] = there ? row[u * size + c] : A(0);
+      vars[u] = there ? row[u * size + arguments.channels + c] : A(0);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (u < left) use(row + u * size, static_cast<double>(means[u]), static_cast<double>(vars[u]));
+    }
+  }
 }
 
 template <typename A>
@@ -38,14 +60,11 @@ __global__ void __launch_bounds__(kThreads) merge_ranks(const Gather arguments) 
 
   for (int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; c < channels; c += gridDim.x * blockDim.x) {
     double mean = 0, var = 0;
-#pragma unroll 2
-    for (int64_t r = 0; r < arguments.ranks; ++r) mean += share(gathered + r * size) * gathered[r * size + c];
-#pragma unroll 2
-    for (int64_t r = 0; r < arguments.ranks; ++r) {
-      const A* row = gathered + r * size;
-      const double difference = row[c] - mean;
-      var += share(row) * (row[channels + c] + difference * difference);
-    }
+    for_each_rank<A>(arguments, c, [&](const A* row, double own, double) { mean += share(row) * own; });
+    for_each_rank<A>(arguments, c, [&](const A* row, double own, double own_var) {
+      const double difference = own - mean;
+      var += share(row) * (own_var + difference * difference);
+    });
     static_cast<A*>(arguments.mean)[c] = static_cast<A>(mean);
     static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(var + arguments.eps));
     if (!updates || arguments.running_mean.data == nullptr) continue;

@@ -40,19 +40,20 @@ struct Moments {
   }
 };
 
-// Sums of dy and of dy * (x - mean). Counts do not matter to them.
+// Two sums, to which counts do not matter: of a part of any reduction, and of gradients at every level.
 template <typename A>
-struct GradSums {
+struct Sums {
   static constexpr bool kCounted = false;
-  A dy;
-  A dy_xmu;
+  A first;
+  A second;
 
-  __device__ __forceinline__ void merge(const GradSums& other, const Shares<A>&) {
-    dy += other.dy;
-    dy_xmu += other.dy_xmu;
+  __device__ __forceinline__ void add(A a, A b) {
+    first += a;
+    second += b;
   }
-  __device__ __forceinline__ GradSums of_lane_after(int distance) const {
-    return {from_lane_after(dy, distance), from_lane_after(dy_xmu, distance)};
+  __device__ __forceinline__ void merge(const Sums& other, const Shares<A>&) { add(other.first, other.second); }
+  __device__ __forceinline__ Sums of_lane_after(int distance) const {
+    return {from_lane_after(first, distance), from_lane_after(second, distance)};
   }
 };
 
@@ -114,53 +115,45 @@ __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
 
 // The memory of a reduction over `parts` of each channel; none where there is one.
 struct Scratch {
-  double* partials = nullptr;
+  double2* partials = nullptr;
   uint32_t* tickets = nullptr;
 
   Scratch(Workspace& workspace, int64_t parts, int64_t channels) {
     if (parts == 1) return;
-    partials = workspace.partials(3 * parts * channels);
+    partials = reinterpret_cast<double2*>(workspace.partials(2 * parts * channels));
     tickets = workspace.tickets();
   }
 };
 
-// What a part leaves for the last block.
-template <typename S>
-struct Partial {
-  S value;
-  double count;
-};
-
-template <typename S>
-__device__ __forceinline__ void write_partial(double* partials, int64_t index, const S& value, double count) {
-  reinterpret_cast<Partial<S>*>(partials)[index] = {value, count};
+// What the parts of a channel have left: those from `first` on, every `step`-th. The last block does this while all
+// others are done, so nothing hides how long a load takes but other loads.
+__device__ inline Sums<double> add_partials(const double2* partials, int64_t channels, int64_t channel, int first,
+                                            int step, int64_t parts) {
+  constexpr int kAhead = 4;
+  Sums<double> sums{0, 0};
+  for (int64_t p = first; p < parts; p += kAhead * step) {
+    double2 loaded[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int64_t part = p + u * step;
+      loaded[u] = part < parts ? __ldcg(partials + part * channels + channel) : double2{0, 0};
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) sums.add(loaded[u].x, loaded[u].y);
+  }
+  return sums;
 }
 
-template <typename S>
-__device__ __forceinline__ void merge_partial(const double* partials, int64_t index, S& value, double& count) {
-  const double* address = partials + 3 * index;
-  const double fields[] = {__ldcg(address), __ldcg(address + 1), __ldcg(address + 2)};
-  Partial<S> other;
-  static_assert(sizeof(other) == sizeof(fields), "two values and a count");
-  memcpy(&other, fields, sizeof(other));
-  value.merge(other.value, Shares<double>(count, other.count));
-  count += other.count;
-}
-
-// Planar: merges what thread 0 of each part has. Whether this block has the result, in thread 0.
-template <typename S>
-__device__ bool merge_parts(S& value, double& count, const Planar& plan, const int64_t channel, int64_t part,
-                            double* partials, uint32_t* tickets) {
+// Planar: adds up what thread 0 of each part has. Whether this block has the result, in thread 0.
+__device__ inline bool merge_parts(Sums<double>& sums, const Planar& plan, int64_t channel, int64_t part,
+                                   double2* partials, uint32_t* tickets) {
   const int64_t parts = plan.along_batch * plan.along_inner;
   if (parts == 1) return true;
-  if (thread_index() == 0) write_partial(partials, part * plan.channels + channel, value, count);
+  if (thread_index() == 0) partials[part * plan.channels + channel] = {sums.first, sums.second};
   if (!arrives_last(tickets + channel, parts)) return false;
-  value = {};
-  count = 0;
-  for (int64_t p = thread_index(); p < parts; p += blockDim.x * blockDim.y) {
-    merge_partial(partials, p * plan.channels + channel, value, count);
-  }
-  reduce_block(value, count);
+  sums = add_partials(partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
+  double count = 0;
+  reduce_block(sums, count);
   return true;
 }
 
@@ -190,32 +183,24 @@ __device__ S reduce_rows(S (&values)[W], A& count) {
   return result;
 }
 
-// Interleaved: merges what thread t of each part has for channel t of the tile. Whether this thread has a result.
-template <typename S>
-__device__ bool merge_parts(S& value, double& count, const Interleaved& plan, int64_t tile_begin, int width,
-                            int64_t part, double* partials, uint32_t* tickets) {
+// Interleaved: adds up what thread t of each part has for channel t of the tile. Whether this thread has a result.
+__device__ inline bool merge_parts(Sums<double>& sums, const Interleaved& plan, int64_t tile_begin, int width,
+                                   int64_t part, double2* partials, uint32_t* tickets) {
   const int thread = thread_index(), tile = blockDim.x * width;
   const bool has_channel = thread < tile && tile_begin + thread < plan.channels;
   if (plan.parts == 1) return has_channel;
-  if (has_channel) write_partial(partials, part * plan.channels + tile_begin + thread, value, count);
+  if (has_channel) partials[part * plan.channels + tile_begin + thread] = {sums.first, sums.second};
   if (!arrives_last(tickets + tile_begin / tile, plan.parts)) return false;
   // Thread t takes every groups-th part of channel t % tile, and the groups are merged by halves.
   const int group = thread / tile, groups = blockDim.x * blockDim.y / tile;
   const int64_t channel = tile_begin + thread % tile;
-  value = {};
-  count = 0;
-  for (int64_t p = group; channel < plan.channels && p < plan.parts; p += groups) {
-    merge_partial(partials, p * plan.channels + channel, value, count);
-  }
-  __shared__ Partial<S> rest[kThreads];
+  sums = {0, 0};
+  if (channel < plan.channels) sums = add_partials(partials, plan.channels, channel, group, groups, plan.parts);
+  __shared__ Sums<double> rest[kThreads];
   for (int half = groups / 2; half > 0; half /= 2) {
-    rest[thread] = {value, count};
+    rest[thread] = sums;
     __syncthreads();
-    if (group < half) {
-      const Partial<S>& other = rest[thread + half * tile];
-      value.merge(other.value, Shares<double>(count, other.count));
-      count += other.count;
-    }
+    if (group < half) sums.add(rest[thread + half * tile].first, rest[thread + half * tile].second);
     __syncthreads();
   }
   return has_channel;

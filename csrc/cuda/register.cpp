@@ -2,6 +2,7 @@
 
 #include <tuple>
 
+#include "../allocate.h"
 #include "../checks.h"
 #include "../geometry.h"
 #include "context.h"
@@ -12,7 +13,7 @@ namespace {
 
 DType dtype_of(const Tensor& tensor) {
   DType dtype = DType::kFloat;
-  dispatch_floating(tensor.scalar_type(), "tensor", [&](auto tag) {
+  dispatch_floating(scalar_type(tensor), "tensor", [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (std::is_same_v<T, Half>) dtype = DType::kHalf;
     if constexpr (std::is_same_v<T, BFloat16>) dtype = DType::kBFloat16;
@@ -25,83 +26,79 @@ Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A per-channel argument: contiguous, and alive until the kernel is launched.
+// A per-channel argument, which outlives this: contiguous, and alive until the kernel is launched.
 class PerChannel {
  public:
-  explicit PerChannel(const std::optional<Tensor>& tensor) {
-    if (!tensor) return;
-    channels_.dtype = dtype_of(*tensor);
-    dense_ = dense(*tensor);
-    channels_.data = const_cast<void*>(dense_->const_data_ptr());
+  explicit PerChannel(const Tensor& tensor) : channels_{nullptr, dtype_of(tensor)} {
+    if (!tensor.is_contiguous()) copy_ = torch::stable::contiguous(tensor);
+    channels_.data = const_cast<void*>((copy_ ? *copy_ : tensor).const_data_ptr());
   }
+  explicit PerChannel(const std::optional<Tensor>& tensor) : PerChannel(tensor ? PerChannel(*tensor) : PerChannel()) {}
+  PerChannel() = default;
 
   operator Channels() const { return channels_; }
 
   // What the kernel wrote, if it wrote to a copy.
-  void copy_back(const std::optional<Tensor>& tensor) const {
-    if (!tensor || tensor->get() == dense_->get()) return;
-    Tensor target = *tensor;
-    torch::stable::copy_(target, *dense_);
+  void copy_back(Tensor tensor) const {
+    if (copy_) torch::stable::copy_(tensor, *copy_);
   }
 
  private:
-  std::optional<Tensor> dense_;
+  std::optional<Tensor> copy_;
   Channels channels_{nullptr, DType::kFloat};
 };
 
-Tensor new_channels(const Tensor& like, int64_t count, ScalarType dtype) {
-  return torch::stable::new_empty(like, {&count, 1}, dtype);
-}
-
 }  // namespace
 
-Tensor batch_norm_stats(Tensor input) {
+Tensor batch_norm_stats(const Tensor& input) {
   check_input(input);
   const Laid laid = lay_out(input);
-  const ScalarType accumulate = accumulate_type(input.scalar_type());
+  const ScalarType accumulate = accumulate_type(scalar_type(input));
   const int64_t size = packed_size(laid.geometry.channels);
   const Context context(input);
   // Zeros: a count of 0, and moments that weigh nothing.
   if (input.numel() == 0) return torch::stable::new_zeros(input, {&size, 1}, accumulate);
-  Tensor packed = new_channels(input, size, accumulate);
+  Tensor packed = allocate_vector(size, accumulate, input);
   TorchWorkspace workspace(input, context);
   check_cuda(stats(laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, packed.mutable_data_ptr(), workspace,
                    context.stream()));
   return packed;
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, std::optional<Tensor> running_mean,
-                                                           std::optional<Tensor> running_var,
-                                                           std::optional<Tensor> num_batches_tracked,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
+                                                           const std::optional<Tensor>& running_mean,
+                                                           const std::optional<Tensor>& running_var,
+                                                           const std::optional<Tensor>& num_batches_tracked,
                                                            std::optional<double> momentum, double eps) {
   check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum);
   const Context context(gathered);
   const bool tracks = running_mean && running_var;
-  const std::optional<Tensor> tracked_mean = tracks ? running_mean : std::nullopt;
-  const std::optional<Tensor> tracked_var = tracks ? running_var : std::nullopt;
-  const PerChannel mean_buffer(tracked_mean), var_buffer(tracked_var);
+  const PerChannel mean_buffer = tracks ? PerChannel(*running_mean) : PerChannel();
+  const PerChannel var_buffer = tracks ? PerChannel(*running_var) : PerChannel();
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   const Tensor rows = dense(gathered);
   const int64_t channels = packed_channels(gathered.size(1));
-  Tensor mean = new_channels(gathered, channels, gathered.scalar_type());
-  Tensor invstd = new_channels(gathered, channels, gathered.scalar_type());
-  Tensor count = torch::stable::new_empty(gathered, {}, ScalarType::Long);
+  Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
+  Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
+  Tensor count = allocate_scalar(ScalarType::Long, gathered);
   check_cuda(
       gather_stats({rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered), mean.mutable_data_ptr(),
                     invstd.mutable_data_ptr(), static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
                     static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps},
                    context.stream()));
-  mean_buffer.copy_back(tracked_mean);
-  var_buffer.copy_back(tracked_var);
+  if (tracks) {
+    mean_buffer.copy_back(*running_mean);
+    var_buffer.copy_back(*running_var);
+  }
   return {mean, invstd, count};
 }
 
-Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean,
-                        Tensor invstd) {
+Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                        const Tensor& mean, const Tensor& invstd) {
   check_elemt(input, weight, bias, mean, invstd);
   const Laid laid = lay_out(input);
   const Context context(input);
-  Tensor output = torch::stable::empty_like(laid.tensor);
+  Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
   const PerChannel means(mean), invstds(invstd), weights(weight), biases(bias);
   check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry,
@@ -109,23 +106,25 @@ Tensor batch_norm_elemt(Tensor input, std::optional<Tensor> weight, std::optiona
   return with_strides_of(output, laid, input);
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean,
-                                                              Tensor invstd, std::optional<Tensor> weight) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
+                                                              const Tensor& mean, const Tensor& invstd,
+                                                              const std::optional<Tensor>& weight) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t channels = laid.geometry.channels, width = 2 * channels;
-  const ScalarType accumulate = accumulate_type(input.scalar_type());
-  const ScalarType parameter = weight ? weight->scalar_type() : accumulate;
+  const ScalarType accumulate = accumulate_type(scalar_type(input));
+  const ScalarType parameter = weight ? scalar_type(*weight) : accumulate;
   if (input.numel() == 0) {
     return {torch::stable::new_zeros(input, {&width, 1}, accumulate),
             torch::stable::new_zeros(input, {&channels, 1}, parameter),
             torch::stable::new_zeros(input, {&channels, 1}, parameter)};
   }
   const PerChannel means(mean), invstds(invstd);
-  Tensor sums = new_channels(input, width, accumulate);
-  Tensor grad_weight = new_channels(input, channels, parameter), grad_bias = new_channels(input, channels, parameter);
+  Tensor sums = allocate_vector(width, accumulate, input);
+  Tensor grad_weight = allocate_vector(channels, parameter, input);
+  Tensor grad_bias = allocate_vector(channels, parameter, input);
   TorchWorkspace workspace(input, context);
   check_cuda(backward_reduce(grads.const_data_ptr(), laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry,
                              means, invstds,
@@ -136,13 +135,13 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(Tensor grad_output
   return {sums, grad_weight, grad_bias};
 }
 
-Tensor batch_norm_backward_elemt(Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor mean,
-                                 Tensor invstd, Tensor sums, Tensor count) {
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count);
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
-  Tensor grad_input = torch::stable::empty_like(laid.tensor);
+  Tensor grad_input = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   const PerChannel means(mean), invstds(invstd), weights(weight), totals(sums);
   check_cuda(backward_elemt(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),

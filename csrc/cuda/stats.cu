@@ -2,10 +2,10 @@
 //
 // Planar: a block takes a part of a channel, its threads go over slots of it (walk.cuh). Interleaved: a block takes a
 // range of rows of a tile of channels, a thread W channels. Either way a thread merges batches of values into its own
-// mean and sum of squared deviations, by two passes over the batch in registers; then warps, blocks and parts are
-// merged (reduce.cuh). All deviations are from a pivot, one value of the part, so that a mean that is large beside the
-// deviation costs no precision; that the pivot may be far off costs none either, since each batch has a mean of its
-// own.
+// mean and sum of squared deviations, by two passes over the batch in registers; then threads and warps are merged, and
+// parts are added up (reduce.cuh). All deviations are from a pivot, one value of the part, so that a mean that is large
+// beside the deviation costs no precision; that the pivot may be far off costs none either, since each batch has a mean
+// of its own.
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -29,16 +29,27 @@ __device__ __forceinline__ void add_batch(Moments<A>& total, const A (&values)[K
   total.merge(batch, shares);
 }
 
+// Sums of deviations from `origin` and of their squares: what parts of a channel, with an origin that is the same for
+// all of them, have only to add up.
+__device__ __forceinline__ Sums<double> sums_about(double origin, double mean, double m2, double count) {
+  const double difference = mean - origin;
+  return {count * difference, m2 + count * difference * difference};
+}
+
+// The difference below cancels by the squared distance from mean to origin, in variances. As the origin is one of the
+// `count` values, the distance adds at least its square / count to the variance: so much is left of double precision.
 template <typename A>
-__device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, const Moments<double>& moments,
-                                            double count) {
-  packed[c] = static_cast<A>(moments.mean);
-  packed[channels + c] = static_cast<A>(moments.m2 / count);
+__device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, double origin,
+                                            const Sums<double>& sums, int64_t count) {
+  const double difference = sums.first / static_cast<double>(count);
+  packed[c] = static_cast<A>(origin + difference);
+  packed[channels + c] = static_cast<A>(sums.second / static_cast<double>(count) - difference * difference);
+  if (c == 0) pack_count(packed, channels, count);
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    planar_stats(const T* x, Planar plan, int misaligned, A* packed, double* partials, uint32_t* tickets) {
+    planar_stats(const T* x, Planar plan, int misaligned, A* packed, double2* partials, uint32_t* tickets) {
   constexpr int kHere = W == 8 ? 2 : kSlots<W>;  // 16 values in registers; 32 would halve the threads that fit
   constexpr int kValues = kHere * W;
   constexpr unsigned kAll = (1u << kValues) - 1;
@@ -74,18 +85,16 @@ __global__ void __launch_bounds__(kThreads)
     more = !walk.done();
     valid = load();
   }
+  const double origin = widen(x[walk.channel * plan.inner]);
   reduce_block(moments, count);
-  Moments<double> total{static_cast<double>(pivot) + moments.mean, moments.m2};
-  double total_count = count;
-  if (!merge_parts(total, total_count, plan, walk.channel, walk.part, partials, tickets)) return;
-  if (thread_index() != 0) return;
-  write_stats(packed, plan.channels, walk.channel, total, total_count);
-  if (walk.channel == 0) pack_count(packed, plan.channels, plan.batch * plan.inner);
+  Sums<double> sums = sums_about(origin, static_cast<double>(pivot) + moments.mean, moments.m2, count);
+  if (!merge_parts(sums, plan, walk.channel, walk.part, partials, tickets)) return;
+  if (thread_index() == 0) write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner);
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    interleaved_stats(const T* x, Interleaved plan, A* packed, double* partials, uint32_t* tickets) {
+    interleaved_stats(const T* x, Interleaved plan, A* packed, double2* partials, uint32_t* tickets) {
   InterleavedWalk<W> walk(plan, false);
   const T* first_row = x + walk.first_row() * plan.channels;
   A pivots[W];
@@ -124,12 +133,10 @@ __global__ void __launch_bounds__(kThreads)
   const Moments<A> sum = reduce_rows<W>(moments, count);
   const int64_t channel = walk.tile_begin + thread_index();
   const bool has_channel = thread_index() < plan.lanes * W && channel < plan.channels;
-  const double pivot = has_channel ? widen(first_row[channel]) : 0;
-  Moments<double> total{pivot + sum.mean, sum.m2};
-  double total_count = count;
-  if (!merge_parts(total, total_count, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
-  write_stats(packed, plan.channels, channel, total, total_count);
-  if (channel == 0) pack_count(packed, plan.channels, plan.height);
+  const double pivot = has_channel ? widen(first_row[channel]) : 0, origin = has_channel ? widen(x[channel]) : 0;
+  Sums<double> sums = sums_about(origin, pivot + sum.mean, sum.m2, count);
+  if (!merge_parts(sums, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
+  write_stats(packed, plan.channels, channel, origin, sums, plan.height);
 }
 
 template <typename T, int W>

@@ -4,6 +4,8 @@
 #include <mutex>
 #include <utility>
 
+#include "../allocate.h"
+
 namespace bagua_syncbn::cuda {
 namespace {
 
@@ -40,7 +42,7 @@ class TicketSets {
 }  // namespace
 
 double* TorchWorkspace::partials(int64_t count) {
-  partials_ = torch::stable::new_empty(like_, {&count, 1}, ScalarType::Double);
+  partials_ = allocate_vector(count, ScalarType::Double, like_);
   return static_cast<double*>(partials_->mutable_data_ptr());
 }
 

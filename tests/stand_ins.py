@@ -1,0 +1,109 @@
+"""Packages that blocks of the documentation import and that are not installed for the tests, by what these blocks use.
+
+Written from what the packages document: the same names, base classes and attributes. They compute nothing of their own.
+"""
+
+import importlib.util
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _OwnForward:
+    def forward(self, input):
+        return F.batch_norm(input, None, None, self.weight, self.bias, True)
+
+
+class _Apex(_OwnForward, _BatchNorm):
+    def __init__(self, num_features, process_group=None):
+        super().__init__(num_features)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input):
+        pass
+
+
+class _Fairscale(_OwnForward, nn.BatchNorm2d):
+    _process_group = None
+
+
+class _Detectron2(_OwnForward, nn.BatchNorm2d):
+    _stats_mode = ""
+
+
+class _Mmcv(_OwnForward, nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, 1e-5, 0.1
+        self.affine = self.track_running_stats = True
+        self.group, self.group_size = None, 1
+        self.weight, self.bias = nn.Parameter(torch.ones(num_features)), nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+
+class _Trainer(SimpleNamespace):
+    """Of Lightning, and of detectron2, which has one that builds the model."""
+
+    @classmethod
+    def build_model(cls, cfg):
+        return nn.Sequential(nn.BatchNorm2d(8))
+
+
+def _named(cls: type, name: str) -> type:
+    return type(name, (cls,), {"forward": cls.forward})
+
+
+def _checkpoint_wrapper(module):
+    return module
+
+
+# By the name of the module, what it holds.
+_CONTENTS = {
+    "apex.parallel": {"SyncBatchNorm": _named(_Apex, "SyncBatchNorm")},
+    "detectron2.engine": {"DefaultTrainer": _Trainer},
+    "detectron2.layers": {"NaiveSyncBatchNorm": _named(_Detectron2, "NaiveSyncBatchNorm")},
+    "fairscale.experimental.nn": {"SyncBatchNorm": _named(_Fairscale, "SyncBatchNorm")},
+    "fairscale.nn.checkpoint": {"checkpoint_wrapper": _checkpoint_wrapper},
+    "lightning.pytorch": {"Trainer": _Trainer},
+    "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
+    "mmcv.ops": {"SyncBatchNorm": _named(_Mmcv, "SyncBatchNorm")},
+}
+PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
+
+
+@contextmanager
+def stand_in_for(package: str):
+    """Lets ``package`` be imported; the installed one, if it is."""
+    if package not in PACKAGES:
+        raise ValueError(f"package: expected one of {sorted(PACKAGES)}, got {package!r}")
+    if importlib.util.find_spec(package) is not None:
+        yield
+        return
+    added = []
+    try:
+        for name, contents in _CONTENTS.items():
+            if name.partition(".")[0] == package:
+                _add(name, contents, added)
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+def _add(name: str, contents: dict, added: list[str]) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ".".join(parts[:end])
+        if module not in sys.modules:
+            sys.modules[module] = ModuleType(module)
+            added.append(module)
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[module])
+    vars(sys.modules[name]).update(contents)
