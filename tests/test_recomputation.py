@@ -1,7 +1,10 @@
 """Activation checkpointing: the forward that is repeated in backward sees the statistics of the first."""
 
 import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_semantics import collectives
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -37,6 +41,17 @@ class Shared(nn.Module):
         return self.layer(self.linear(self.layer(input)).sin())
 
 
+class Beside(nn.Module):
+    """Layers on one input: the first is far from the block's end, the last far from its beginning."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.BatchNorm1d(4) for _ in range(5)])
+
+    def forward(self, input):
+        return sum(layer(input) for layer in self.layers).sin()
+
+
 def make_blocks(kind):
     torch.manual_seed(0)
     if kind == "plain":
@@ -47,6 +62,8 @@ def make_blocks(kind):
         blocks = [nn.Sequential(nn.Linear(4, 4), OwnForward(4)) for _ in range(2)]
     elif kind == "shared":
         blocks = [Shared(), Shared()]
+    elif kind == "beside":
+        blocks = [Beside()]
     elif kind == "same block twice":
         blocks = [Shared()] * 2
     elif kind == "frozen":  # the layer is in no graph
@@ -65,15 +82,19 @@ def save_what(policy, ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if op in saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def nested(function, input):
+def nested(function, input, outer_is_reentrant=False, inner_is_reentrant=False):
     """Checkpoints within a checkpoint."""
-    return checkpoint(lambda x: checkpoint(function, x, use_reentrant=False), input, use_reentrant=False)
+    inner = partial(checkpoint, function, use_reentrant=inner_is_reentrant)
+    return checkpoint(inner, input, use_reentrant=outer_is_reentrant)
 
 
 CHECKPOINTS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "non-reentrant": partial(checkpoint, use_reentrant=False),
     "nested": nested,
+    "nested, reentrant": partial(nested, outer_is_reentrant=True, inner_is_reentrant=True),
+    "nested in reentrant": partial(nested, outer_is_reentrant=True),
+    "reentrant, nested": partial(nested, inner_is_reentrant=True),
     **{
         f"selective, {policy}": partial(
             checkpoint,
@@ -85,8 +106,31 @@ CHECKPOINTS = {
 }
 
 
-def train(kind, how, splits, microbatches=1, converted=True):
-    """Runs some steps; returns everything that they change, and the collectives of forward and backward."""
+def backward_together(batches):
+    """Autograd comes to the newest first."""
+    torch.autograd.backward([output for _, output, _ in batches], [grad_output for *_, grad_output in batches])
+
+
+def backward_first_first(batches):
+    """As pipelines do."""
+    for _, output, grad_output in batches:
+        output.backward(grad_output)
+
+
+def backward_in_a_thread(batches):
+    """As on CUDA: autograd has numbered no node in this thread."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(backward_first_first, batches).result()
+
+
+ORDERS = backward_together, backward_first_first, backward_in_a_thread
+
+
+def train(kind, how, splits, microbatches=1, converted=True, backward=backward_first_first, is_same=False):
+    """Runs some steps; returns everything that they change, and the collectives of forward and backward.
+
+    With ``is_same`` all microbatches of rank 0 are the same, and those of the others are not.
+    """
     rank = dist.get_rank() if converted else None
     blocks = make_blocks(kind)
     if converted:
@@ -102,17 +146,18 @@ def train(kind, how, splits, microbatches=1, converted=True):
                 grad_output = torch.randn(sum(splits), 4, generator=generator, dtype=torch.float64)
                 if converted:
                     input, grad_output = input.split(splits)[rank], grad_output.split(splits)[rank]
+                if is_same and rank == 0 and batches:
+                    input = batches[0][0].detach()
                 input = input.clone().requires_grad_()
                 output = input
                 for block in blocks:
                     output = apply(block, output)
                 batches.append((input, output, grad_output))
-        with profile(activities=[ProfilerActivity.CPU]) as backward:
-            for input, output, grad_output in batches:  # the first first, as pipelines do
-                output.backward(grad_output)
-                outputs.append(output.detach())
-                input_grads.append(input.grad)
-        counts.append((collectives(forward), collectives(backward)))
+        with profile(activities=[ProfilerActivity.CPU]) as repeated:
+            backward(batches)
+        outputs += [output.detach() for _, output, _ in batches]
+        input_grads += [input.grad for input, _, _ in batches]
+        counts.append((collectives(forward), collectives(repeated)))
     parameter_grads = {name: parameter.grad for name, parameter in blocks.named_parameters()}
     return (
         {"outputs": outputs, "input_grads": input_grads, "parameter_grads": parameter_grads},
@@ -121,9 +166,10 @@ def train(kind, how, splits, microbatches=1, converted=True):
     )
 
 
-def check(pool, kind, how, splits=SPLITS, microbatches=1):
-    plain = pool.run(train, len(splits), kind, "not at all", splits, microbatches)
-    repeated = pool.run(train, len(splits), kind, how, splits, microbatches)
+def check(pool, kind, how, splits=SPLITS, microbatches=1, **options):
+    run = partial(train, splits=splits, microbatches=microbatches, **options)
+    plain = pool.run(run, len(splits), kind, "not at all")
+    repeated = pool.run(run, len(splits), kind, how)
     for (expected, buffers, counts), (results, repeated_buffers, repeated_counts) in zip(plain, repeated, strict=True):
         torch.testing.assert_close(results, expected)
         torch.testing.assert_close(repeated_buffers, buffers)
@@ -155,6 +201,16 @@ def test_several_batches_at_once(pool, kind, how):
     if kind == "dropout" and how == "reentrant":
         pool.run(seed_rank, 2)
     check(pool, kind, how, microbatches=3)
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("kind", "backward"),
+    [*(("beside", backward) for backward in ORDERS), ("shared", backward_together), ("frozen", backward_first_first)],
+)
+def test_a_rank_whose_batches_are_the_same(pool, kind, how, backward):
+    """Its own statistics do not tell them apart, and the other ranks' differ."""
+    check(pool, kind, how, microbatches=3, backward=backward, is_same=True)
 
 
 def seed_rank():
@@ -272,18 +328,25 @@ def test_forward_in_backward_that_repeats_nothing(pool):
 def remembered():
     layer = SyncBatchNorm(3)
     alive = recomputation.forwards_of(layer)._alive
+    first = layer(torch.randn(4, 3, requires_grad=True))  # outlives the others
     numbers = []
     for _ in range(3):
         output = layer(torch.randn(4, 3, requires_grad=True))
-        numbers.append(sum(forward() is not None for forward in alive))
+        numbers.append(len(alive))
         output.sum().backward()
     del output
     gc.collect()
-    numbers.append(sum(forward() is not None for forward in alive))
+    numbers.append(len(alive))
+    del first
+    gc.collect()
+    numbers.append(len(alive))
+    with torch.inference_mode():
+        layer(torch.randn(4, 3))
+    numbers.append(len(alive))
     with torch.no_grad():
         for _ in range(2 * recomputation.HELD_WITHOUT_GRAPH):
             layer(torch.randn(4, 3))
-    numbers.append(sum(forward() is not None for forward in alive))
+    numbers.append(len(alive))
     layers = len(recomputation._forwards_by_layer)
     del layer, alive
     gc.collect()
@@ -292,8 +355,98 @@ def remembered():
 
 def test_what_is_remembered_is_let_go(pool):
     for numbers, layers in pool.run(remembered, 2):
-        assert numbers == [1, 1, 1, 0, recomputation.HELD_WITHOUT_GRAPH]
+        assert numbers == [2, 2, 2, 1, 0, 0, recomputation.HELD_WITHOUT_GRAPH]
         assert layers == 1
+
+
+def forward_after_inference():
+    """What ran in inference mode could not be saved for backward, and is not what a checkpoint repeats."""
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    with torch.inference_mode():
+        layer(input)
+    ForwardInBackward.apply(input, layer, input.detach()).sum().backward()
+    return layer.num_batches_tracked.item()
+
+
+def test_forward_in_inference_mode(pool):
+    assert pool.run(forward_after_inference, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_tensors_without_data(how):
+    layer = SyncBatchNorm(3, momentum=None, device="meta")
+    input = torch.empty(4, 3, device="meta", requires_grad=True)
+    CHECKPOINTS[how](layer, input).sum().backward()
+    assert input.grad.shape == (4, 3)
+
+
+def test_a_captured_pass_reads_only_what_was_captured(monkeypatch):
+    """Replayed, it would read what has been given back since. With tensors that are on no device."""
+    forwards = recomputation.Forwards()
+    with FakeTensorMode():
+        stats = torch.empty(8, device="cuda")
+
+    def forward_pass(is_captured):
+        monkeypatch.setattr(recomputation, "is_capturing", lambda: is_captured)
+        return recomputation.Forward(stats, 1e-5, "plus", True)
+
+    passes = {is_captured: forward_pass(is_captured) for is_captured in (False, True)}
+    for forward in passes.values():
+        forwards.remember(forward)
+    for is_captured, forward in passes.items():
+        assert forwards._alike(forward_pass(is_captured)) == [forward]
+
+
+@pytest.fixture
+def eager_threads():
+    """Runs functions in threads that take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(
+    "layer", [SyncBatchNorm(3, momentum=None), lambda x: sync_batch_norm(x, None, None, eps_mode="clamp")]
+)
+def test_threads_that_share_a_layer(eager_threads, layer):
+    def train_alone(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(200):
+            input, grad_output = torch.randn(2, 4, 3, generator=generator)
+            input.requires_grad_()
+            expected = torch.autograd.grad(layer(input), input, grad_output)
+            result = torch.autograd.grad(CHECKPOINTS["non-reentrant"](layer, input), input, grad_output)
+            torch.testing.assert_close(result, expected)
+
+    list(eager_threads.map(train_alone, range(4)))
+
+
+def test_threads_do_not_let_go_what_others_hold(eager_threads):
+    layer, input = SyncBatchNorm(3, momentum=None), torch.randn(4, 3, requires_grad=True)
+    output = CHECKPOINTS["reentrant"](layer, input)
+
+    def run_often():
+        with torch.no_grad():
+            for _ in range(recomputation.HELD_WITHOUT_GRAPH):
+                layer(torch.randn(4, 3))
+
+    eager_threads.submit(run_often).result()
+    output.sum().backward()
+    assert layer.num_batches_tracked == recomputation.HELD_WITHOUT_GRAPH + 1
+
+
+def forwards_after(barrier, layer):
+    barrier.wait()
+    return recomputation.forwards_of(layer)
+
+
+def test_threads_that_come_to_a_layer_first(eager_threads):
+    for _ in range(200):
+        layer, barrier = SyncBatchNorm(3), Barrier(4)
+        found = [eager_threads.submit(forwards_after, barrier, layer) for _ in range(4)]
+        assert len({forwards.result() for forwards in found}) == 1
 
 
 def functional_form(how):

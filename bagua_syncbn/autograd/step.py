@@ -28,7 +28,8 @@ def synchronized_batch_norm(
         forward = _forward_pass(input, options, communicator, layer)
         moments = forward.moments
     output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator, forward)
-    if forward is not None and not output.requires_grad:
+    # What ran in inference mode is not repeated, and could not be saved for backward.
+    if forward is not None and not output.requires_grad and not output.is_inference():
         forwards_of(layer).hold(forward)
     return output
 
@@ -37,14 +38,14 @@ def _forward_pass(
     input: Tensor, options: ops.MergeOptions, communicator: Communicator, layer: nn.Module | None
 ) -> Forward:
     """Returns the statistics of ``input`` with the moments of all ranks: gathered now, or before if this repeats it."""
-    forwards = forwards_of(layer)
+    forwards, makes_graph = forwards_of(layer), torch.is_grad_enabled()
     with torch.no_grad(), unseen_by_selective_checkpointing():
-        stats = ops.batch_norm_stats(input)
-        forward = forwards.recall(stats, options.eps, options.eps_mode)
-        if forward is None:
-            gathered = communicator.all_gather(stats)
-            forward = Forward(stats, options.eps, options.eps_mode, ops.merge_stats(gathered, options))
-            forwards.remember(forward)
+        forward = Forward(ops.batch_norm_stats(input), options.eps, options.eps_mode, makes_graph)
+        moments = forwards.recall(forward)
+        if moments is None:
+            moments = ops.merge_stats(communicator.all_gather(forward.stats), options)
+    forward.moments = moments
+    forwards.remember(forward)
     return forward
 
 
