@@ -1,4 +1,4 @@
-"""What is measured: five ops on the inputs of the batch norm layers of three networks, in both layouts, three dtypes."""
+"""What is measured: five ops on inputs of the batch norm layers of three networks, in two layouts and three dtypes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
