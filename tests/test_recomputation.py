@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_semantics import collectives
+from observed import collectives
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.autograd import recomputation
+
+pytestmark = pytest.mark.reference_too
 
 SPLITS = (2, 5)
 
