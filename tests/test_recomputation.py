@@ -15,8 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.autograd import recomputation
 
-pytestmark = pytest.mark.reference_too
-
 SPLITS = (2, 5)
 
 

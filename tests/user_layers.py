@@ -12,7 +12,7 @@ class BatchNormReLU(nn.BatchNorm2d):
         self.slope = slope
 
     def forward(self, input):
-        return F.leaky_relu(super().forward(input), self.slope)
+        return nn.functional.leaky_relu(super().forward(input), self.slope)
 
 
 class Centered(nn.BatchNorm2d):
