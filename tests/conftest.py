@@ -6,6 +6,9 @@ import torch
 from emulated import build_library, find_headers, load_library
 from workers import WorkerPool
 
+# What fails in them says what it compared, as in the files of tests.
+pytest.register_assert_rewrite("cases", "comparison", "observed", "replicated", "training")
+
 os.environ["KINETO_CONFIG"] = str(Path(__file__).with_name("kineto.conf"))  # for the ranks too
 
 try:
@@ -25,6 +28,15 @@ def pool():
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module")
+def single_threaded():
+    """One thread in each operation: replicas in threads need the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_ops import ForbidHostReads
+from observed import ForbidHostReads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import TOLERANCES, assert_close
 
+pytestmark = pytest.mark.reference_too
+
 SPLITS = {
     1: [(5,)],
     2: [(3, 3), (1, 6), (0, 4)],

@@ -4,13 +4,13 @@ import copy
 import io
 import pickle
 import re
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
+from user_layers import BatchNormReLU, Centered, Doubled
 
 import bagua_syncbn
 from bagua_syncbn import (
@@ -22,25 +22,8 @@ from bagua_syncbn import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
+from bagua_syncbn.communicators import LOCAL, RankGroup
 from bagua_syncbn.sync_batchnorm import BatchNorm
-
-
-class BatchNormReLU(nn.BatchNorm2d):
-    """A subclass as research code writes them: the layer's own forward, and something after it."""
-
-    def __init__(self, num_features, slope=0.1):
-        super().__init__(num_features)
-        self.slope = slope
-
-    def forward(self, input):
-        return nn.functional.leaky_relu(super().forward(input), self.slope)
-
-
-class Centered(nn.BatchNorm2d):
-    """A subclass that never comes to torch's batch normalization."""
-
-    def forward(self, input):
-        return input - input.mean((0, 2, 3), keepdim=True)
 
 
 class OwnSyncBatchNorm(nn.SyncBatchNorm):
@@ -49,11 +32,6 @@ class OwnSyncBatchNorm(nn.SyncBatchNorm):
 
 class LocalSubclass(SyncBatchNorm2d):
     """A subclass of ours that does not say what it becomes."""
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return weight * 2
 
 
 STANDARD = [
@@ -66,6 +44,9 @@ STANDARD = [
 
 def net():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(BatchNormReLU(4), nn.ReLU()))
+
+
+# What becomes of layers
 
 
 @pytest.mark.parametrize(("local", "synced", "shape"), STANDARD)
@@ -110,6 +91,39 @@ def test_everything_about_a_layer_survives():
     assert {id(parameter) for parameter in model.parameters()} == held
 
 
+def test_optimizer_state_and_hooks_of_all_kinds_stay():
+    model = net()
+    calls = []
+    layer = model[1]
+    layer.register_full_backward_hook(lambda *args: calls.append("backward"))
+    layer.register_load_state_dict_pre_hook(lambda *args: calls.append("load"))
+    layer.weight.register_hook(lambda grad: calls.append("grad"))
+    layer.rate = 3
+    convert_sync_batchnorm(model)
+    model(torch.randn(2, 3, 6, 6)).sum().backward()
+    model.load_state_dict(model.state_dict())
+    assert sorted(calls) == ["backward", "grad", "load"]
+    assert layer.rate == 3
+
+
+@pytest.mark.parametrize("options", [{"device": "meta"}, {"dtype": torch.bfloat16}, {"affine": False}], ids=str)
+def test_tensors_stay(options):
+    model = nn.Sequential(BatchNormReLU(3), nn.BatchNorm2d(3, **options))
+    tensors = list(model[1].state_dict(keep_vars=True).values())
+    convert_sync_batchnorm(model)
+    assert all(a is b for a, b in zip(model[1].state_dict(keep_vars=True).values(), tensors, strict=True))
+    if "device" in options:
+        model.to_empty(device="cpu")
+        assert type(model[1]) is SyncBatchNorm2d
+
+
+def test_memory_format_stays():
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+    input = torch.randn(2, 2, 4, 4).to(memory_format=torch.channels_last)
+    assert convert_sync_batchnorm(model)(input).is_contiguous(memory_format=torch.channels_last)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_subclass_keeps_its_forward_and_its_attributes():
     model = net()
     layer = model[2][0]
@@ -130,6 +144,132 @@ def test_a_subclass_keeps_its_forward_and_its_attributes():
 def test_one_class_for_all_layers_of_a_class():
     first, second = convert_sync_batchnorm(nn.Sequential(BatchNormReLU(2), BatchNormReLU(3)))
     assert type(first) is type(second)
+
+
+def test_shared_layers_stay_one():
+    shared = nn.BatchNorm1d(2)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Sequential(shared)})
+    model.again = shared
+    convert_sync_batchnorm(model)
+    assert model["a"] is model["b"] is model["c"][0] is model.again is shared
+    assert type(shared) is SyncBatchNorm1d
+
+
+def test_containers_cycles_and_lists():
+    layer = nn.BatchNorm1d(2)
+    layer.me = layer
+    model = nn.ModuleDict({"list": nn.ModuleList([layer]), "more": nn.ModuleDict({"x": nn.BatchNorm1d(2)})})
+    model.parameters_too = nn.ParameterList([layer.weight])
+    model.none = None
+    model["list"].append(model["more"])
+    unregistered = nn.BatchNorm1d(2)
+    model.plain = [layer, unregistered]
+    assert conversion_report(model).layers[0].names == ("list.0", "list.0.me")
+    convert_sync_batchnorm(model)
+    assert type(layer) is SyncBatchNorm1d
+    assert model.plain[0] is layer is layer.me
+    assert type(model["more"]["x"]) is SyncBatchNorm1d
+    assert model.parameters_too[0] is layer.weight
+    assert type(unregistered) is nn.BatchNorm1d  # torch does not know it as part of the model either
+    revert_sync_batchnorm(model)
+    assert type(layer) is nn.BatchNorm1d
+
+    copied = convert_sync_batchnorm(layer)
+    assert copied.me is copied
+    assert type(layer) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), BatchNormReLU(3)], ids=lambda m: str(type(m))
+)
+def test_a_model_that_is_one_layer_is_copied(layer):
+    before = type(layer)
+    converted = convert_sync_batchnorm(layer)
+    assert type(layer) is before
+    assert isinstance(converted, SyncBatchNorm)
+    assert converted.weight is layer.weight
+    assert converted.running_mean is layer.running_mean
+    converted.register_forward_hook(lambda *args: None)
+    converted.extra = nn.Parameter(torch.ones(1))
+    assert not layer._forward_hooks
+    assert len(list(layer.parameters())) == 2
+    reverted = revert_sync_batchnorm(converted)
+    assert type(reverted) is before
+    assert isinstance(converted, SyncBatchNorm)
+
+
+def test_torchs_synchronized_layers():
+    model = nn.Sequential(nn.SyncBatchNorm(3, process_group=None))
+    layer = model[0]
+    convert_sync_batchnorm(model)
+    assert isinstance(layer, SyncBatchNorm)
+    assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel would refuse it on CPU
+    assert model(torch.randn(4, 3, 2)).shape == (4, 3, 2)
+    pickle.loads(pickle.dumps(model))(torch.randn(4, 3, 2))
+    revert_sync_batchnorm(model)
+    assert type(layer) is nn.SyncBatchNorm
+
+
+def test_lazy_layers_convert_before_they_know_their_size():
+    model = convert_sync_batchnorm(nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d()))
+    assert isinstance(model[1], SyncBatchNorm)
+    model(torch.randn(2, 3, 6, 6))
+    assert type(model[1]) is SyncBatchNorm2d
+    assert model[1].num_features == 4
+    revert_sync_batchnorm(model)
+    assert type(model[1]) is nn.BatchNorm2d
+
+    alone = nn.LazyBatchNorm1d()
+    assert convert_sync_batchnorm(alone) is alone  # torch cannot copy it
+    assert revert_sync_batchnorm(alone) is alone
+    assert type(alone) is nn.LazyBatchNorm1d
+    convert_sync_batchnorm(alone)(torch.randn(4, 2))
+    assert type(alone) is SyncBatchNorm1d
+
+
+def test_other_normalizations_are_left_alone():
+    model = nn.Sequential(nn.InstanceNorm2d(2, affine=True), nn.GroupNorm(1, 2), nn.LayerNorm(2))
+    classes = [type(layer) for layer in model]
+    convert_sync_batchnorm(model)
+    assert [type(layer) for layer in model] == classes
+
+
+def test_converting_twice_changes_the_group_and_nothing_else():
+    model = convert_sync_batchnorm(net(), RankGroup((0,)))
+    layer, cls = model[1], type(model[1])
+    convert_sync_batchnorm(model)
+    assert layer.process_group == RankGroup((0,))
+    convert_sync_batchnorm(model, LOCAL)
+    assert layer.process_group is LOCAL
+    assert model[1] is layer
+    assert type(layer) is cls
+
+
+def test_classmethod():
+    model = net()
+    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
+    assert type(model[1]) is SyncBatchNorm2d
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")
+def test_quantization_aware_training():
+    qat = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
+    qat.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.fuse_modules_qat(qat, [["0", "1", "2"]], inplace=True)
+    torch.ao.quantization.prepare_qat(qat, inplace=True)
+    inside = qat[0].bn
+    hooks = len(qat[3]._forward_hooks)
+    qconfig = qat[3].qconfig
+    convert_sync_batchnorm(qat)
+    assert type(inside) is type(qat[3]) is SyncBatchNorm2d
+    assert qat[3].qconfig is qconfig
+    assert len(qat[3]._forward_hooks) == hooks
+    qat(torch.randn(2, 2, 4, 4)).sum().backward()
+    revert_sync_batchnorm(qat)
+    assert type(inside) is nn.BatchNorm2d
+
+
+# What is refused, and says why
 
 
 @pytest.mark.parametrize(
@@ -196,132 +336,13 @@ def test_a_forward_put_on_the_object_is_refused():
         convert_sync_batchnorm(model)
 
 
-def test_shared_layers_stay_one():
-    shared = nn.BatchNorm1d(2)
-    model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Sequential(shared)})
-    model.again = shared
-    convert_sync_batchnorm(model)
-    assert model["a"] is model["b"] is model["c"][0] is model.again is shared
-    assert type(shared) is SyncBatchNorm1d
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), BatchNormReLU(3)], ids=lambda m: str(type(m))
-)
-def test_a_model_that_is_one_layer_is_copied(layer):
-    before = type(layer)
-    converted = convert_sync_batchnorm(layer)
-    assert type(layer) is before
-    assert isinstance(converted, SyncBatchNorm)
-    assert converted.weight is layer.weight
-    assert converted.running_mean is layer.running_mean
-    converted.register_forward_hook(lambda *args: None)
-    converted.extra = nn.Parameter(torch.ones(1))
-    assert not layer._forward_hooks
-    assert len(list(layer.parameters())) == 2
-    reverted = revert_sync_batchnorm(converted)
-    assert type(reverted) is before
-    assert isinstance(converted, SyncBatchNorm)
-
-
-def test_torchs_synchronized_layers():
-    model = nn.Sequential(nn.SyncBatchNorm(3, process_group=None))
-    layer = model[0]
-    convert_sync_batchnorm(model)
-    assert isinstance(layer, SyncBatchNorm)
-    assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel would refuse it on CPU
-    assert model(torch.randn(4, 3, 2)).shape == (4, 3, 2)
-    pickle.loads(pickle.dumps(model))(torch.randn(4, 3, 2))
-    revert_sync_batchnorm(model)
-    assert type(layer) is nn.SyncBatchNorm
-
-
-def test_lazy_layers_convert_before_they_know_their_size():
-    model = convert_sync_batchnorm(nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d()))
-    assert isinstance(model[1], SyncBatchNorm)
-    model(torch.randn(2, 3, 6, 6))
-    assert type(model[1]) is SyncBatchNorm2d
-    assert model[1].num_features == 4
-    revert_sync_batchnorm(model)
-    assert type(model[1]) is nn.BatchNorm2d
-
-    alone = nn.LazyBatchNorm1d()
-    assert convert_sync_batchnorm(alone) is alone  # torch cannot copy it
-    assert revert_sync_batchnorm(alone) is alone
-    assert type(alone) is nn.LazyBatchNorm1d
-    convert_sync_batchnorm(alone)(torch.randn(4, 2))
-    assert type(alone) is SyncBatchNorm1d
-
-
-def test_parametrized_layers_keep_their_parametrization():
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    input = torch.randn(5, 3)
-    expected = copy.deepcopy(model)(input)
-    convert_sync_batchnorm(model)
-    assert isinstance(model[0], SyncBatchNorm)
-    torch.testing.assert_close(model(input), expected)
-    revert_sync_batchnorm(model)
-    assert parametrize.is_parametrized(model[0], "weight")
-
-
-def test_converting_twice_changes_the_group_and_nothing_else():
-    from bagua_syncbn.communicators import LOCAL, RankGroup
-
-    model = convert_sync_batchnorm(net(), RankGroup((0,)))
-    layer, cls = model[1], type(model[1])
-    convert_sync_batchnorm(model)
-    assert layer.process_group == RankGroup((0,))
-    convert_sync_batchnorm(model, LOCAL)
-    assert layer.process_group is LOCAL
-    assert model[1] is layer
-    assert type(layer) is cls
-
-
 def test_revert_forgets_the_group_and_refuses_what_it_does_not_know():
-    from bagua_syncbn.communicators import LOCAL
-
     model = revert_sync_batchnorm(convert_sync_batchnorm(net(), LOCAL))
     assert not hasattr(model[1], "process_group")
     mixed = nn.Sequential(SyncBatchNorm1d(2), LocalSubclass(2))
     with pytest.raises(TypeError, match="LocalSubclass; set local_class"):
         revert_sync_batchnorm(mixed)
     assert type(mixed[0]) is SyncBatchNorm1d
-
-
-def test_other_normalizations_are_left_alone():
-    model = nn.Sequential(nn.InstanceNorm2d(2, affine=True), nn.GroupNorm(1, 2), nn.LayerNorm(2))
-    classes = [type(layer) for layer in model]
-    convert_sync_batchnorm(model)
-    assert [type(layer) for layer in model] == classes
-
-
-def test_classmethod():
-    model = net()
-    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
-    assert type(model[1]) is SyncBatchNorm2d
-
-
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save", "swa"])
-def test_copies_of_converted_models(copied):
-    model = convert_sync_batchnorm(net())
-    input = torch.randn(2, 3, 8, 8)
-    model(input)
-    if copied == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif copied == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    elif copied == "swa":
-        twin = torch.optim.swa_utils.AveragedModel(model).module
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
-    assert torch.equal(twin.eval()(input), model.eval()(input))
-    assert twin[1].weight is not model[1].weight
-    assert type(revert_sync_batchnorm(twin)[2][0]) is BatchNormReLU
 
 
 class Wrapped(nn.Module):
@@ -378,157 +399,19 @@ def test_scripting_a_converted_model_says_so(cls):
     assert isinstance(layer, SyncBatchNorm)
 
 
-def torch_layer_keeps_its_group():
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    model = nn.Sequential(nn.SyncBatchNorm(1, process_group=groups[dist.get_rank()]))
+# Parametrizations
+
+
+def test_parametrized_layers_keep_their_parametrization():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    input = torch.randn(5, 3)
+    expected = copy.deepcopy(model)(input)
     convert_sync_batchnorm(model)
-    model(torch.full((2, 1), float(dist.get_rank())))
-    return model[0].running_mean.item(), model[0].process_group is groups[dist.get_rank()]
-
-
-def test_a_synchronized_layer_keeps_its_group(pool):
-    (first, first_kept), (second, second_kept) = pool.run(torch_layer_keeps_its_group, 2)
-    assert first_kept
-    assert second_kept
-    assert (first, second) == pytest.approx((0.0, 0.1))
-
-
-def choice():
-    model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm2d(2), nn.InstanceNorm2d(2)), "b": BatchNormReLU(2)})
-    model["again"] = model["a"][0]
-    model["c"] = Centered(2)
-    return model
-
-
-def test_filter_chooses_by_name_and_layer():
-    asked = []
-
-    def chosen(name, layer):
-        asked.append((name, type(layer)))
-        return not isinstance(layer, Centered) and name != "a.0"
-
-    model = convert_sync_batchnorm(choice(), filter=chosen)
-    assert [type(layer).__name__ for layer in (model["b"], model["c"])] == ["SyncBatchNormReLU", "Centered"]
-    assert type(model["again"]) is SyncBatchNorm2d  # one of its names is accepted
-    assert set(asked) == {
-        ("a.0", nn.BatchNorm2d),
-        ("again", nn.BatchNorm2d),
-        ("b", BatchNormReLU),
-        ("c", Centered),
-    }
-    convert_sync_batchnorm(model, 1, filter=lambda name, layer: name == "b")
-    assert (model["b"].process_group, model["again"].process_group) == (1, None)
-
-    layer = nn.BatchNorm1d(2)
-    assert convert_sync_batchnorm(layer, filter=lambda name, layer: bool(name)) is layer
-    for use in (convert_sync_batchnorm, conversion_report):
-        with pytest.raises(TypeError, match=r"filter: expected a function .* got str"):
-            use(model, filter="b")
-
-
-def test_filter_leaves_out_what_is_refused_as_a_whole():
-    model = nn.Sequential(nn.BatchNorm1d(2), torch.compile(nn.Sequential(nn.BatchNorm1d(2))))
-    convert_sync_batchnorm(model, filter=lambda name, layer: not name.startswith("1"))
-    assert type(model[0]) is SyncBatchNorm1d
-    assert type(model[1]._orig_mod[0]) is nn.BatchNorm1d
-
-
-def test_report_tells_what_conversion_does_and_changes_nothing():
-    model = choice()
-    model["compiled"] = torch.compile(nn.Sequential(nn.BatchNorm1d(2)))
-    model["foreign"] = type("FrozenBatchNorm2d", (nn.Identity,), {})()
-    classes = [type(module) for module in model.modules()]
-    report = conversion_report(model, filter=lambda name, layer: name != "b")
-    assert [type(module) for module in model.modules()] == classes
-    assert [(layer.names, layer.layer_class.__name__, layer.action) for layer in report.layers] == [
-        (("a.0", "again"), "BatchNorm2d", "converted"),
-        (("a.1",), "InstanceNorm2d", "skipped"),
-        (("b",), "BatchNormReLU", "skipped"),
-        (("c",), "Centered", "refused"),
-        (("compiled",), "OptimizedModule", "refused"),
-        (("foreign",), "FrozenBatchNorm2d", "skipped"),
-    ]
-    summary, *lines = str(report).splitlines()
-    assert summary == "1 converted, 3 skipped, 2 refused"
-    assert lines[0] == "converted  a.0, again  BatchNorm2d: becomes SyncBatchNorm2d"
-    assert lines[2] == "skipped    b  BatchNormReLU: left out by filter"
-    assert "would stay unsynchronized" in lines[3]
-    assert "convert, then compile" in lines[4]
-    assert "register_converter" in lines[5]
-
-    again = conversion_report(convert_sync_batchnorm(nn.BatchNorm1d(2)))
-    assert str(again).splitlines()[1] == "converted  (the model itself)  SyncBatchNorm1d: synchronized already"
-
-
-class StrangeSyncBN(nn.Module):
-    """Synchronizes by itself, and has nothing of torch's class, as in mmcv and inplace_abn."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("running_mean", torch.zeros(2))
-        self.register_buffer("running_var", torch.ones(2))
-
-
-def test_strangers_that_stay_synchronized_by_themselves_are_named():
-    model = nn.Sequential(nn.BatchNorm2d(2), StrangeSyncBN())
-    (_, stranger) = conversion_report(model).layers
-    assert stranger.action == "skipped"
-    assert "synchronizes by itself" in stranger.reason
-    with pytest.warns(UserWarning, match="synchronize by themselves: StrangeSyncBN at '1';") as caught:
-        convert_sync_batchnorm(model)
-    assert caught[0].filename == __file__
-    assert type(model[0]) is SyncBatchNorm2d
-    bagua_syncbn.register_converter(StrangeSyncBN, lambda layer: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        convert_sync_batchnorm(model)
-        bagua_syncbn.register_converter(StrangeSyncBN, None)
-        convert_sync_batchnorm(model, filter=lambda name, layer: not isinstance(layer, StrangeSyncBN))
-        unsynchronized = type("ABN", (StrangeSyncBN,), {})()
-        convert_sync_batchnorm(nn.Sequential(unsynchronized))
-    assert "not derived" in conversion_report(unsynchronized).layers[0].reason
-
-
-def test_containers_cycles_and_lists():
-    layer = nn.BatchNorm1d(2)
-    layer.me = layer
-    model = nn.ModuleDict({"list": nn.ModuleList([layer]), "more": nn.ModuleDict({"x": nn.BatchNorm1d(2)})})
-    model.parameters_too = nn.ParameterList([layer.weight])
-    model.none = None
-    model["list"].append(model["more"])
-    unregistered = nn.BatchNorm1d(2)
-    model.plain = [layer, unregistered]
-    assert conversion_report(model).layers[0].names == ("list.0", "list.0.me")
-    convert_sync_batchnorm(model)
-    assert type(layer) is SyncBatchNorm1d
-    assert model.plain[0] is layer is layer.me
-    assert type(model["more"]["x"]) is SyncBatchNorm1d
-    assert model.parameters_too[0] is layer.weight
-    assert type(unregistered) is nn.BatchNorm1d  # torch does not know it as part of the model either
+    assert isinstance(model[0], SyncBatchNorm)
+    torch.testing.assert_close(model(input), expected)
     revert_sync_batchnorm(model)
-    assert type(layer) is nn.BatchNorm1d
-
-    copied = convert_sync_batchnorm(layer)
-    assert copied.me is copied
-    assert type(layer) is nn.BatchNorm1d
-
-
-@pytest.mark.parametrize("options", [{"device": "meta"}, {"dtype": torch.bfloat16}, {"affine": False}], ids=str)
-def test_tensors_stay(options):
-    model = nn.Sequential(BatchNormReLU(3), nn.BatchNorm2d(3, **options))
-    tensors = list(model[1].state_dict(keep_vars=True).values())
-    convert_sync_batchnorm(model)
-    assert all(a is b for a, b in zip(model[1].state_dict(keep_vars=True).values(), tensors, strict=True))
-    if "device" in options:
-        model.to_empty(device="cpu")
-        assert type(model[1]) is SyncBatchNorm2d
-
-
-def test_memory_format_stays():
-    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
-    input = torch.randn(2, 2, 4, 4).to(memory_format=torch.channels_last)
-    assert convert_sync_batchnorm(model)(input).is_contiguous(memory_format=torch.channels_last)
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert parametrize.is_parametrized(model[0], "weight")
 
 
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
@@ -585,8 +468,8 @@ def test_parametrized_layers_are_copied_with_their_group(pool):
     assert pool.run(parametrized_with_a_group, 2) == [pytest.approx([0.05, 0.05])] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*torch.ao.quantization:DeprecationWarning")
-def test_weight_norm_and_quantization_aware_training():
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weight_norm():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     nn.utils.weight_norm(model[0])
     convert_sync_batchnorm(model)
@@ -594,35 +477,45 @@ def test_weight_norm_and_quantization_aware_training():
     model(torch.randn(4, 3)).sum().backward()
     assert model[0].weight_g.grad is not None
 
-    qat = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
-    qat.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-    torch.ao.quantization.fuse_modules_qat(qat, [["0", "1", "2"]], inplace=True)
-    torch.ao.quantization.prepare_qat(qat, inplace=True)
-    inside = qat[0].bn
-    hooks = len(qat[3]._forward_hooks)
-    qconfig = qat[3].qconfig
-    convert_sync_batchnorm(qat)
-    assert type(inside) is type(qat[3]) is SyncBatchNorm2d
-    assert qat[3].qconfig is qconfig
-    assert len(qat[3]._forward_hooks) == hooks
-    qat(torch.randn(2, 2, 4, 4)).sum().backward()
-    revert_sync_batchnorm(qat)
-    assert type(inside) is nn.BatchNorm2d
+
+# Copies, states and groups
 
 
-def test_optimizer_state_and_hooks_of_all_kinds_stay():
-    model = net()
-    calls = []
-    layer = model[1]
-    layer.register_full_backward_hook(lambda *args: calls.append("backward"))
-    layer.register_load_state_dict_pre_hook(lambda *args: calls.append("load"))
-    layer.weight.register_hook(lambda grad: calls.append("grad"))
-    layer.rate = 3
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save", "swa"])
+def test_copies_of_converted_models(copied):
+    model = convert_sync_batchnorm(net())
+    input = torch.randn(2, 3, 8, 8)
+    model(input)
+    if copied == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif copied == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif copied == "swa":
+        twin = torch.optim.swa_utils.AveragedModel(model).module
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+    assert torch.equal(twin.eval()(input), model.eval()(input))
+    assert twin[1].weight is not model[1].weight
+    assert type(revert_sync_batchnorm(twin)[2][0]) is BatchNormReLU
+
+
+def torch_layer_keeps_its_group():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = nn.Sequential(nn.SyncBatchNorm(1, process_group=groups[dist.get_rank()]))
     convert_sync_batchnorm(model)
-    model(torch.randn(2, 3, 6, 6)).sum().backward()
-    model.load_state_dict(model.state_dict())
-    assert sorted(calls) == ["backward", "grad", "load"]
-    assert layer.rate == 3
+    model(torch.full((2, 1), float(dist.get_rank())))
+    return model[0].running_mean.item(), model[0].process_group is groups[dist.get_rank()]
+
+
+def test_a_synchronized_layer_keeps_its_group(pool):
+    (first, first_kept), (second, second_kept) = pool.run(torch_layer_keeps_its_group, 2)
+    assert first_kept
+    assert second_kept
+    assert (first, second) == pytest.approx((0.0, 0.1))
 
 
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.SyncBatchNorm, BatchNormReLU])

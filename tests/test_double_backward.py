@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from test_semantics import collectives
+from formula import EPS, draw, normalize
+from observed import collectives
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,11 +14,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.autograd.differentiable import _AllReduce
 from bagua_syncbn.communicators import resolve_communicator
 
-EPS = 0.5  # large, so that "clamp" has channels on either side
-
-
-def draw(*size, seed):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+pytestmark = pytest.mark.reference_too
 
 
 def arguments(splits, shape, differentiable):
@@ -47,12 +44,6 @@ def derivatives(outputs, ranks, first_rank, differentiable, order):
         pairs = [(grad, draw(*grad.shape, seed=first + i)) for i, grad in enumerate(grads) if grad.requires_grad]
         values, seeds = [grad for grad, _ in pairs], [seed for _, seed in pairs]
     return results
-
-
-def normalize(input, eps_mode):
-    dims = [0, *range(2, input.dim())]
-    var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
-    return (input - mean) / (torch.clamp(var, min=EPS) if eps_mode == "clamp" else var + EPS).sqrt()
 
 
 def per_channel(values, input):

@@ -6,7 +6,9 @@ else can fail.
 
 import shutil
 import sys
+from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import clock
@@ -16,7 +18,6 @@ import pytest
 import small_ops
 import summary
 import targets
-import test_data_parallel
 import test_gpu_layers
 import test_gpu_ops
 import torch
@@ -168,8 +169,9 @@ def _on_one_gpu(test):
     return twin
 
 
-for _name, _test in vars(test_data_parallel).items():
-    if _name.startswith("test_") and "place" in signature(_test).parameters:
-        globals()[_name] = _on_one_gpu(_test)
+for _path in Path(__file__).parent.glob("test_data_parallel_*.py"):
+    for _name, _test in vars(import_module(_path.stem)).items():
+        if _name.startswith("test_") and "place" in signature(_test).parameters:
+            globals()[_name] = _on_one_gpu(_test)
 # Where a gradient is undefined autograd makes zeros of its own, without a mark.
 del test_gradients_are_those_of_finite_differences, test_a_replica_that_is_partly_outside_of_the_graph  # noqa: F821

@@ -1,4 +1,4 @@
-"""Groups by description: what they resolve to, when, and what is refused."""
+"""Which ranks a process group argument leads to, and when; what is refused; how they exchange."""
 
 import copy
 import gc
@@ -13,7 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
-from bagua_syncbn.communicators import RankGroup, c10d, groups, resolve_communicator
+from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, c10d, groups, resolve_communicator
+
+pytestmark = pytest.mark.reference_too
+
+
+# Groups by description
 
 
 def ranks_of(process_group):
@@ -240,3 +245,156 @@ def test_each_job_resolves_anew(pool):
     for world_size in (2, 3, 2):
         expected = [([rank], (world_size - 1) / 2, float(rank)) for rank in range(world_size)]
         assert pool.run(resolve_in_a_new_job, world_size) == expected
+
+
+# Groups of torch
+
+
+def two_groups():
+    """Even and odd ranks apart; the second rank of each group has twice the samples."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(list(range(start, world, 2))) for start in (0, 1)]
+    mine = groups[rank % 2]
+    layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), mine)
+    values = torch.full((2 if rank < 2 else 4, 2), float(rank))
+    layer(values)
+    twin = copy.deepcopy(layer)
+    twin(values)
+    assert resolve_communicator(twin[0].process_group).group is mine  # not a second one of the same ranks
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded(values)
+    return [net[0].running_mean[0].item() for net in (layer, twin, loaded)], str(loaded[0])
+
+
+def test_process_groups_and_copies_that_keep_them(pool):
+    # Means 4/3 of ranks 0, 2 and 7/3 of ranks 1, 3, weighed by their samples; momentum 0.1, then once more.
+    for rank, (means, text) in enumerate(pool.run(two_groups, 4)):
+        batch_mean = (0 * 2 + 2 * 4) / 6 if rank % 2 == 0 else (1 * 2 + 3 * 4) / 6
+        assert means == pytest.approx([0.1 * batch_mean, 0.19 * batch_mean, 0.19 * batch_mean], rel=1e-6)
+        assert f"ranks=({rank % 2}, {rank % 2 + 2})" in text
+
+
+def group_that_leaves_out_rank_zero():
+    group = dist.new_group([1])
+    errors = []
+    for make in (
+        lambda: SyncBatchNorm(2, process_group=group),
+        lambda: convert_sync_batchnorm(nn.BatchNorm1d(2), group),
+        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=group),
+    ):
+        try:
+            make()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_group_without_this_rank_raises_there(pool):
+    left_out, member = pool.run(group_that_leaves_out_rank_zero, 2)
+    assert len(left_out) == 3
+    assert all("expected a group that this rank is a member of" in error for error in left_out)
+    assert member == []
+
+
+# Communicators: which one a group leads to, and backends that lack an operation
+
+
+def test_without_a_job_everyone_is_alone():
+    for process_group in (None, LOCAL, RankGroup((0, 1))):
+        communicator = resolve_communicator(process_group)
+        assert (communicator.size, communicator.rank) == (1, 0)
+        assert isinstance(communicator, Communicator)
+
+
+@pytest.mark.parametrize(
+    ("process_group", "named"),
+    [("host", "'host'"), (2.0, "float"), (True, "bool"), ([0, 1], "list"), (object(), "object")],
+)
+def test_what_is_no_group_is_named(process_group, named):
+    for use in (resolve_communicator, lambda group: SyncBatchNorm(2, process_group=group)):
+        with pytest.raises(TypeError, match=f"process_group: expected .* got {named}$"):
+            use(process_group)
+
+
+def exchange(process_group):
+    communicator = resolve_communicator(process_group)
+    packed = torch.arange(3.0) + 10 * communicator.rank
+    gathered = communicator.all_gather(packed)
+    return communicator.size, communicator.rank, gathered.tolist(), communicator.all_reduce(packed.clone()).tolist()
+
+
+def test_default_group(pool):
+    rows = [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]
+    for rank, result in enumerate(pool.run(exchange, 3, None)):
+        assert result == (3, rank, rows, [30.0, 33.0, 36.0])
+
+
+kept = []
+
+
+def exchange_by_ranks():
+    # Only the members resolve it: rank 1 is elsewhere meanwhile.
+    if dist.get_rank() == 1:
+        return None
+    first = exchange(RankGroup((0, 2)))
+    assert RankGroup((0, 2)).resolve() is RankGroup((0, 2)).resolve()
+    kept.append(RankGroup((0, 2)).resolve())  # outlives its job, as a group in a variable does
+    assert dist.get_process_group_ranks(kept[-1]) == [0, 2]  # raises for a group of a job that has ended
+    return first
+
+
+def test_a_group_by_ranks_is_made_by_its_members_alone(pool):
+    for _ in range(2):  # the second job must not meet the groups of the first
+        first, nobody, second = pool.run(exchange_by_ranks, 3)
+        assert nobody is None
+        assert first == (2, 0, [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]], [10.0, 12.0, 14.0])
+        assert second[:2] == (2, 1)
+        pool.run(exchange, 2, None)
+
+
+def resolve_impossible_ranks():
+    errors = []
+    for ranks in ((0, 5), (1 - dist.get_rank(),)):
+        try:
+            resolve_communicator(RankGroup(ranks))
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_this_job_does_not_have_are_named(pool):
+    for rank, errors in enumerate(pool.run(resolve_impossible_ranks, 2)):
+        assert len(errors) == 2
+        assert all(f"expected ranks of this job that include this one, rank {rank} of 2" in error for error in errors)
+
+
+def exchange_where_single_all_gather_raises(message):
+    calls = []
+
+    def unsupported(output, input, group=None):
+        calls.append(group)
+        raise RuntimeError(message)
+
+    single, c10d._all_gather_single = c10d._all_gather_single, unsupported
+    try:
+        group = dist.new_group([0, 1])
+        return [exchange(group)[2], exchange(group)[2]], len(calls)
+    except RuntimeError as error:
+        return str(error), len(calls)
+    finally:
+        c10d._all_gather_single = single
+
+
+def test_a_backend_that_gathers_into_a_list_only(pool):
+    message = "Backend dummy does not support allgather_into_tensor"
+    for rows, calls in pool.run(exchange_where_single_all_gather_raises, 2, message):
+        assert rows == [[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]] * 2
+        assert calls == 1  # asked once, then known
+
+
+def test_other_errors_of_a_backend_come_through(pool):
+    message = "connection reset by peer"
+    assert pool.run(exchange_where_single_all_gather_raises, 2, message) == [(message, 1)] * 2

@@ -1,17 +1,15 @@
 """The layer in one process: torch's batch norm, to the bit where it is the same computation."""
 
 import inspect
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from tolerances import assert_close
 from torch import nn
 
-import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
+
+pytestmark = pytest.mark.reference_too
 
 PAIRS = [
     (SyncBatchNorm1d, nn.BatchNorm1d, (4, 3)),
@@ -112,18 +110,3 @@ def test_repr_names_the_group():
 
     assert "process_group" not in repr(SyncBatchNorm(3))
     assert repr(SyncBatchNorm2d(3, process_group=RankGroup((0, 1)))).endswith("process_group=RankGroup(ranks=(0, 1)))")
-
-
-def test_info():
-    text = subprocess.run([sys.executable, "-m", "bagua_syncbn.info"], capture_output=True, text=True, check=True)
-    data = subprocess.run([sys.executable, "-m", "bagua_syncbn.info", "--json"], capture_output=True, check=True)
-    info = json.loads(data.stdout)
-    assert info["bagua_syncbn"] == bagua_syncbn.__version__
-    assert info["torch"] == torch.__version__
-    assert all(key in text.stdout for key in info)
-
-
-def test_import_is_light():
-    code = "import sys, bagua_syncbn; print([m for m in ('bagua', 'torch._dynamo', 'torchvision') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"

@@ -223,7 +223,7 @@ def test_what_is_run_on_a_machine_with_a_gpu(tmp_path):
     assert commands["memcheck"][0] == commands["racecheck"][0] == "/opt/compute-sanitizer"
     files = {part: [Path(path).name for path in commands[part] if path.endswith(".py")] for part in commands}
     assert (files["op tests"], files["layer tests"]) == (["test_gpu_ops.py"], ["test_gpu_layers.py"])
-    assert "test_data_parallel.py" in files["further tests"]
+    assert {"test_data_parallel_contract.py", "test_data_parallel_protocol.py"} <= set(files["further tests"])
     assert not {"test_native.py", "test_gpu_ops.py", "test_gpu_layers.py"} & set(files["further tests"])
     assert files["bagua tests"] == ["test_bagua_one_rank.py"]
     assert "--dry-run" not in commands["benchmarks"]

@@ -2,22 +2,15 @@
 
 import pytest
 import torch
+from observed import ForbidHostReads
 from tolerances import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn import ops
 
+pytestmark = pytest.mark.reference_too
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4), (0, 3, 4), (1, 1, 1)]
-
-# Calls that read a device value on the host. On a GPU each of them waits for the stream.
-HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_to_cpu", "masked_select", "unique")
-
-
-class ForbidHostReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name.split("::")[1] not in HOST_READS, f"{func} reads a device value on the host"
-        return func(*args, **(kwargs or {}))
 
 
 def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):

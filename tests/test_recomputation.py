@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_semantics import collectives
+from observed import collectives
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile

@@ -1,25 +1,19 @@
-"""What the layer promises beside the contract, on ranks: collectives, edge cases, company."""
+"""What the layer promises beside the contract, on ranks: collectives and edge cases."""
 
-import copy
-import io
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, run_rank, run_reference
-from test_ops import ForbidHostReads
+from observed import ForbidHostReads, collectives
 from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
-from bagua_syncbn.communicators import resolve_communicator
 
-
-def collectives(prof):
-    """Counts the c10d operations that were profiled."""
-    return Counter(event.name for event in prof.events() if event.name.startswith("c10d::"))
+pytestmark = pytest.mark.reference_too
 
 
 def count_collectives(requires_grad, training):
@@ -134,55 +128,6 @@ def test_a_mean_large_beside_the_deviation(pool):
     for result, expected in zip(pool.run(run_rank, 2, case), reference["outputs"][0].split(8), strict=True):
         # The mean is a float32 near 1e3, so it is rounded by up to 3e-5, 0.003 deviations.
         torch.testing.assert_close(result["outputs"][0].double(), expected, rtol=0, atol=5e-3)
-
-
-def two_groups():
-    """Even and odd ranks apart; the second rank of each group has twice the samples."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    groups = [dist.new_group(list(range(start, world, 2))) for start in (0, 1)]
-    mine = groups[rank % 2]
-    layer = bagua_syncbn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(2)), mine)
-    values = torch.full((2 if rank < 2 else 4, 2), float(rank))
-    layer(values)
-    twin = copy.deepcopy(layer)
-    twin(values)
-    assert resolve_communicator(twin[0].process_group).group is mine  # not a second one of the same ranks
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    loaded(values)
-    return [net[0].running_mean[0].item() for net in (layer, twin, loaded)], str(loaded[0])
-
-
-def test_process_groups_and_copies_that_keep_them(pool):
-    # Means 4/3 of ranks 0, 2 and 7/3 of ranks 1, 3, weighed by their samples; momentum 0.1, then once more.
-    for rank, (means, text) in enumerate(pool.run(two_groups, 4)):
-        batch_mean = (0 * 2 + 2 * 4) / 6 if rank % 2 == 0 else (1 * 2 + 3 * 4) / 6
-        assert means == pytest.approx([0.1 * batch_mean, 0.19 * batch_mean, 0.19 * batch_mean], rel=1e-6)
-        assert f"ranks=({rank % 2}, {rank % 2 + 2})" in text
-
-
-def group_that_leaves_out_rank_zero():
-    group = dist.new_group([1])
-    errors = []
-    for make in (
-        lambda: SyncBatchNorm(2, process_group=group),
-        lambda: bagua_syncbn.convert_sync_batchnorm(torch.nn.BatchNorm1d(2), group),
-        lambda: bagua_syncbn.sync_batch_norm(torch.randn(4, 2), None, None, process_group=group),
-    ):
-        try:
-            make()
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_a_group_without_this_rank_raises_there(pool):
-    left_out, member = pool.run(group_that_leaves_out_rank_zero, 2)
-    assert len(left_out) == 3
-    assert all("expected a group that this rank is a member of" in error for error in left_out)
-    assert member == []
 
 
 def same_bits():

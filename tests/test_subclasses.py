@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn import (
@@ -23,34 +24,6 @@ from bagua_syncbn import (
     revert_sync_batchnorm,
 )
 from bagua_syncbn.data_parallel import DataParallelWithCallback, execute_replication_callbacks
-
-
-class BatchNormAct(nn.BatchNorm2d):
-    """Batch normalization and activation as in timm: torch's forward written out."""
-
-    def __init__(self, num_features, **options):
-        super().__init__(num_features, **options)
-        self.act = nn.LeakyReLU(0.1)
-
-    def forward(self, input):
-        factor = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                factor = 1 / float(self.num_batches_tracked)
-        tracked = not self.training or self.track_running_stats
-        return self.act(
-            F.batch_norm(
-                input,
-                self.running_mean if tracked else None,
-                self.running_var if tracked else None,
-                self.weight,
-                self.bias,
-                self.training or self.running_mean is None,
-                factor,
-                self.eps,
-            )
-        )
 
 
 class ByName(nn.BatchNorm2d):

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_convert import Doubled
-from test_subclasses import BatchNormAct
 from torch import nn
 from torch.nn.utils import parametrize
+from user_layers import BatchNormAct, Doubled
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm
 

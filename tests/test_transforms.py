@@ -4,14 +4,16 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 import torch.distributed as dist
-from test_double_backward import EPS, draw, normalize
-from test_semantics import collectives
+from formula import EPS, draw, normalize
+from observed import collectives
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
 from bagua_syncbn.communicators import resolve_communicator
+
+pytestmark = pytest.mark.reference_too
 
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)

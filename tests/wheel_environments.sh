@@ -33,9 +33,8 @@ for environment in "$@"; do
   cp -r benchmarks/__init__.py benchmarks/measures "$tests/benchmarks"
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
-      test_capture.py test_communicators.py test_contract.py test_convert.py test_counts.py test_double_backward.py \
-      test_errors.py test_groups.py test_layer.py \
-      test_native.py test_ops.py test_recomputation.py test_semantics.py test_subclasses.py test_training.py \
-      test_transforms.py test_workers.py)
+      test_capture.py test_contract.py test_convert.py test_counts.py test_double_backward.py test_errors.py \
+      test_groups.py test_info.py test_layer.py test_native.py test_ops.py test_recomputation.py test_report.py \
+      test_semantics.py test_subclasses.py test_transforms.py test_workers.py test_wrappers.py)
   rm -r "$tests"
 done

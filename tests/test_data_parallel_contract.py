@@ -1,0 +1,404 @@
+"""Replicas of one process equal one layer on the whole batch: the contract among threads."""
+
+import copy
+import gc
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from formula import Clamped
+from replicated import GPU_PLACES, PAIRS, build, check_equal, inputs_of, parallel, run
+from tolerances import assert_close
+from torch import nn
+
+from bagua_syncbn.communicators import replicas
+from bagua_syncbn.data_parallel import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_model,
+)
+
+pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+# With the mark in this file: prove.py looks for it in the files, to run them on a GPU.
+PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
+
+
+def check(place, count, samples, cls, eps_mode="plus", steps=2, **options):
+    options = {"eps": 1e-3} | options
+    torch.manual_seed(1)
+    expected = build(PAIRS[cls], **({"wrap": Clamped} if eps_mode == "clamp" else {}), **options)
+    model = build(cls, eps_mode=eps_mode, **options)
+    model.load_state_dict({name.replace("layer.", ""): value for name, value in expected.state_dict().items()})
+    actual = parallel(model, place, count)
+    for step in range(steps):
+        batch = inputs_of(cls, samples, step)
+        grad_output = torch.randn(samples, 2, *batch.shape[2:], dtype=torch.float64)
+        check_equal(run(actual, batch, grad_output), run(expected, batch, grad_output), f" at step {step}")
+    if options.get("track_running_stats", True):  # otherwise replicas are on their own, as ranks are
+        assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
+
+
+# Of 4 replicas, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
+@pytest.mark.parametrize("samples", [9, 8, 7, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("place", PLACES)
+def test_replicas_equal_the_full_batch(place, count, samples):
+    check(place, count, samples, SynchronizedBatchNorm2d)
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": None},
+        {"momentum": 1.0},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_options(place, count, options, eps_mode):
+    check(place, count, 7, SynchronizedBatchNorm1d, eps_mode, 3, **options)
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("cls", PAIRS)
+@pytest.mark.parametrize("place", PLACES)
+def test_dimensions(place, cls, eps_mode):
+    check(place, 2, 5, cls, eps_mode)
+
+
+def test_one_sample_of_one_value_in_each_replica():
+    torch.manual_seed(2)
+    batch, grad_output = torch.randn(2, 3, 4, dtype=torch.float64)
+    actual = parallel(SynchronizedBatchNorm1d(4).double(), "cpu", 3)
+    expected = nn.BatchNorm1d(4).double()
+    check_equal(run(actual, batch, grad_output), run(expected, batch, grad_output))
+    with pytest.raises(ValueError, match="expected more than 1 value per channel"):
+        actual(batch[:1])  # one replica
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_are_those_of_finite_differences(place, count, eps_mode):
+    model = build(SynchronizedBatchNorm1d, eps=1e-3, eps_mode=eps_mode, track_running_stats=False)
+    model = parallel(model, place, count)
+    batch = inputs_of(SynchronizedBatchNorm1d, 5).to(model.module[0].weight.device).requires_grad_()
+    # Convolutions on GPUs may add in another order from call to call.
+    nondeterminism = 0.0 if place == "cpu" else 1e-9
+    assert torch.autograd.gradcheck(model, batch, eps=1e-7, atol=1e-4, nondet_tol=nondeterminism)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_clamped_channels_pass_no_gradient_through_the_variance(count):
+    layer = SynchronizedBatchNorm1d(3, eps=1e-3, eps_mode="clamp").double()
+    batch = inputs_of(SynchronizedBatchNorm1d, 6).requires_grad_()
+    grad_output = torch.randn_like(batch)
+    parallel(layer, "cpu", count)(batch).backward(grad_output)
+    narrow = (grad_output - grad_output.mean((0, 2), keepdim=True)) / 1e-3**0.5
+    assert_close(batch.grad[:, 0], narrow[:, 0], "gradient of a channel of less variance than eps")
+    assert (batch.grad[:, 2] - narrow[:, 2]).abs().max() > 1
+
+
+def test_clamp_of_constant_channels_and_without_eps():
+    constant = torch.ones(4, 2, dtype=torch.float64)
+    layer = SynchronizedBatchNorm1d(2, eps=1e-5, eps_mode="clamp").double()
+    assert torch.equal(parallel(layer, "cpu", 2)(constant), torch.zeros_like(constant))
+    batch = torch.randn(4, 2, dtype=torch.float64)
+    layer = SynchronizedBatchNorm1d(2, eps=0.0, eps_mode="clamp").double()
+    expected = (batch - batch.mean(0)) / batch.std(0, correction=0)
+    assert_close(parallel(layer, "cpu", 2)(batch), expected, "output")
+
+
+def step_of_rank(sizes):
+    layer = SynchronizedBatchNorm1d(3, eps=1e-3, eps_mode="clamp").double()
+    batch = inputs_of(nn.BatchNorm1d, sum(sizes)).split(sizes)[dist.get_rank()]
+    return run(layer, batch, batch.sin())
+
+
+def test_ranks_of_a_job_without_replicas(pool):
+    sizes = (4, 0, 3)
+    batch = inputs_of(nn.BatchNorm1d, sum(sizes))
+    expected = run(Clamped(nn.BatchNorm1d(3, eps=1e-3).double()), batch, batch.sin())
+    ranks = pool.run(step_of_rank, len(sizes), sizes)
+    for name in ("output", "input.grad"):
+        assert_close(torch.cat([rank[name] for rank in ranks]), expected[name], name)
+    assert_close(sum(rank["weight.grad"] for rank in ranks), expected["weight.grad"], "weight.grad")
+    assert_close(ranks[1]["running_var"], expected["running_var"], "running_var")
+
+
+def partial_loss(model, batch, sample):
+    batch = batch.clone().requires_grad_()
+    output = model(batch)
+    return torch.autograd.grad(output[sample].sin().sum(), (batch, *model.parameters()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_replica_whose_output_is_not_in_the_loss(place):
+    expected = build(nn.BatchNorm2d)
+    actual = parallel(convert_model(copy.deepcopy(expected)), place, 3)
+    batch = inputs_of(nn.BatchNorm2d, 6)
+    for sample in (0, 3, 5):  # one of each replica
+        grads = partial_loss(actual, batch, sample), partial_loss(expected, batch, sample)
+        for grad, reference in zip(*grads, strict=True):
+            assert_close(grad.cpu(), reference, f"gradient of the loss of sample {sample}")
+        assert grads[0][0].abs().amin() > 0  # the samples of other replicas have one through the statistics
+
+
+class OnePart(nn.Module):
+    """Runs its layer, and puts only one replica's output or input into the graph."""
+
+    def __init__(self, layer, detached):
+        super().__init__()
+        self.layer, self.detached = layer, detached
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        self.copy_id = copy_id
+
+    def forward(self, input):
+        if self.detached == "input" and self.copy_id == 1:
+            input = input.detach()
+        with torch.set_grad_enabled(not (self.detached == "forward" and self.copy_id == 0)):
+            output = self.layer(input)
+        return output.detach() if self.detached == "output" and self.copy_id == 1 else output
+
+
+@pytest.mark.parametrize("detached", ["input", "output", "forward"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_replica_that_is_partly_outside_of_the_graph(place, detached):
+    expected = nn.BatchNorm1d(3).double()
+    actual = parallel(OnePart(SynchronizedBatchNorm1d(3).double(), detached), place, 2)
+    batch = torch.randn(6, 3, dtype=torch.float64)
+    parts = [part.clone().requires_grad_() for part in batch.split(3)]
+    outputs = expected(torch.cat([parts[0], parts[1].detach() if detached == "input" else parts[1]])).split(3)
+    in_loss = {"input": (0, 1), "output": (0,), "forward": (1,)}[detached]
+    sum(outputs[rank].sin().sum() for rank in in_loss).backward()
+
+    whole = batch.clone().requires_grad_()
+    actual(whole).sin().sum().backward()
+    for rank, part in enumerate(parts):
+        reference = torch.zeros_like(part) if part.grad is None else part.grad
+        if detached == "forward" and rank == 0:
+            # It computes without a graph, statistics included.
+            reference = torch.zeros_like(part)
+        assert_close(whole.grad.split(3)[rank], reference, f"input.grad of replica {rank}")
+    assert_close(actual.module.layer.weight.grad.cpu(), expected.weight.grad, "weight.grad")
+
+
+@pytest.mark.parametrize("frozen", [("input",), ("weight",), ("bias",), ("weight", "bias"), ("input", "weight")])
+@pytest.mark.parametrize("place", PLACES)
+def test_frozen(place, frozen):
+    batch, grad_output = torch.randn(2, 5, 3, 4, dtype=torch.float64)
+    results = []
+    for layer in (nn.BatchNorm1d(3).double(), SynchronizedBatchNorm1d(3).double()):
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        model = parallel(layer, place, 2) if isinstance(layer, SynchronizedBatchNorm1d) else layer
+        input = batch.clone().requires_grad_("input" not in frozen)
+        output = model(input)
+        output.backward(grad_output.to(output.device))
+        results.append([input.grad, layer.weight.grad, layer.bias.grad])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert (actual is None) == (expected is None)
+        if actual is not None:
+            assert_close(actual.cpu(), expected, "gradient")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_without_gradients(place):
+    batch = torch.randn(5, 3, 4, dtype=torch.float64)
+    for mode in (torch.no_grad, torch.inference_mode):
+        expected, layer = nn.BatchNorm1d(3).double(), SynchronizedBatchNorm1d(3).double()
+        with mode():
+            output = parallel(layer, place, 2)(batch)
+            assert_close(output.cpu(), expected(batch), "output")
+        assert not output.requires_grad
+        assert_close(layer.running_var.cpu(), expected.running_var, "running_var")
+        assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", PLACES)
+def test_dtypes(place, dtype):
+    batch, grad_output = torch.randn(2, 5, 3, 4, 6).to(dtype)
+    actual = run(parallel(SynchronizedBatchNorm2d(3), place, 2), batch, grad_output)
+    expected = run(nn.BatchNorm2d(3).double(), batch.double(), grad_output.double())
+    assert actual["output"].dtype == actual["input.grad"].dtype == dtype
+    check_equal(actual, expected)
+
+
+class Twice(nn.Module):
+    """Holds one layer under two names and calls it by both."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.first = self.second = layer
+        self.mix = nn.Linear(layer.num_features, layer.num_features)
+
+    def forward(self, input):
+        return self.second(self.mix(self.first(input)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_layer_registered_twice(place):
+    expected = Twice(nn.BatchNorm1d(3)).double()
+    actual = convert_model(copy.deepcopy(expected))
+    assert actual.first is actual.second
+    batch, grad_output = torch.randn(2, 7, 3, dtype=torch.float64)
+    check_equal(run(parallel(actual, place, 3), batch, grad_output), run(expected, batch, grad_output))
+    assert actual.first.num_batches_tracked == 2
+
+
+def train(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_training_and_checkpoints(place):
+    batches = [inputs_of(nn.BatchNorm2d, samples, step) for step, samples in enumerate((8, 7, 3, 8, 5, 8))]
+    expected = build(nn.BatchNorm2d)
+    actual = build(SynchronizedBatchNorm2d)
+    actual.load_state_dict(expected.state_dict())
+    train(parallel(actual, place, 3), batches[:3])
+    # Halfway on into torch's layers, which end where they do on their own.
+    restored = build(nn.BatchNorm2d)
+    restored.load_state_dict(actual.state_dict())
+    for model in (train(expected, batches[:3]), train(restored, batches[3:]), train(expected, batches[3:])):
+        assert model[0].num_batches_tracked in (3, 6)
+    for name, value in expected.state_dict().items():
+        assert_close(restored.state_dict()[name].double(), value.double(), name, roundings=100)
+
+
+@pytest.mark.parametrize("shape", [(16, 10), (16, 10, 16, 16)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_numeric_comparison_of_the_other_package(place, count, training, shape):
+    # Its tests: uniform float32 input, loss the sum of outputs, rtol 1e-3 and atol 1e-5. Here 100 and 2 times closer.
+    torchs, ours = {2: (nn.BatchNorm1d, SynchronizedBatchNorm1d), 4: (nn.BatchNorm2d, SynchronizedBatchNorm2d)}[
+        len(shape)
+    ]
+    batch = torch.rand(shape)
+    expected, layer = torchs(10, eps=1e-5, affine=False), ours(10, eps=1e-5, affine=False)
+    model = parallel(layer, place, count)
+    results = []
+    for net in (model, expected):
+        net.train(training)
+        input = batch.clone().requires_grad_()
+        output = net(input)
+        output.sum().backward()
+        results.append([output.cpu(), input.grad, *(buffer.cpu() for buffer in net.buffers())])
+    for actual, reference in zip(*results, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=5e-6)
+
+
+def test_statistics_by_the_formula():
+    # The other package's second comparison, with formulas in place of torch's layer: momentum 1, no parameters.
+    batch = torch.rand(16, 10)
+    layer = SynchronizedBatchNorm1d(10, momentum=1, eps=1e-5, affine=False, eps_mode="clamp")
+    output = parallel(layer, "cpu", 2)(batch)
+    var, mean = torch.var_mean(batch, 0, correction=0)
+    options = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(output, (batch - mean) / var.clamp(min=1e-5).sqrt(), **options)
+    torch.testing.assert_close(layer.running_mean, mean, **options)
+    torch.testing.assert_close(layer.running_var, batch.var(0), **options)
+
+
+def test_one_replica_is_torchs_batch_norm():
+    batch = torch.randn(4, 3, 5)
+    for ids in (["cpu"], ["cpu"] * 2):
+        layer, expected = SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3)
+        own = batch if len(ids) == 1 else batch[:1]  # fewer samples than devices
+        assert torch.equal(DataParallelWithCallback(layer, ids)(own), expected(own))
+        assert torch.equal(layer.running_var, expected.running_var)
+        assert layer.num_batches_tracked == 1
+
+
+class Sight(nn.Module):
+    """Notes its own replicas."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.seen = layer, []
+
+    def forward(self, input):
+        self.seen.append((ref(self), self.layer.running_mean.data_ptr()))
+        return self.layer(input)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_only_the_users_buffers_change(place):
+    model = Sight(SynchronizedBatchNorm1d(3))
+    wrapped = parallel(model, place, 3)
+    buffers = dict(model.layer.named_buffers())
+    gc.collect()
+    gc.disable()
+    try:
+        output = wrapped(torch.randn(6, 3))
+        if place != "several GPUs":  # there torch's class runs them
+            assert [replica() for replica, _ in model.seen] == [None] * 3  # freed with forward, not with the next gc
+        output.sum().backward()
+    finally:
+        gc.enable()
+    pointers = {pointer for _, pointer in model.seen}
+    assert len(pointers) == 3
+    assert buffers["running_mean"].data_ptr() in pointers
+    assert all(getattr(model.layer, name) is buffer for name, buffer in buffers.items())
+    assert model.layer.num_batches_tracked == 1
+    assert model.layer._replica is None
+
+
+def test_nothing_meets_in_backward(monkeypatch):
+    meet, calls = replicas.Replicas.meet, []
+    monkeypatch.setattr(replicas.Replicas, "meet", lambda *args: calls.append(args[1]) or meet(*args))
+    model = parallel(build(SynchronizedBatchNorm1d), "cpu", 2)
+    output = model(inputs_of(nn.BatchNorm1d, 4).requires_grad_())
+    assert sorted(calls) == [0, 0, 1, 1]  # once for each of two layers
+    output.sum().backward()
+    assert len(calls) == 4
+    model.eval()(inputs_of(nn.BatchNorm1d, 4))
+    assert len(calls) == 4
+
+
+def test_same_bits_every_time():
+    def step():
+        torch.manual_seed(0)
+        model = parallel(build(SynchronizedBatchNorm2d), "cpu", 4)
+        return run(model, inputs_of(nn.BatchNorm2d, 8), torch.randn(8, 2, 2, 3, dtype=torch.float64))
+
+    first = step()
+    for _ in range(5):
+        for name, value in step().items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_backward_can_be_repeated_but_not_differentiated():
+    model = parallel(SynchronizedBatchNorm1d(3), "cpu", 2)
+    batch = torch.randn(6, 3, requires_grad=True)
+    loss = model(batch).sin().sum()
+    first, second = (torch.autograd.grad(loss, batch, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (grad,) = torch.autograd.grad(loss, batch, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_a_weight_changed_before_backward_is_noticed():
+    layer = SynchronizedBatchNorm1d(3)
+    output = parallel(layer, "cpu", 2)(torch.randn(6, 3, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

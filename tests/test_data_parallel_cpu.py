@@ -1,0 +1,154 @@
+"""Replicas that share a device, as on the CPU: what is split, copied and gathered."""
+
+import copy
+import importlib
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_syncbn import data_parallel as dp
+from bagua_syncbn.communicators import CallbackContext, replicas
+from bagua_syncbn.data_parallel import DataParallelWithCallback, SynchronizedBatchNorm1d
+
+pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+ROOT = Path(__file__).resolve().parent.parent
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "shared"),
+    [
+        ([0, 0], True),
+        ([0, "cuda:0"], True),
+        ([torch.device("cuda", 1), 1], True),
+        (["cuda:0", "cpu"], True),
+        (["cpu"], True),
+        ([0, 1], False),
+        (["cuda:0", torch.device("cuda", 1), 2], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_devices_that_are_named_twice(device_ids, shared):
+    assert dp.wrapper._are_shared(device_ids) == shared
+
+
+class Echo(nn.Module):
+    def forward(self, *args, **kwargs):
+        return {"args": list(args), "kwargs": kwargs, "pair": Pair(args[0], None), "count": torch.tensor(len(args[0]))}
+
+
+def test_what_is_split_and_gathered():
+    x, y = torch.arange(10).view(5, 2), torch.arange(5.0)
+    model = DataParallelWithCallback(Echo(), ["cpu"] * 2)
+    output = model(x, [y, {"deep": (x,)}], options={"mask": y})
+    assert torch.equal(output["args"][0], x)
+    assert torch.equal(output["args"][1][0], y)
+    assert torch.equal(output["args"][1][1]["deep"][0], x)
+    assert torch.equal(output["kwargs"]["options"]["mask"], y)
+    assert isinstance(output["pair"], Pair)
+    assert output["pair"].b is None
+    assert output["count"].tolist() == [3, 2]
+    with pytest.raises(ValueError, match=r"inputs: expected tensors that split .* got some that split into \[1, 2\]"):
+        model(x, y[:1])
+
+
+class Constant(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value, self.got = value, []
+
+    def forward(self, *args, **kwargs):
+        self.got.append((args, kwargs))
+        return self.value
+
+
+def test_inputs_without_tensors():
+    module = Constant(torch.ones(1))
+    model = DataParallelWithCallback(module, ["cpu"] * 2)
+    assert model().shape == (1,)
+    assert model(3, name=None).shape == (2,)  # as torch has it: one for each device
+    assert module.got == [((), {}), ((3,), {"name": None}), ((3,), {"name": None})]
+    with pytest.raises(TypeError, match=r"module: expected outputs that are tensors or None, .* got int"):
+        DataParallelWithCallback(Constant(3), ["cpu"] * 2)(torch.ones(2))
+
+
+def test_dim():
+    expected = nn.BatchNorm1d(3)
+    layer = nn.Sequential(Transposed(), SynchronizedBatchNorm1d(3), Transposed())
+    batch = torch.randn(3, 8)
+    torch.testing.assert_close(DataParallelWithCallback(layer, ["cpu"] * 2, dim=1)(batch), expected(batch.T).T)
+
+
+class Transposed(nn.Module):
+    def forward(self, input):
+        return input.T
+
+
+class Modes(nn.Module):
+    def forward(self, input):
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return torch.tensor([[*modes, torch.get_autocast_dtype("cpu") == torch.float16]])
+
+
+def test_modes_reach_the_threads():
+    model = DataParallelWithCallback(Modes(), ["cpu"] * 2)
+    assert model(torch.ones(2)).tolist() == [[True, False, False, False]] * 2
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        assert model(torch.ones(2)).tolist() == [[False, False, True, True]] * 2
+    with torch.inference_mode():
+        assert model(torch.ones(2)).tolist() == [[False, True, False, False]] * 2
+
+
+class Varied(nn.Module):
+    """Parameters and buffers of other kinds: tied, recurrent, none, of no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(3, 4, batch_first=True)
+        self.encode, self.decode = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.decode.weight = self.encode.weight
+        self.missing = None
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        self.register_buffer("nothing", None)
+        self.heads = nn.ParameterList([torch.ones(4), torch.ones(4)])
+
+    def forward(self, input):
+        assert self.encode.weight is self.decode.weight
+        # As in torch's replicas.
+        assert (list(self.parameters()) == []) == hasattr(self, "_is_replica")
+        return self.decode(self.encode(self.recurrent(input)[0])) * self.scale * self.heads[0]
+
+
+def test_replicas_of_other_modules():
+    expected = Varied()
+    actual = copy.deepcopy(expected)
+    batch, grad_output = torch.randn(6, 5, 3), torch.randn(6, 5, 4)
+    expected(batch).backward(grad_output)
+    DataParallelWithCallback(actual, ["cpu"] * 3)(batch).backward(grad_output)
+    for (name, parameter), reference in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None) == (reference.grad is None) == (name == "heads.1")
+        if name != "heads.1":
+            torch.testing.assert_close(parameter.grad, reference.grad)
+
+
+def test_the_module_must_be_on_the_first_device():
+    with pytest.raises(RuntimeError, match="must have its parameters and buffers on device cpu"):
+        DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)(torch.ones(2, 2))
+
+
+def test_the_example(monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("data_parallel_cpu")
+    example.main(["--replicas", "3", "--steps", "4", "--batch-size", "50"])
+    assert "largest difference" in capsys.readouterr().out
+
+
+def test_context_holds_any_attribute():
+    ctx = CallbackContext(replicas.Replicas(1), "layer")
+    ctx.anything = 1
+    assert ctx.anything == 1

@@ -1,0 +1,208 @@
+"""What goes wrong in a replica ends in an error in all of them: nothing waits for ever."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from replicated import Steps, build, inputs_of, parallel, promptly
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bagua_syncbn.communicators import replicas
+from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d
+
+pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+
+
+class OwnError(Exception):
+    """Takes arguments that its text does not show, so it can only be passed on as it is."""
+
+    def __init__(self, number, *, detail):
+        super().__init__(number)
+        self.detail = detail
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("after", ["nothing", "early", "late"])
+def test_a_replica_that_raises_frees_the_others(failing, after):
+    def script(module, copy_id, input):
+        for name in ("nothing", "early", "late"):
+            if name != "nothing":
+                input = getattr(module, name)(input)
+            if name == after and copy_id == failing:
+                raise OwnError(7, detail=copy_id) from KeyError("cause")
+        return input
+
+    module = Steps(script)
+    model = parallel(module, "cpu", 3)
+    with pytest.raises(OwnError) as caught:
+        promptly(model, torch.randn(6, 2))
+    assert caught.value.detail == failing
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert any(entry.name == "script" for entry in caught.traceback)
+    assert len(module.freed) == (0 if after == "late" else 2)
+    for error in module.freed:
+        assert error.__cause__ is caught.value
+        assert "SynchronizedBatchNorm1d at '" in str(error)
+        assert "OwnError: 7" in str(error)
+    module.script = lambda module, copy_id, input: module.late(input)
+    assert model(torch.randn(6, 2)).shape == (6, 2)  # nothing is left behind
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")], ids=repr)
+def test_a_hook_of_the_model_that_raises_frees_the_others(error):
+    def fail(module, args):
+        if module.copy_id == 1:
+            raise error
+
+    module = Steps(lambda module, copy_id, input: module.late(input))
+    module.register_forward_pre_hook(fail)
+    with pytest.raises(type(error), match="mine"):
+        promptly(parallel(module, "cpu", 2), torch.randn(4, 2))
+    assert len(module.freed) == 1
+
+
+def test_a_layer_that_raises_frees_the_others():
+    def script(module, copy_id, input):
+        return module.late(input[0] if copy_id == 1 else input)
+
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        promptly(parallel(Steps(script), "cpu", 2), torch.randn(4, 2))
+    with pytest.raises(ValueError, match="mine"):
+        promptly(parallel(Steps(lambda *_: raise_(ValueError("mine"))), "cpu", 2), torch.randn(4, 2))
+
+
+def raise_(error):
+    raise error
+
+
+def test_replicas_with_different_channels():
+    def script(module, copy_id, input):
+        module.late.weight = module.late.bias = module.late.running_mean = module.late.running_var = None
+        module.late.track_running_stats = False
+        return module.late(input[:, : copy_id + 1])
+
+    with pytest.raises(RuntimeError, match="equal size"):
+        promptly(parallel(Steps(script), "cpu", 2), torch.randn(4, 2))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("then", ["ends", "goes on"])
+def test_different_numbers_of_calls(more, then):
+    def script(module, copy_id, input):
+        for _ in range(2 + (copy_id == more)):
+            input = module.early(input)
+        return module.late(input) if then == "goes on" else input
+
+    with pytest.raises(RuntimeError, match=r"SynchronizedBatchNorm1d at 'early'") as caught:
+        promptly(parallel(Steps(script), "cpu", 2), torch.randn(4, 2))
+    calls = [3, 2] if more == 0 else [2, 3]
+    assert f"{calls} by replicas 0 to 1" in str(caught.value) if then == "ends" else "call 3 of" in str(caught.value)
+    assert not isinstance(caught.value, replicas.ReplicaError)
+
+
+def test_a_replica_that_skips_a_layer():
+    def script(module, copy_id, input):
+        return input if copy_id == 2 else module.late(input)
+
+    with pytest.raises(RuntimeError, match=r"at 'late': expected the same number of calls .* when replica 2 ended"):
+        promptly(parallel(Steps(script), "cpu", 3), torch.randn(6, 2))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_replicas_that_wait_already_are_woken(raises):
+    def script(module, copy_id, input):
+        if copy_id < 2:
+            return module.late(input)
+        time.sleep(0.1)  # the others get there first
+        return input.missing if raises else input
+
+    error, text = (AttributeError, "missing") if raises else (RuntimeError, "when replica 2 ended")
+    with pytest.raises(error, match=text):
+        promptly(parallel(Steps(script), "cpu", 3), torch.randn(6, 2))
+
+
+def test_layers_in_different_orders():
+    def script(module, copy_id, input):
+        first, second = (module.early, module.late)[:: 1 - 2 * copy_id]
+        return second(first(input))
+
+    with pytest.raises(RuntimeError, match="same layers in the same order") as caught:
+        promptly(parallel(Steps(script), "cpu", 2), torch.randn(4, 2))
+    assert "'early'" in str(caught.value)
+    assert "'late'" in str(caught.value)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_in_backward_is_refused(use_reentrant):
+    def script(module, copy_id, input):
+        return checkpoint(module.late, input, use_reentrant=use_reentrant)
+
+    output = parallel(Steps(script), "cpu", 2)(torch.randn(4, 2, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"at 'late': expected calls during the forward pass.*checkpointing"):
+        promptly(output.sum().backward)
+
+
+def test_replicas_that_never_run(monkeypatch):
+    # One after the other, on one thread: the first cannot know that the second is not on its way.
+    monkeypatch.setattr(replicas, "TIMEOUT", 0.1)
+    model = parallel(build(SynchronizedBatchNorm1d), "cpu", 2)
+    first, _ = model.replicate(model.module, model.device_ids)
+    with pytest.raises(RuntimeError, match=r"at '0': .* got \[1, 0\] .* no more in 0.1 seconds"):
+        first(inputs_of(nn.BatchNorm1d, 2))
+
+
+def test_replicas_that_are_called_by_their_parts():
+    # Not watched, because they are not called themselves. What a layer finds out still reaches the others.
+    model = parallel(Steps(None), "cpu", 2)
+    first, second = model.replicate(model.module, model.device_ids)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(first.early, torch.randn(2, 2))
+        time.sleep(0.1)
+        error = promptly(pool.submit(second.late, torch.randn(2, 2)).exception)
+        assert "same layers in the same order" in str(error)
+        assert promptly(waiting.exception).__cause__ is error
+
+
+def test_replicas_that_run_twice():
+    # As code that replicates once and applies several times has it.
+    model = parallel(build(SynchronizedBatchNorm1d), "cpu", 3)
+    copies = model.replicate(model.module, model.device_ids)
+    for step in range(20):
+        batch = inputs_of(nn.BatchNorm1d, 6, step)
+        outputs = model.parallel_apply(copies, [(part,) for part in batch.chunk(3)], [{}] * 3)
+        assert torch.cat(outputs).shape == (6, 2, 2)
+    assert model.module[0].num_batches_tracked == 20
+
+
+@pytest.mark.parametrize("deeper", [0, 1])
+def test_a_model_that_calls_itself(deeper):
+    def script(module, copy_id, input, depth=4):
+        if depth < 4:
+            return input if depth == 0 else module(input, depth - 1)
+        late = module(input, 3) if copy_id == deeper else input
+        return module.late(late)
+
+    module = Steps(script)
+    promptly(parallel(module, "cpu", 2), torch.randn(4, 2))
+    assert module.late.num_batches_tracked == 1
+
+
+def test_many_meetings():
+    # What a lost wakeup would hang in.
+    def script(module, copy_id, input):
+        for _ in range(300):
+            input = module.early(input)
+        return input
+
+    model = Steps(script)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with torch.no_grad():
+            promptly(parallel(model, "cpu", 4), torch.randn(8, 2))
+    finally:
+        sys.setswitchinterval(interval)
+    assert model.early.num_batches_tracked == 300

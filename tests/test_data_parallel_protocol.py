@@ -1,0 +1,177 @@
+"""What tells replicas of each other: callbacks, wrappers, users' subclasses of them, streams and copies."""
+
+import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from replicated import GPU_PLACES, Steps, build, check_equal, devices, inputs_of, parallel, promptly, run
+from torch import nn
+
+import bagua_syncbn
+from bagua_syncbn import data_parallel as dp
+from bagua_syncbn.data_parallel import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_model,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+
+pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+# With the mark in this file: prove.py looks for it in the files, to run them on a GPU.
+PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
+
+
+class Told(nn.Module):
+    """Has a part in the protocol, and is no layer of this package."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = self
+        self.calls.append((ctx, copy_id, self))
+
+    def forward(self, input):
+        return input
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_callbacks_of_any_module(place):
+    calls = []
+    shared = Told(calls)
+    model = nn.Sequential(shared, nn.Sequential(Told(calls), shared))
+    parallel(model, place, 3)(torch.randn(3, 2))
+    assert [copy_id for _, copy_id, _ in calls] == [0, 0, 1, 1, 2, 2]  # replica 0 first, each module once
+    for (ctx, _, first), *others in (calls[::2], calls[1::2]):
+        assert type(ctx) is dp.CallbackContext
+        assert all(other is ctx for other, _, _ in others)
+        assert ctx.master is first
+        assert len({first, *(replica for _, _, replica in others)}) == 3
+    assert calls[0][0] is not calls[1][0]
+
+
+def test_callbacks_are_refused_what_is_no_set_of_replicas():
+    for modules in ([], [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]):
+        with pytest.raises(ValueError, match="modules: expected replicas of one model"):
+            execute_replication_callbacks(modules)
+    with pytest.raises(TypeError, match=r"ctx: expected a bagua_syncbn.data_parallel.CallbackContext"):
+        SynchronizedBatchNorm1d(2).__data_parallel_replicate__(object(), 0)
+
+
+class Threads(nn.DataParallel):
+    """A user's subclass of torch's wrapper, with replicas of its own."""
+
+    def __init__(self, module, count):
+        super().__init__(module)
+        self.module, self.dim, self.output_device = module, 0, None
+        self.device_ids, self.src_device_obj = list(range(count)), torch.device("cpu")
+
+    def scatter(self, inputs, kwargs, device_ids):
+        return [(chunk,) for chunk in inputs[0].chunk(len(device_ids))], [{}] * len(device_ids)
+
+    def replicate(self, module, device_ids):
+        return [dp.shared_device.replica(module, torch.device("cpu"), rank) for rank in range(len(device_ids))]
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            return list(pool.map(lambda replica, input: replica(*input), replicas, inputs))
+
+    def gather(self, outputs, output_device):
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("make", [patch_replication_callback, convert_model])
+def test_a_users_subclass_is_patched(make):
+    expected = build(nn.BatchNorm1d)
+    actual = Threads(copy.deepcopy(expected), 2)
+    bagua_syncbn.convert_sync_batchnorm(actual)
+    batch = inputs_of(nn.BatchNorm1d, 6)
+    with pytest.raises(RuntimeError, match=r"use bagua_syncbn.data_parallel.DataParallelWithCallback"):
+        actual(batch)
+    make(actual)
+    cls = type(actual)
+    make(actual)
+    assert type(actual) is cls
+    assert issubclass(cls, Threads)
+    for model in (actual, copy.deepcopy(actual), pickle.loads(pickle.dumps(actual))):
+        assert type(model) is cls
+        grad_output = torch.randn(6, 2, 2, dtype=torch.float64)
+        reference = copy.deepcopy(expected)
+        check_equal(run(model, batch, grad_output), run(reference, batch, grad_output))
+
+
+def test_in_a_users_subclass_a_replica_that_raises_frees_the_others():
+    model = Threads(Steps(lambda module, copy_id, input: module.late(input) if copy_id == 0 else input.missing), 2)
+    patch_replication_callback(model)
+    with pytest.raises(AttributeError, match="missing"):
+        promptly(model, torch.randn(4, 2))
+    assert len(model.module.freed) == 1
+
+
+def test_patch_takes_only_data_parallel():
+    with pytest.raises(TypeError, match=r"data_parallel: expected a torch.nn.DataParallel, got Linear"):
+        patch_replication_callback(nn.Linear(2, 2))
+
+
+def test_torchs_wrapper_is_patched_in_place():
+    model = nn.DataParallel(build(nn.BatchNorm2d))
+    model.note = "kept"
+    module = model.module
+    assert convert_model(model) is model
+    assert type(model) is DataParallelWithCallback
+    assert model.module is module
+    assert type(module[0]) is type(module[1][1][0]) is SynchronizedBatchNorm2d
+    assert model.note == "kept"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchs_wrapper_on_gpus(count):
+    expected = build(nn.BatchNorm2d)
+    actual = nn.DataParallel(copy.deepcopy(expected).cuda(), devices("several GPUs", count))
+    batch = inputs_of(nn.BatchNorm2d, 7)
+    grad_output = torch.randn(7, 2, 2, 3, dtype=torch.float64)
+    check_equal(run(convert_model(actual), batch, grad_output), run(expected, batch, grad_output))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["one GPU", "several GPUs"])
+def test_streams(place):
+    # Forward and backward in a stream that is not the default one, behind a wait that makes a missing one visible. What
+    # comes from the host is there before: such a copy would sit the wait out.
+    expected = build(nn.BatchNorm2d)
+    actual = parallel(convert_model(copy.deepcopy(expected)), place, 2)
+    batch, grad_output = inputs_of(nn.BatchNorm2d, 6), torch.randn(6, 2, 2, 3, dtype=torch.float64)
+    reference = run(expected, batch, grad_output)
+    arguments = batch.cuda(), grad_output.cuda()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        result = run(actual, *arguments)
+    torch.cuda.synchronize()
+    check_equal(result, reference)
+
+
+def test_copies_and_pickles_of_wrapped_models():
+    model = parallel(build(SynchronizedBatchNorm1d, eps_mode="clamp"), "cpu", 2)
+    model(inputs_of(nn.BatchNorm1d, 4))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert twin.module[0].eps_mode == "clamp"
+        batch = inputs_of(nn.BatchNorm1d, 4, 1)
+        assert torch.equal(twin(batch), copy.deepcopy(model)(batch))
+    # A replica's layer too: it leaves the others behind.
+    with torch.no_grad():
+        replica, _ = model.replicate(model.module, model.device_ids)
+    assert replica[0]._replica is not None
+    assert copy.deepcopy(replica[0])._replica is None

@@ -1,0 +1,107 @@
+"""What conversion leaves out on demand, and what it tells of itself."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from user_layers import BatchNormReLU, Centered
+
+import bagua_syncbn
+from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, convert_sync_batchnorm
+
+
+def choice():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm2d(2), nn.InstanceNorm2d(2)), "b": BatchNormReLU(2)})
+    model["again"] = model["a"][0]
+    model["c"] = Centered(2)
+    return model
+
+
+def test_filter_chooses_by_name_and_layer():
+    asked = []
+
+    def chosen(name, layer):
+        asked.append((name, type(layer)))
+        return not isinstance(layer, Centered) and name != "a.0"
+
+    model = convert_sync_batchnorm(choice(), filter=chosen)
+    assert [type(layer).__name__ for layer in (model["b"], model["c"])] == ["SyncBatchNormReLU", "Centered"]
+    assert type(model["again"]) is SyncBatchNorm2d  # one of its names is accepted
+    assert set(asked) == {
+        ("a.0", nn.BatchNorm2d),
+        ("again", nn.BatchNorm2d),
+        ("b", BatchNormReLU),
+        ("c", Centered),
+    }
+    convert_sync_batchnorm(model, 1, filter=lambda name, layer: name == "b")
+    assert (model["b"].process_group, model["again"].process_group) == (1, None)
+
+    layer = nn.BatchNorm1d(2)
+    assert convert_sync_batchnorm(layer, filter=lambda name, layer: bool(name)) is layer
+    for use in (convert_sync_batchnorm, conversion_report):
+        with pytest.raises(TypeError, match=r"filter: expected a function .* got str"):
+            use(model, filter="b")
+
+
+def test_filter_leaves_out_what_is_refused_as_a_whole():
+    model = nn.Sequential(nn.BatchNorm1d(2), torch.compile(nn.Sequential(nn.BatchNorm1d(2))))
+    convert_sync_batchnorm(model, filter=lambda name, layer: not name.startswith("1"))
+    assert type(model[0]) is SyncBatchNorm1d
+    assert type(model[1]._orig_mod[0]) is nn.BatchNorm1d
+
+
+def test_report_tells_what_conversion_does_and_changes_nothing():
+    model = choice()
+    model["compiled"] = torch.compile(nn.Sequential(nn.BatchNorm1d(2)))
+    model["foreign"] = type("FrozenBatchNorm2d", (nn.Identity,), {})()
+    classes = [type(module) for module in model.modules()]
+    report = conversion_report(model, filter=lambda name, layer: name != "b")
+    assert [type(module) for module in model.modules()] == classes
+    assert [(layer.names, layer.layer_class.__name__, layer.action) for layer in report.layers] == [
+        (("a.0", "again"), "BatchNorm2d", "converted"),
+        (("a.1",), "InstanceNorm2d", "skipped"),
+        (("b",), "BatchNormReLU", "skipped"),
+        (("c",), "Centered", "refused"),
+        (("compiled",), "OptimizedModule", "refused"),
+        (("foreign",), "FrozenBatchNorm2d", "skipped"),
+    ]
+    summary, *lines = str(report).splitlines()
+    assert summary == "1 converted, 3 skipped, 2 refused"
+    assert lines[0] == "converted  a.0, again  BatchNorm2d: becomes SyncBatchNorm2d"
+    assert lines[2] == "skipped    b  BatchNormReLU: left out by filter"
+    assert "would stay unsynchronized" in lines[3]
+    assert "convert, then compile" in lines[4]
+    assert "register_converter" in lines[5]
+
+    again = conversion_report(convert_sync_batchnorm(nn.BatchNorm1d(2)))
+    assert str(again).splitlines()[1] == "converted  (the model itself)  SyncBatchNorm1d: synchronized already"
+
+
+class StrangeSyncBN(nn.Module):
+    """Synchronizes by itself, and has nothing of torch's class, as in mmcv and inplace_abn."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(2))
+        self.register_buffer("running_var", torch.ones(2))
+
+
+def test_strangers_that_stay_synchronized_by_themselves_are_named():
+    model = nn.Sequential(nn.BatchNorm2d(2), StrangeSyncBN())
+    (_, stranger) = conversion_report(model).layers
+    assert stranger.action == "skipped"
+    assert "synchronizes by itself" in stranger.reason
+    with pytest.warns(UserWarning, match="synchronize by themselves: StrangeSyncBN at '1';") as caught:
+        convert_sync_batchnorm(model)
+    assert caught[0].filename == __file__
+    assert type(model[0]) is SyncBatchNorm2d
+    bagua_syncbn.register_converter(StrangeSyncBN, lambda layer: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_sync_batchnorm(model)
+        bagua_syncbn.register_converter(StrangeSyncBN, None)
+        convert_sync_batchnorm(model, filter=lambda name, layer: not isinstance(layer, StrangeSyncBN))
+        unsynchronized = type("ABN", (StrangeSyncBN,), {})()
+        convert_sync_batchnorm(nn.Sequential(unsynchronized))
+    assert "not derived" in conversion_report(unsynchronized).layers[0].reason

@@ -1,0 +1,416 @@
+"""Whole models over several ranks against one process on the concatenated batch, in each wrapper."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from training import check, make_batches, make_model, make_optimizer, one_process, train
+
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, with_bagua
+from bagua_syncbn.communicators import LOCAL, RankGroup
+
+pytestmark = pytest.mark.reference_too
+
+
+# DistributedDataParallel
+
+
+def train_ddp(sizes, options, through_file):
+    model = convert_sync_batchnorm(make_model())
+    model = nn.parallel.DistributedDataParallel(model, **options)
+    if through_file:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+    return train(model, make_optimizer(model), sizes, dist.get_rank())
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (2, 1, 3), (2, 0, 3)], ids=str)
+def test_distributed_data_parallel(pool, sizes):
+    check(pool.run(train_ddp, len(sizes), sizes, {}, False), sizes, "module.")
+
+
+@pytest.mark.parametrize("options", [{"broadcast_buffers": False}, {"static_graph": True}], ids=str)
+def test_distributed_data_parallel_options(pool, options):
+    check(pool.run(train_ddp, 2, (1, 3), options, False), (1, 3), "module.")
+
+
+def test_save_and_load_of_the_wrapped_model(pool):
+    check(pool.run(train_ddp, 2, (1, 3), {}, True), (1, 3), "module.")
+
+
+def train_unsynchronized(sizes):
+    model = nn.parallel.DistributedDataParallel(make_model())
+    return train(model, make_optimizer(model), sizes, dist.get_rank())
+
+
+def test_the_comparison_can_fail(pool):
+    with pytest.raises(AssertionError, match="is off by"):
+        check(pool.run(train_unsynchronized, 2, (2, 2)), (2, 2), "module.")
+
+
+class WithUnused(nn.Sequential):
+    """Has a parameter that takes no part."""
+
+    def __init__(self):
+        super().__init__(*make_model())
+        self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, input):
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+def train_ddp_over_a_node(options, unused):
+    model = convert_sync_batchnorm(WithUnused() if unused else make_model(), "node")
+    model = nn.parallel.DistributedDataParallel(model, **options)
+    state = train(model, make_optimizer(model), (1, 3), dist.get_rank())
+    state.pop("module.unused", None)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        ({"find_unused_parameters": True}, True),
+        ({"static_graph": True}, True),
+        ({"broadcast_buffers": True}, False),
+        ({"broadcast_buffers": False}, False),
+        ({"gradient_as_bucket_view": True}, False),
+    ],
+    ids=str,
+)
+def test_distributed_data_parallel_over_a_node(pool, options, unused):
+    check(pool.run(train_ddp_over_a_node, 2, options, unused), (1, 3), "module.")
+
+
+def accumulate(wrapped):
+    """Steps of two micro-batches each; without communication after the first."""
+    model = convert_sync_batchnorm(make_model())
+    model = nn.parallel.DistributedDataParallel(model) if wrapped else model
+    optimizer = make_optimizer(model)
+    for inputs, targets in make_batches(8):
+        halves = list(zip(inputs.split(4), targets.split(4), strict=True))
+        optimizer.zero_grad()
+        for index, (input, target) in enumerate(halves):
+            if wrapped:
+                input, target = (part.split((1, 3))[dist.get_rank()] for part in (input, target))
+                model.require_backward_grad_sync = index == 1  # what no_sync() sets
+            loss = (model(input) - target).square().sum() * (2 if wrapped else 1) / 8
+            loss.backward()
+        optimizer.step()
+    return {name.removeprefix("module."): value for name, value in model.state_dict().items()}
+
+
+def accumulate_with_no_sync():
+    model = nn.parallel.DistributedDataParallel(convert_sync_batchnorm(make_model()))
+    input = torch.ones(2, 3, 8, 8, dtype=torch.float64) * dist.get_rank()
+    with model.no_sync():
+        model(input).sum().backward()
+    model(input).sum().backward()
+    return model.module[1].running_mean
+
+
+def test_gradient_accumulation(pool):
+    expected = accumulate(False)
+    for state in pool.run(accumulate, 2, True):
+        torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-9)
+    first, second = pool.run(accumulate_with_no_sync, 2)
+    assert torch.equal(first, second)
+
+
+# Sharded
+
+
+def full(state):
+    """Whole tensors, and buffers under the names that they have in the model."""
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }
+
+
+def train_fully_shard():
+    model = convert_sync_batchnorm(make_model())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Conv2d):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return full(train(model, make_optimizer(model), (1, 3), dist.get_rank()))
+
+
+def train_fsdp(wrap_each):
+    policy = ModuleWrapPolicy({nn.Conv2d, SyncBatchNorm2d}) if wrap_each else None
+    model = FullyShardedDataParallel(
+        convert_sync_batchnorm(make_model()),
+        auto_wrap_policy=policy,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    train(model, make_optimizer(model), (1, 3), dist.get_rank())
+    with FullyShardedDataParallel.summon_full_params(model):
+        return full({name: value.clone() for name, value in model.state_dict(keep_vars=True).items()})
+
+
+def test_fully_shard(pool):
+    check(pool.run(train_fully_shard, 2), (1, 3))
+
+
+FSDP_WARNINGS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@FSDP_WARNINGS
+@pytest.mark.parametrize("wrap_each", [False, True])
+def test_fsdp(pool, wrap_each):
+    expected = one_process((1, 3))
+    for state in pool.run(train_fsdp, 2, wrap_each):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name].view(value.shape), value, rtol=1e-9, atol=1e-9)
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4), nn.BatchNorm1d(4, affine=False))
+
+
+def rows(rank):
+    """Whose mean and scale differ from rank to rank, so that unsynchronized outputs are far off."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(16, 4, generator=generator) * (1 + rank) + 4 * rank
+
+
+def mixed_precision(kind):
+    model = convert_sync_batchnorm(small())
+    if kind == "fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    else:
+        precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        policy = ModuleWrapPolicy({nn.Linear}) if kind == "fsdp, layers apart" else None
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=policy,
+            mixed_precision=precision,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    outputs = model(rows(dist.get_rank()))
+    outputs.float().square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    last = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)][-1]
+    return outputs.detach().float(), last.running_mean.float(), all(bool(g.isfinite().all()) for g in gradients)
+
+
+@FSDP_WARNINGS
+@pytest.mark.parametrize("kind", ["fully_shard", "fsdp", "fsdp, layers apart"])
+def test_sharded_mixed_precision(pool, kind):
+    reference = small()
+    expected = reference(torch.cat([rows(0), rows(1)])).detach()
+    unsynchronized = small()(rows(0)).detach()
+    assert (unsynchronized - expected[:16]).abs().max() > 0.5
+    for rank, (outputs, running_mean, finite) in enumerate(pool.run(mixed_precision, 2, kind)):
+        torch.testing.assert_close(outputs, expected[rank * 16 : rank * 16 + 16], rtol=0.03, atol=0.05)
+        torch.testing.assert_close(running_mean, reference[3].running_mean, rtol=0.03, atol=0.01)
+        assert finite
+
+
+# with_bagua, on torch
+
+
+def train_with_bagua(sizes):
+    rank = dist.get_rank()
+    model = make_model(seed=rank)  # rank 0's parameters are to reach the others
+    if rank:
+        for buffer in model.buffers():
+            buffer.add_(rank)
+    module = convert_sync_batchnorm(model)
+    optimizer = make_optimizer(module)
+    assert with_bagua(module, [optimizer]) is model
+    return train(model, optimizer, sizes, rank)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 3)], ids=str)
+def test_with_bagua_on_torch(pool, sizes):
+    check(pool.run(train_with_bagua, len(sizes), sizes), sizes)
+
+
+def accumulate_with_bagua():
+    """Two backward passes, the first without communication: the sum must be that of two synchronized ones."""
+    grads = []
+    for accumulated in (True, False):
+        model = convert_sync_batchnorm(make_model())
+        with_bagua(model, [])
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for last in (False, True):
+            model.set_requires_gradient_sync(last or not accumulated)
+            output = model(torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64))
+            output.backward(torch.randn(2, 5, generator=generator, dtype=torch.float64))
+        grads.append([parameter.grad for parameter in model.parameters()])
+    return all(torch.allclose(first, second, rtol=1e-9, atol=1e-12) for first, second in zip(*grads, strict=True))
+
+
+def test_gradient_accumulation_with_bagua_on_torch(pool):
+    assert pool.run(accumulate_with_bagua, 2) == [True, True]
+
+
+def resume():
+    """Only rank 0 has loaded a checkpoint."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    if dist.get_rank() == 0:
+        model(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
+    asked = []
+    optimizer.register_state_dict_post_hook(lambda *args: asked.append(args))
+    with_bagua(model, [optimizer])
+    times = len(asked)
+    state = optimizer.state_dict()
+    return state["param_groups"][0]["lr"], {key: value["exp_avg"] for key, value in state["state"].items()}, times
+
+
+def test_with_bagua_on_torch_broadcasts_the_optimizer_state(pool):
+    (first_rate, first, first_asked), (second_rate, second, second_asked) = pool.run(resume, 2)
+    assert (first_asked, second_asked) == (1, 0)  # a copy on the host, of which only the first is sent
+    assert first_rate == second_rate == 0.5
+    assert first.keys() == second.keys() != set()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def wrap_in_half(ranks):
+    group = dist.new_group(ranks)
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, float(dist.get_rank()))
+    if dist.get_rank() in ranks:
+        with_bagua(model, [], process_group=group)
+    return model.weight.item()
+
+
+def test_with_bagua_on_torch_in_a_group(pool):
+    assert pool.run(wrap_in_half, 4, [1, 3]) == [0, 1, 2, 1]
+
+
+def wrap_by_description(kind):
+    process_group = kind
+    if kind == "ranks":
+        process_group = RankGroup((dist.get_rank() % 2, dist.get_rank() % 2 + 2))
+    elif kind == "mesh":
+        process_group = init_device_mesh("cpu", (4,))
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=1.0))
+    nn.init.constant_(model[0].weight, float(dist.get_rank()))
+    nn.init.zeros_(model[0].bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(dist.get_rank()))
+    with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
+    assert model[1].process_group is process_group
+    weight = model[0].weight.item()
+    nn.init.ones_(model[0].weight)
+    model(torch.full((2, 1), float(dist.get_rank()))).sum().backward()
+    return weight, model[1].running_mean.item()
+
+
+@pytest.mark.parametrize(
+    ("process_group", "weights", "means"),
+    [
+        (2, [0, 0, 2, 2], [0.5, 0.5, 2.5, 2.5]),
+        ([[0, 3], [1, 2]], [0, 1, 1, 0], [1.5] * 4),
+        ("node", [0] * 4, [1.5] * 4),
+        ("ranks", [0, 1, 0, 1], [1, 2, 1, 2]),
+        ("mesh", [0] * 4, [1.5] * 4),
+    ],
+    ids=str,
+)
+def test_with_bagua_on_torch_in_a_group_by_description(pool, process_group, weights, means):
+    assert pool.run(wrap_by_description, 4, process_group) == list(zip(weights, means, strict=True))
+
+
+def layers_in_pairs():
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group = pairs[dist.get_rank() % 2]
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=1.0), nn.BatchNorm1d(1, momentum=1.0))
+    nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    convert_sync_batchnorm(model)
+    model[2].process_group = own = dist.new_group([0, 1, 2, 3])
+    with_bagua(model, [], process_group=group)
+    assert model[1].process_group is group
+    assert model[2].process_group is own
+    model(torch.full((2, 1), float(dist.get_rank())))
+    return model[1].running_mean.item()
+
+
+def test_layers_have_the_group_of_the_wrapper(pool):
+    assert pool.run(layers_in_pairs, 4) == [1.0, 2.0, 1.0, 2.0]
+
+
+def evaluate_alone():
+    """Before any training step, as validation scripts do; rank 1 stays away."""
+    model = with_bagua(convert_sync_batchnorm(make_model()), []).eval()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    dist.barrier()
+
+
+def test_evaluation_of_a_wrapped_model_waits_for_nobody(pool):
+    pool.run(evaluate_alone, 2, timeout=20)
+
+
+def test_with_bagua_without_a_job():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    assert with_bagua(convert_sync_batchnorm(model), [optimizer], "gradient_allreduce") is model
+    state = train(model, optimizer, (4,), 0)
+    check([state], (4,))
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "gradient_all_reduce", object()], ids=str)
+def test_without_bagua_there_is_one_algorithm(algorithm):
+    with pytest.raises(ValueError, match='algorithm: expected None or "gradient_allreduce"'):
+        with_bagua(make_model(), [], algorithm)
+
+
+def test_with_bagua_checks_its_arguments(pool):
+    model = make_model()
+    with pytest.raises(TypeError, match=r"optimizers: expected a list of torch\.optim\.Optimizer, got SGD"):
+        with_bagua(model, make_optimizer(model))
+    with pytest.raises(TypeError, match=r"optimizers: expected torch\.optim\.Optimizer objects, got str"):
+        with_bagua(model, ["sgd"])
+    with pytest.raises(TypeError, match="process_group: expected"):
+        with_bagua(model, [], process_group="everyone")
+    pool.run(wrap_wrongly, 2)
+
+
+def wrap_wrongly():
+    model = with_bagua(make_model(), [])
+    with pytest.raises(RuntimeError, match="not data parallel yet, got DDPSequential"):
+        with_bagua(model, [])
+    with pytest.raises(RuntimeError, match="at least one parameter that requires a gradient"):
+        with_bagua(make_model().requires_grad_(False), [])
+    model = make_model()
+    with pytest.raises(TypeError, match=r"process_group: expected None, a torch\.distributed.* got LocalCommunicator"):
+        with_bagua(model, [], process_group=LOCAL)
+    with pytest.raises(ValueError, match="process_group: expected a number that divides the 2 ranks of the job, got 3"):
+        with_bagua(model, [], process_group=3)
+    with_bagua(model, [])  # refused, it is as it was
+
+
+def copies_of_a_model_before_wrapping():
+    model = convert_sync_batchnorm(make_model())
+    average = copy.deepcopy(model)
+    with_bagua(model, [])
+    with pytest.raises(AssertionError, match="deepcopy"):
+        copy.deepcopy(model)
+    average.load_state_dict(model.state_dict())
+    return type(average[1]).__name__
+
+
+def test_copies_are_made_before_wrapping(pool):
+    assert pool.run(copies_of_a_model_before_wrapping, 2) == ["SyncBatchNorm2d"] * 2

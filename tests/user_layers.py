@@ -1,0 +1,55 @@
+"""Layers and parametrizations as users write them, for conversion."""
+
+import torch.nn.functional as F
+from torch import nn
+
+
+class BatchNormReLU(nn.BatchNorm2d):
+    """A subclass as research code writes them: the layer's own forward, and something after it."""
+
+    def __init__(self, num_features, slope=0.1):
+        super().__init__(num_features)
+        self.slope = slope
+
+    def forward(self, input):
+        return nn.functional.leaky_relu(super().forward(input), self.slope)
+
+
+class Centered(nn.BatchNorm2d):
+    """A subclass that never comes to torch's batch normalization."""
+
+    def forward(self, input):
+        return input - input.mean((0, 2, 3), keepdim=True)
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """Batch normalization and activation as in timm: torch's forward written out."""
+
+    def __init__(self, num_features, **options):
+        super().__init__(num_features, **options)
+        self.act = nn.LeakyReLU(0.1)
+
+    def forward(self, input):
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1 / float(self.num_batches_tracked)
+        tracked = not self.training or self.track_running_stats
+        return self.act(
+            F.batch_norm(
+                input,
+                self.running_mean if tracked else None,
+                self.running_var if tracked else None,
+                self.weight,
+                self.bias,
+                self.training or self.running_mean is None,
+                factor,
+                self.eps,
+            )
+        )
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
