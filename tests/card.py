@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import aten
 import counts
+import shapes
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -167,7 +168,7 @@ class Card(TorchDispatchMode):
         super().__init__()
         self.kernels = {f"bagua_syncbn::{name}": one_at_a_time(kernel) for name, kernel in vars(kernels).items()}
         self.kernels |= {f"aten::batch_norm_{name}": getattr(aten.StandIn, f"batch_norm_{name}")
-                         for name in (*aten.NAMES, "gather_stats_with_counts") if name != "gather_stats"}  # fmt: skip
+                         for name in (*shapes.OPS, "gather_stats_with_counts") if name != "gather_stats"}  # fmt: skip
         self.emulate_stream = emulate_stream
         self.stream = Stream(0)
         self.graph: Graph | None = None
