@@ -8,7 +8,7 @@ _WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 
 # Below these numbers of values the five calls from Python cost what the kernels save, or more: docs/benchmarks.md.
 # F.batch_norm is fast where channels are innermost, until its outputs leave the caches.
-_WORTHWHILE_PLANAR = 2**18
+_WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
 
 
