@@ -2,7 +2,7 @@
 
 from .communicators import sync_group
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
-from .derive import register_converter
+from .converters import register_converter
 from .functional import sync_batch_norm
 from .report import conversion_report
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d

@@ -6,26 +6,21 @@ stay what they are. What changes is ``layer.__class__``, to a class that inherit
 meet torch's.
 """
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .communicators import RankGroup, check_process_group
-from .derive import class_after_conversion, class_before_conversion, groups_of, is_candidate
+from .converters import groups_of
+from .derive import class_before_conversion
+from .examine import Filter, Finding, children, examine, where_is
 from .sync_batchnorm import SyncBatchNorm
-from .wrapper import is_data_parallel
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-Filter = Callable[[str, nn.Module], bool]
-Action = Literal["converted", "skipped", "refused"]
 
 
 def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter: Filter | None = None) -> _Module:
@@ -153,119 +148,10 @@ def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
         raise
 
 
-class Finding(NamedTuple):
-    """What conversion does with one module, and why."""
-
-    names: list[str]
-    module: nn.Module
-    action: Action
-    reason: str
-    target: type[SyncBatchNorm] | None = None  # the class it gets, if converted
-    error: Exception | None = None  # raised for it, if refused
-    synchronizes: bool = False  # by itself, and stays so because its class is not known
-
-
-def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
-    """Returns what conversion of ``module`` does with each module that it concerns; changes nothing.
-
-    Raises:
-        TypeError: ``filter`` is not callable.
-    """
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
-    return [
-        finding
-        for found, names in _modules_with_names(module).items()
-        if (finding := _examine_one(found, names, filter)) is not None
-    ]
-
-
-def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
-    error = _error_if_closed(module, names[0])
-    is_stranger = error is None and not is_candidate(module)
-    synchronizes = is_stranger and _has_running_stats(module) and "sync" in type(module).__name__.lower()
-    if is_stranger and not synchronizes:
-        reason = _why_not_concerned(module)
-        return None if reason is None else Finding(names, module, "skipped", reason)
-    if filter is not None and not any(filter(name, module) for name in names):
-        return Finding(names, module, "skipped", "left out by filter")
-    if synchronizes:
-        reason = "synchronizes by itself, in a class not derived from torch's; register_converter makes it known"
-        return Finding(names, module, "skipped", reason, synchronizes=True)
-    if error is None and "forward" in vars(module):
-        where = _where(module, names[0])
-        error = TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
-    if error is None:
-        try:
-            target = class_after_conversion(module)
-            if target is not None and not isinstance(module, SyncBatchNorm):
-                groups_of(module)
-        except TypeError as refusal:
-            error = refusal
-    if error is not None:
-        return Finding(names, module, "refused", str(error), error=error)
-    if target is None:
-        return Finding(names, module, "skipped", "left as it is by its converter")
-    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
-    return Finding(names, module, "converted", reason, target)
-
-
-def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """All modules in the order of ``named_modules``, with each name that they have in one of their parents."""
-    found: dict[nn.Module, list[str]] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if module in found:  # shared, or in a cycle
-            found[module].append(name)
-            return
-        found[module] = [name]
-        if _error_if_closed(module, name) is None:
-            for child_name, child in _children(module):
-                visit(child, f"{name}.{child_name}" if name else child_name)
-
-    visit(root, "")
-    return found
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, child) for name, child in module._modules.items() if child is not None)
-
-
-def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
-    """Returns what to raise for a module that cannot be converted any more, with all that is in it."""
-    if isinstance(module, torch.jit.ScriptModule):
-        where = _where(module, name)
-        return TypeError(f"module: expected a model of Python modules, got a TorchScript {where}; convert, then script")
-    if is_data_parallel(module):
-        where = _where(module, name)
-        return RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
-    if _is_compiled(module):
-        where = _where(module, name)
-        return RuntimeError(f"module: expected a model before compilation, got compiled {where}; convert, then compile")
-    return None
-
-
-def _where(module: nn.Module, name: str) -> str:
-    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
-
-
-def _why_not_concerned(module: nn.Module) -> str | None:
-    """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
-    if isinstance(module, _NormBase):
-        return "not batch normalization: it normalizes each sample by itself"
-    if "batchnorm" in type(module).__name__.lower() or _has_running_stats(module):
-        return "not derived from torch's batch normalization; register_converter makes it known"
-    return None
-
-
-def _has_running_stats(module: nn.Module) -> bool:
-    return {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
-
-
 def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
     strangers = [finding for finding in findings if finding.synchronizes]
     if strangers:
-        where = ", ".join(_where(finding.module, finding.names[0]) for finding in strangers)
+        where = ", ".join(where_is(finding.module, finding.names[0]) for finding in strangers)
         warnings.warn(
             f"module: these layers go on to synchronize by themselves: {where}; tell register_converter what they are "
             "to become, or that they are to stay",
@@ -273,17 +159,12 @@ def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
         )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported, not compiled: it takes a second to import
-    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
-
-
 def _shallow_copy(layer: _Module) -> _Module:
     if isinstance(layer, LazyModuleMixin):
         return layer  # has hooks that are bound to the object, and cannot be copied
     twin = layer.__new__(type(layer))
     twin.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(layer).items()}
-    for name, child in _children(twin):
+    for name, child in children(twin):
         if child is layer:
             twin._modules[name] = twin
     return twin

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .convert import Action, Filter, examine
+from .examine import Action, Filter, examine
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import nn
 from workers import WorkerPool
 
 import bagua_syncbn
-from bagua_syncbn import derive
+from bagua_syncbn import converters
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,7 +67,7 @@ def test_blocks_of_one_process(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
-    monkeypatch.setattr(derive, "_converters", derive._converters.copy())
+    monkeypatch.setattr(converters, "_converters", converters._converters.copy())
     for block in read_blocks(page):
         if block.marker is None or block.package:
             with stand_in_for(block.package) if block.package else nullcontext():
@@ -130,7 +130,7 @@ def test_layers_of_other_packages_convert_as_their_row_says(package, module, nam
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert {"refused": "refuses them", "skipped": "leaves them as they are"}[before] in row
-    monkeypatch.setattr(derive, "_converters", derive._converters.copy())
+    monkeypatch.setattr(converters, "_converters", converters._converters.copy())
     with stand_in_for(package):
         layer = getattr(import_module(module), name)(8)
         (found,) = bagua_syncbn.conversion_report(nn.Sequential(layer)).layers

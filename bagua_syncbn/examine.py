@@ -1,0 +1,132 @@
+"""What conversion would do with a model, and why."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .converters import class_after_conversion, groups_of, is_candidate
+from .sync_batchnorm import SyncBatchNorm
+from .wrapper import is_data_parallel
+
+Filter = Callable[[str, nn.Module], bool]
+Action = Literal["converted", "skipped", "refused"]
+
+
+class Finding(NamedTuple):
+    """What conversion does with one module, and why."""
+
+    names: list[str]
+    module: nn.Module
+    action: Action
+    reason: str
+    target: type[SyncBatchNorm] | None = None  # the class it gets, if converted
+    error: Exception | None = None  # raised for it, if refused
+    synchronizes: bool = False  # by itself, and stays so because its class is not known
+
+
+def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
+    """Returns what conversion of ``module`` does with each module that it concerns; changes nothing.
+
+    Raises:
+        TypeError: ``filter`` is not callable.
+    """
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
+    return [
+        finding
+        for found, names in _modules_with_names(module).items()
+        if (finding := _examine_one(found, names, filter)) is not None
+    ]
+
+
+def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
+    error = _error_if_closed(module, names[0])
+    is_stranger = error is None and not is_candidate(module)
+    synchronizes = is_stranger and _has_running_stats(module) and "sync" in type(module).__name__.lower()
+    if is_stranger and not synchronizes:
+        reason = _why_not_concerned(module)
+        return None if reason is None else Finding(names, module, "skipped", reason)
+    if filter is not None and not any(filter(name, module) for name in names):
+        return Finding(names, module, "skipped", "left out by filter")
+    if synchronizes:
+        reason = "synchronizes by itself, in a class not derived from torch's; register_converter makes it known"
+        return Finding(names, module, "skipped", reason, synchronizes=True)
+    if error is None and "forward" in vars(module):
+        where = where_is(module, names[0])
+        error = TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
+    if error is None:
+        try:
+            target = class_after_conversion(module)
+            if target is not None and not isinstance(module, SyncBatchNorm):
+                groups_of(module)
+        except TypeError as refusal:
+            error = refusal
+    if error is not None:
+        return Finding(names, module, "refused", str(error), error=error)
+    if target is None:
+        return Finding(names, module, "skipped", "left as it is by its converter")
+    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
+    return Finding(names, module, "converted", reason, target)
+
+
+def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """All modules in the order of ``named_modules``, with each name that they have in one of their parents."""
+    found: dict[nn.Module, list[str]] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module in found:  # shared, or in a cycle
+            found[module].append(name)
+            return
+        found[module] = [name]
+        if _error_if_closed(module, name) is None:
+            for child_name, child in children(module):
+                visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(root, "")
+    return found
+
+
+def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Returns the modules in ``module`` by name, one as often as it has names."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
+    """Returns what to raise for a module that cannot be converted any more, with all that is in it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        where = where_is(module, name)
+        return TypeError(f"module: expected a model of Python modules, got a TorchScript {where}; convert, then script")
+    if is_data_parallel(module):
+        where = where_is(module, name)
+        return RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
+    if _is_compiled(module):
+        where = where_is(module, name)
+        return RuntimeError(f"module: expected a model before compilation, got compiled {where}; convert, then compile")
+    return None
+
+
+def where_is(module: nn.Module, name: str) -> str:
+    """Returns what ``module`` is and its name in the model, for messages."""
+    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
+
+
+def _why_not_concerned(module: nn.Module) -> str | None:
+    """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
+    if isinstance(module, _NormBase):
+        return "not batch normalization: it normalizes each sample by itself"
+    if "batchnorm" in type(module).__name__.lower() or _has_running_stats(module):
+        return "not derived from torch's batch normalization; register_converter makes it known"
+    return None
+
+
+def _has_running_stats(module: nn.Module) -> bool:
+    return {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported, not compiled: it takes a second to import
+    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
