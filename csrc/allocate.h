@@ -9,13 +9,10 @@ namespace bagua_syncbn {
 
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::headeronly::IntHeaderOnlyArrayRef strides,
                        ScalarType dtype, const Tensor& like) {
-  int32_t device_type = 0, device_index = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle result = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  code, device_type, device_index, &result));
+                                                  code, device_type(like), like.get_device_index(), &result));
   return Tensor(result);
 }
 

@@ -20,15 +20,11 @@ struct Named {
 
 // Compares torch's codes; Tensor::device() would look up first what they stand for.
 inline bool on_one_device(const Tensor& a, const Tensor& b) {
-  int32_t type_a = 0, type_b = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &type_a));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &type_b));
-  return type_a == type_b && a.get_device_index() == b.get_device_index();
+  return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
 }
 
 inline std::string device_name(const Tensor& tensor) {
-  int32_t type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  const int32_t type = device_type(tensor);
   if (type == aoti_torch_device_type_cpu()) return "cpu";
   if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
   return "a device of another kind";

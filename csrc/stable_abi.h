@@ -50,6 +50,18 @@ inline ScalarType scalar_type(const Tensor& tensor) {
   return tensor.scalar_type();
 }
 
+// Torch's code of the kind of device.
+inline int32_t device_type(const Tensor& tensor) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type;
+}
+
+// `tensor`, copied if it is not contiguous.
+inline Tensor dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 // The dtype of everything computed from values of `dtype`, and of everything that crosses ranks.
 inline ScalarType accumulate_type(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;

@@ -20,10 +20,6 @@ struct BitsOf<BFloat16> {
   using type = BFloat16Bits;
 };
 
-inline Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
 // The values of a tensor, which outlives this, as an array of type A: where they are if they are one, else converted.
 template <typename A>
 class Channels {

@@ -22,10 +22,6 @@ DType dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
-Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
 // A per-channel argument, which outlives this: contiguous, and alive until the kernel is launched.
 class PerChannel {
  public:
