@@ -1,9 +1,14 @@
 """Loads the native library, whose kernels then stand before the reference ones for their devices."""
 
 import os
+import warnings
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from torch import Tensor
 
+_LIBRARY = "bagua_syncbn._C"
 _WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 
 # Below these numbers of values the five calls from Python cost what the kernels save, or more: docs/benchmarks.md.
@@ -17,11 +22,20 @@ def _load() -> str:
         raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native" or "reference", got {_WANTED!r}')
     if _WANTED == "reference":
         return "reference"
-    try:
-        from .. import _C
-    except ModuleNotFoundError:  # a pure-Python installation
+    # Beside this package only: an editable installation of another checkout would answer for its library too. And not
+    # "from .. import _C", which cannot tell a missing library from a package that is still being imported.
+    folder = Path(__file__).parents[1]
+    if PathFinder.find_spec(_LIBRARY, [str(folder)]) is None:
+        if not folder.joinpath("build_info.json").exists():  # as pip leaves it, even without kernels
+            warnings.warn(
+                f"bagua_syncbn was imported from its sources in {folder}, which hold no native kernels: computing in "
+                "plain torch; leave that folder to use what pip installed, or build in it with pip install -e",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return "reference"
-    return f"native, cpu: {_C.cpu_capability()}{', cuda' if _C.has_cuda() else ''}"
+    library = import_module(_LIBRARY)
+    return f"native, cpu: {library.cpu_capability()}{', cuda' if library.has_cuda() else ''}"
 
 
 KERNELS = _load()
