@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .communicators import RankGroup, check_process_group
+from .communicators import RankGroup, WeakGroup, check_process_group, held_weakly
 from .converters import groups_of
 from .derive import class_before_conversion
 from .examine import Filter, Finding, children, examine, where_is
@@ -126,13 +126,20 @@ def _take_group(layer: nn.Module) -> None:
     for name in groups:
         del vars(layer)[name]
     if groups:
-        vars(layer).update(groups_before=groups, process_group=next(iter(groups.values())))
+        held = {name: held_weakly(group) for name, group in groups.items()}
+        vars(layer).update(groups_before=held, process_group=next(iter(held.values())))
 
 
 def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
     groups = vars(layer).get("groups_before", {})
+    return {name: _group_before(group) for name, group in groups.items()}
+
+
+def _group_before(group: Any) -> Any:
+    if isinstance(group, WeakGroup):
+        return group.get()
     # A layer that was copied or loaded has the ranks of a group; the class of before needs the group.
-    return {name: group.resolve() if isinstance(group, RankGroup) else group for name, group in groups.items()}
+    return group.resolve() if isinstance(group, RankGroup) else group
 
 
 @contextmanager

@@ -6,7 +6,16 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .communicators import LOCAL, CallbackContext, Replica, check_process_group, describe_group, resolve_communicator
+from .communicators import (
+    LOCAL,
+    CallbackContext,
+    Replica,
+    WeakGroup,
+    check_process_group,
+    describe_group,
+    held_weakly,
+    resolve_communicator,
+)
 from .functional import check_dimensions, sync_batch_norm
 from .tracing import Proxy, as_one_node
 
@@ -64,8 +73,6 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 64, 14, 14])
     """
 
-    process_group: Any = None
-
     # How eps keeps the deviation from zero, see sync_batch_norm.
     eps_mode: str = "plus"
 
@@ -97,6 +104,16 @@ class SyncBatchNorm(_BatchNorm):
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self.process_group = process_group
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks to synchronize with. A :class:`torch.distributed.ProcessGroup` is not kept alive by it."""
+        held = vars(self).get("process_group")
+        return held.get() if isinstance(held, WeakGroup) else held
+
+    @process_group.setter
+    def process_group(self, process_group: Any) -> None:
+        vars(self)["process_group"] = held_weakly(process_group)
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()

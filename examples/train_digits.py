@@ -11,7 +11,6 @@ ranks share the work, they train the same model on the same batches.
 """
 
 import argparse
-import gc
 import json
 import os
 from collections.abc import Iterator
@@ -142,9 +141,6 @@ def main() -> None:
         if args.output:
             args.output.write_text(json.dumps({"losses": losses, "test_accuracy": test_accuracy}))
     if dist.is_initialized():
-        # A model that is data parallel keeps its process group alive, whose threads can abort an interpreter that ends.
-        del model, optimizer, loss
-        gc.collect()
         dist.destroy_process_group()
 
 

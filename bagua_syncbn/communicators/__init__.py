@@ -12,8 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import bagua, c10d
-from .c10d import RankGroup, TorchCommunicator
-from .groups import check_description, describe_group, described_group, is_description, sync_group, to_torch_group
+from .c10d import RankGroup, TorchCommunicator, WeakGroup
+from .groups import (
+    check_description,
+    describe_group,
+    described_group,
+    held_weakly,
+    is_description,
+    sync_group,
+    to_torch_group,
+)
 from .local import LOCAL, LocalCommunicator
 from .replicas import CallbackContext, Replica, Replicas
 
@@ -26,8 +34,10 @@ __all__ = [
     "Replica",
     "Replicas",
     "TorchCommunicator",
+    "WeakGroup",
     "check_process_group",
     "describe_group",
+    "held_weakly",
     "resolve_communicator",
     "sync_group",
     "to_torch_group",
@@ -59,10 +69,12 @@ def check_process_group(process_group: object) -> None:
     Raises:
         TypeError: it is none of the supported kinds.
         ValueError: it is a group that this rank is not a member of, or a description that fits no job, or not this one.
-        RuntimeError: it is Bagua's, and Bagua is not initialized.
+        RuntimeError: it is Bagua's, and Bagua is not initialized; it was destroyed.
     """
     if process_group is None or isinstance(process_group, (RankGroup, Communicator)):
         return
+    if isinstance(process_group, WeakGroup):
+        raise RuntimeError(c10d.DESTROYED)
     if bagua.is_process_group(process_group) or c10d.is_process_group(process_group):
         return
     if not is_description(process_group):

@@ -20,28 +20,46 @@ _gathers_into_list_only: WeakSet[Any] = WeakSet()
 # torch holds a group until it is destroyed; torch.compile traces a plain dict of these, and no WeakValueDictionary.
 _groups: dict[Any, "ref[Any]"] = {}
 
+DESTROYED = (
+    "process_group: expected a live group, got one that was destroyed; run forward and backward before "
+    "destroy_process_group()"
+)
+
 
 class TorchCommunicator:
-    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member."""
+    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member.
 
-    __slots__ = ("group", "rank", "size")
+    Graphs hold communicators, and outputs hold graphs. So it does not keep the group alive: one that outlives
+    ``destroy_process_group`` has threads that abort the process when the interpreter ends.
+    """
+
+    __slots__ = ("_group", "rank", "size")
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self._group = ref(group)
         self.size: int = group.size()
         self.rank: int = group.rank()
 
+    @property
+    def group(self) -> Any:
+        """The group; raises RuntimeError where it was destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(DESTROYED)
+        return group
+
     def all_gather(self, packed: Tensor) -> Tensor:
+        group = self.group
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
-        if self.group not in _gathers_into_list_only:
+        if group not in _gathers_into_list_only:
             try:
-                _all_gather_single(gathered, packed, group=self.group)
+                _all_gather_single(gathered, packed, group=group)
                 return gathered.view(self.size, -1)
             except RuntimeError as error:
                 if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
                     raise
-                _gathers_into_list_only.add(self.group)
-        dist.all_gather(list(gathered.chunk(self.size)), packed, group=self.group)
+                _gathers_into_list_only.add(group)
+        dist.all_gather(list(gathered.chunk(self.size)), packed, group=group)
         return gathered.view(self.size, -1)
 
     def all_reduce(self, packed: Tensor) -> Tensor:
@@ -99,12 +117,28 @@ class RankGroup:
         return made_once(self.ranks, make)
 
 
+class WeakGroup:
+    """A c10d group as a layer has it: not kept alive, and with the ranks that a copy of the layer is to have."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = ref(group)
+        self.description = describe_process_group(group)
+
+    def get(self) -> Any:
+        """Returns the group, or itself where that was destroyed."""
+        group = self._group()
+        return self if group is None else group
+
+    def __repr__(self) -> str:
+        return f"<destroyed process group {self.description}>"
+
+
 def describe_process_group(process_group: Any) -> Any:
     """Returns what to keep of a live c10d group in a copy or a file: None for the default one, else its ranks."""
     if process_group is default_group():
         return None
     if not is_alive(process_group):
-        raise ValueError("process_group: expected a live group, got one that was destroyed")
+        raise ValueError(DESTROYED)
     ranks = tuple(dist.get_process_group_ranks(process_group))
     _groups[ranks] = ref(process_group)
     return RankGroup(ranks)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import bagua
-from .c10d import RankGroup, default_group, describe_process_group, is_process_group, made_once
+from .c10d import RankGroup, WeakGroup, default_group, describe_process_group, is_process_group, made_once
 
 NODE = "node"
 
@@ -95,6 +95,8 @@ def describe_group(process_group: Any) -> Any:
 
     A mesh holds process groups, which cannot travel, so of it remain the ranks too.
     """
+    if isinstance(process_group, WeakGroup):
+        return process_group.description
     if bagua.is_process_group(process_group):
         return None if process_group is bagua.default_group() else RankGroup(tuple(process_group.ranks))
     if is_process_group(process_group):
@@ -104,6 +106,18 @@ def describe_group(process_group: Any) -> Any:
             return RankGroup(tuple(process_group.mesh.tolist()))
         return describe_process_group(process_group.get_group())
     return process_group
+
+
+def held_weakly(process_group: Any) -> Any:
+    """Returns what a layer keeps of ``process_group``: a weak reference to a c10d group, or to that of a mesh.
+
+    Raises:
+        ValueError: as :func:`check_description`, for a mesh in a job.
+    """
+    if _is_mesh(process_group) and default_group() is not None:
+        check_description(process_group)
+        process_group = process_group.get_group()
+    return WeakGroup(process_group) if is_process_group(process_group) else process_group
 
 
 def is_description(process_group: object) -> bool:

@@ -1,0 +1,86 @@
+"""Nothing of this package keeps a process group alive that the user has destroyed."""
+
+import subprocess
+import sys
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import bagua_syncbn
+
+pytestmark = pytest.mark.reference_too
+
+
+def groups_of_each_kind():
+    """What a layer may be given, and the group that stands behind it."""
+    everyone, again = dist.new_group(), dist.new_group()
+    return {
+        "default": (None, dist.group.WORLD),
+        "explicit": (everyone, everyone),
+        "communicator": (bagua_syncbn.communicators.TorchCommunicator(again), again),
+        "description": (2, bagua_syncbn.sync_group(2)),
+        "mesh": (mesh := init_device_mesh("cpu", (2,)), mesh.get_group()),
+    }
+
+
+def destroy_while_everything_lives(kind):
+    process_group, group = groups_of_each_kind()[kind]
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = bagua_syncbn.convert_sync_batchnorm(model, process_group)
+    before = torch.nn.SyncBatchNorm(3)
+    before.process_group = group
+    converted = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(before))
+    losses = [model(torch.randn(5, 4)).square().sum() for _ in range(2)]
+    losses[0].backward()
+    group, process_group = ref(group), None
+    dist.destroy_process_group()
+    assert group() is None, "something keeps the destroyed group alive"
+    messages = []
+    for attempt in (losses[1].backward, lambda: model(torch.randn(5, 4))):
+        try:
+            attempt()
+        except Exception as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages, len(converted)
+
+
+@pytest.fixture
+def own_pool():
+    from workers import WorkerPool  # jobs that end must not be those of other tests
+
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("kind", ["default", "explicit", "communicator", "description", "mesh"])
+def test_outputs_layers_and_graphs_keep_no_group_alive(own_pool, kind):
+    for messages, _ in own_pool.run(destroy_while_everything_lives, 2, kind):
+        assert "destroyed" in messages[0], messages
+
+
+SCRIPT = """
+import torch, bagua_syncbn
+from torch import distributed as dist, nn
+dist.init_process_group("gloo")
+model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+loss = model(torch.randn(5, 4)).square().sum()
+loss.backward()
+y = model(torch.randn(5, 4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_keeps_its_loss_ends_well(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    codes = [subprocess.run(command, capture_output=True).returncode for _ in range(50)]
+    assert codes == [0] * 50
