@@ -20,7 +20,7 @@ BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packag
 
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f)
-EMULATOR := $(shell find tests/emulator -name '*.h' -o -name '*.cpp')
+EMULATOR := $(shell find tests/ops/emulator -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
 # For `make gpu`: one that has a CUDA build of torch, setuptools and pytest; nothing is installed.
@@ -61,7 +61,7 @@ sanitize: $(VENV)/installed-test
 	for capability in avx512 avx2 baseline; do \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$$capability PYTHONPATH=build/sanitize/lib \
-		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/test_native.py \
+		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/ops/test_native.py \
 			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
 	done
 
@@ -99,13 +99,13 @@ wheel: dist/checked
 dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
 	rm -rf dist build/lib* build/bdist* build/temp*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(BIN)/python tests/check_wheel.py dist/*.whl
+	$(BIN)/python tests/tools/check_wheel.py dist/*.whl
 	@touch $@
 
 # Installs it beside each Python and torch that is named, and tests it there.
 WHEEL_ENVIRONMENTS ?= python3.11:torch==2.13.0 python3.10:torch==2.10.0 python3.13:torch==2.13.0
 test-wheel: wheel
-	tests/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
+	tests/tools/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
 
 bagua-env: $(BAGUA_VENV)/installed
 

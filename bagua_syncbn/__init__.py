@@ -1,13 +1,16 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
 from .communicators import sync_group
-from .convert import convert_sync_batchnorm, revert_sync_batchnorm
-from .converters import register_converter
+from .conversion import (
+    conversion_report,
+    convert_sync_batchnorm,
+    register_converter,
+    revert_sync_batchnorm,
+)
 from .functional import sync_batch_norm
-from .report import conversion_report
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .version import __version__
-from .wrapper import with_bagua
+from .with_bagua import with_bagua
 
 __all__ = [
     "SyncBatchNorm",

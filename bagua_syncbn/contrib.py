@@ -13,7 +13,7 @@ from typing import Any
 
 from bagua.torch_api.contrib import sync_batchnorm as _theirs
 
-from .converters import register_converter
+from .conversion import register_converter
 from .sync_batchnorm import SyncBatchNorm
 
 _original: Any = _theirs.SyncBatchNorm

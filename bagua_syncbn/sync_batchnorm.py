@@ -198,7 +198,7 @@ class SyncBatchNorm(_BatchNorm):
         cls, module: _Module, process_group: Any = None, *, filter: Callable[[str, nn.Module], bool] | None = None
     ) -> _Module:
         """Same as :func:`bagua_syncbn.convert_sync_batchnorm`, under the name that torch and Bagua give it."""
-        from .convert import convert_sync_batchnorm
+        from .conversion import convert_sync_batchnorm
 
         return convert_sync_batchnorm(module, process_group, filter=filter)
 

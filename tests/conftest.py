@@ -9,7 +9,7 @@ from workers import WorkerPool
 # What fails in them says what it compared, as in the files of tests.
 pytest.register_assert_rewrite("cases", "comparison", "observed", "replicated", "training")
 
-os.environ["KINETO_CONFIG"] = str(Path(__file__).with_name("kineto.conf"))  # for the ranks too
+os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # for the ranks too
 
 try:
     import hypothesis

@@ -3,16 +3,16 @@
 =====================  ================================================================================================
 ``step``               the step and its gradient: what runs in training, and what torch.compile traces
 ``differentiable``     the same step in parts that can be differentiated any number of times and in both directions
-``recomputation``      the step again, in a backward pass, when activation checkpointing repeats it
+``checkpointing``      the step again, in a backward pass, when activation checkpointing repeats it
 ``replicas``           the step among replicas in one process
-``internals``          what the others have to know of torch that torch does not document
+``torch_private``      what the others have to know of torch that torch does not document
 =====================  ================================================================================================
 """
 
 from .differentiable import differentiable_batch_norm
-from .internals import is_in_backward, is_transforming, unseen_by_selective_checkpointing
 from .replicas import replicated_batch_norm
 from .step import synchronized_batch_norm
+from .torch_private import is_in_backward, is_transforming, unseen_by_selective_checkpointing
 
 __all__ = [
     "differentiable_batch_norm",

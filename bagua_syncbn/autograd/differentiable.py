@@ -25,7 +25,7 @@ def differentiable_batch_norm(
     bias: Tensor | None,
     options: ops.MergeOptions,
     communicator: Communicator,
-    moments: ops.Moments | None = None,
+    moments: ops.MergedStats | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``moments`` are those of a forward pass that was made before.
 
@@ -45,7 +45,7 @@ def differentiable_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor | None,
-    moments: ops.Moments,
+    moments: ops.MergedStats,
     communicator: Communicator,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
@@ -77,7 +77,7 @@ class _Moments(torch.autograd.Function):
         input: Tensor,
         options: ops.MergeOptions,
         communicator: Communicator,
-        moments: ops.Moments | None,
+        moments: ops.MergedStats | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if moments is None:
             moments = ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator
+from .checkpointing import Forward, forwards_of
 from .differentiable import differentiable_backward
-from .internals import unseen_by_selective_checkpointing
-from .recomputation import Forward, forwards_of
+from .torch_private import unseen_by_selective_checkpointing
 
 
 def synchronized_batch_norm(
@@ -49,7 +49,7 @@ def _forward_pass(
     return forward
 
 
-def _moments_in_graph(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.Moments:
+def _moments_in_graph(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.MergedStats:
     """What torch.compile traces. It plans by itself what to repeat in backward."""
     gathered = communicator.all_gather(ops.batch_norm_stats(input.detach()))
     # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
@@ -86,7 +86,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
             grads = differentiable_backward(
-                grad_output, input, weight, ops.Moments(*moments), ctx.communicator, needs_grad
+                grad_output, input, weight, ops.MergedStats(*moments), ctx.communicator, needs_grad
             )
             return *grads, *[None] * 6
         grad_output = _laid_out_as(input, grad_output)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..convert import convert_sync_batchnorm
+from ..conversion import convert_sync_batchnorm
 from ..functional import check_eps_mode
 from ..sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .wrapper import patch_replication_callback

@@ -4,7 +4,7 @@ import torch
 
 from . import fake, reference
 from .channels import per_channel, reduced_dims
-from .eps_mode import EPS_MODES, MergeOptions, Moments, clear_clamped, merge_stats
+from .merge import EPS_MODES, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .schemas import accumulate_dtype
 
@@ -18,7 +18,7 @@ __all__ = [
     "EPS_MODES",
     "KERNELS",
     "MergeOptions",
-    "Moments",
+    "MergedStats",
     "accumulate_dtype",
     "batch_norm_backward_elemt",
     "batch_norm_backward_reduce",

@@ -58,13 +58,13 @@ def commands(arguments: argparse.Namespace, machine: dict[str, Any], left: float
     seconds = min(LIMITS["benchmarks"], left) - 15  # to start, and to write
     # A test that hangs says where.
     pytest = [python, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-    others = [path for path in with_marker("test_*.py") if "test_gpu" not in path]
+    others = [path for path in with_marker("*/test_*.py") if "test_gpu" not in path and "bagua_job" not in path]
     build = [python, "setup.py", "-q", "build", "--build-temp", str(BUILT / "temp"), "--build-lib", str(BUILT / "lib")]
     return {
         "build": build,
         # In processes of their own: after an illegal access nothing runs any more in one.
-        "op tests": [*pytest, *with_marker("test_gpu_ops.py")],
-        "layer tests": [*pytest, *with_marker("test_gpu_layers.py")],
+        "op tests": [*pytest, *with_marker("gpu/test_gpu_ops.py")],
+        "layer tests": [*pytest, *with_marker("gpu/test_gpu_layers.py")],
         "memcheck": small if dry else [*sanitizer, "memcheck", *small],
         "racecheck": small if dry else [*sanitizer, "racecheck", *small],
         "benchmarks": [python, str(HERE / "measure.py"), "--device", device, "--output", str(output / "cases.jsonl"),

@@ -17,7 +17,7 @@ import bagua_syncbn
 from bagua_syncbn import functional, ops
 from bagua_syncbn.communicators.c10d import TorchCommunicator
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if (ROOT / "benchmarks" / "measures").is_dir():
     sys.path.insert(0, str(ROOT))
 

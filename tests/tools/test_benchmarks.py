@@ -15,7 +15,7 @@ import torch
 for package in ("tqdm", "matplotlib", "sklearn"):
     pytest.importorskip(package, reason=f"the benchmarks need {package}: pip install -e '.[bench]'")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import charts, peers, report, rounds, training  # noqa: E402 - found through the line above

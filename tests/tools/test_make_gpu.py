@@ -32,7 +32,7 @@ from torch import distributed as dist
 
 import bagua_syncbn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPS = [f"{side} {op}" for op in shapes.OPS for side in ("ours", "aten")]
 
 

@@ -1,4 +1,4 @@
-"""``python tests/check_wheel.py dist/NAME.whl``: the promises of the one wheel, read from the file."""
+"""``python tests/tools/check_wheel.py dist/NAME.whl``: the promises of the one wheel, read from the file."""
 
 import re
 import subprocess

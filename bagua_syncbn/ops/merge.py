@@ -28,7 +28,7 @@ class MergeOptions(NamedTuple):
     eps_mode: str
 
 
-class Moments(NamedTuple):
+class MergedStats(NamedTuple):
     """What the merge of all ranks' statistics gives."""
 
     mean: Tensor  # (C)
@@ -37,15 +37,15 @@ class Moments(NamedTuple):
     clamped: Tensor | None  # (C), bool: where eps replaces the variance; None for "plus"
 
 
-def merge_stats(gathered: Tensor, options: MergeOptions) -> Moments:
+def merge_stats(gathered: Tensor, options: MergeOptions) -> MergedStats:
     """Calls ``batch_norm_gather_stats``, and makes of what it returns that of ``eps_mode``."""
     *arguments, eps, eps_mode = options
     if eps_mode == "plus":
         mean, invstd, count = _gather_stats(gathered, *arguments, eps)
-        return Moments(mean, invstd, count, None)
+        return MergedStats(mean, invstd, count, None)
     mean, invstd, count = _gather_stats(gathered, *arguments, 0.0)
     limit = eps**-0.5 if eps else math.inf
-    return Moments(mean, invstd.clamp(max=limit), count, invstd > limit)
+    return MergedStats(mean, invstd.clamp(max=limit), count, invstd > limit)
 
 
 def clear_clamped(sums: Tensor, clamped: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .examine import Action, Filter, examine
+from .findings import Action, Filter, examine
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,14 @@ An HTML comment in the line before a block says how it is run:
 
     none                           in this process, without a job, in one namespace with the others of its page
     <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
-    <!-- package: apex -->         as without a marker, on a stand-in of tests/stand_ins.py if apex is not installed
+    <!-- package: apex -->         as without a marker, on a fake of tests/helpers/fake_packages.py where it is missing
     <!-- not run: needs Bagua -->  compiled only; likewise where CUDA is needed. bagua_job/test_bagua_docs.py runs it
-
-And that each source file has its place in the maps of docs/design.md and docs/kernels.md.
 """
 
 import os
 import re
 import sys
 from contextlib import nullcontext
-from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -23,14 +20,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from stand_ins import PACKAGES, stand_in_for
+from fake_packages import PACKAGES, stand_in_for
 from torch import nn
 from workers import WorkerPool
 
 import bagua_syncbn
-from bagua_syncbn import converters
+from bagua_syncbn.conversion import registry
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = "```python\n"
 BLOCK = re.compile(rf"(?:^<!--\s*(?P<marker>[^\n]*?)\s*-->\s*)?^{FENCE}(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -67,7 +64,7 @@ def test_blocks_of_one_process(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
-    monkeypatch.setattr(converters, "_converters", converters._converters.copy())
+    monkeypatch.setattr(registry, "_converters", registry._converters.copy())
     for block in read_blocks(page):
         if block.marker is None or block.package:
             with stand_in_for(block.package) if block.package else nullcontext():
@@ -130,7 +127,7 @@ def test_layers_of_other_packages_convert_as_their_row_says(package, module, nam
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert {"refused": "refuses them", "skipped": "leaves them as they are"}[before] in row
-    monkeypatch.setattr(converters, "_converters", converters._converters.copy())
+    monkeypatch.setattr(registry, "_converters", registry._converters.copy())
     with stand_in_for(package):
         layer = getattr(import_module(module), name)(8)
         (found,) = bagua_syncbn.conversion_report(nn.Sequential(layer)).layers
@@ -163,37 +160,3 @@ def test_the_plugin_for_lightning():
 def test_the_trainer_for_detectron2():
     model = run_first_block("detectron2")["Trainer"].build_model(None)
     assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
-
-
-# Of the names in the maps: what stands for several files.
-OPS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
-TOKEN = re.compile(r"`([^`\s]+\.(?:py|pyi|h|cpp|inl|cu|cuh|\*))`")
-
-
-def names_in(page: str, heading: str) -> list[str]:
-    """The file names in the section under ``heading``, with NAME for each of the ops."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return [name.replace("NAME", op) for name in TOKEN.findall(section) for op in (OPS if "NAME" in name else ("",))]
-
-
-def files(*patterns: str) -> list[str]:
-    found = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
-    return [path for path in found if not path.endswith("__init__.py")]
-
-
-@pytest.mark.parametrize(
-    ("page", "patterns"),
-    [
-        ("design.md", ["bagua_syncbn/**/*.py", "tests/test_*.py"]),
-        ("kernels.md", ["csrc/**/*.*"]),
-    ],
-)
-def test_the_map_names_every_file_and_no_other(page, patterns):
-    names = names_in(page, "Where things are")
-    paths = files(*patterns)
-    assert len(paths) > 30
-    # Below the package, paths are relative to it; tests go by their names, csrc by whole paths.
-    short = [path.removeprefix("bagua_syncbn/").removeprefix("tests/") for path in paths]
-    assert [path for path in short if not any(fnmatch(path, name) for name in names)] == []
-    assert [name for name in names if not any(fnmatch(path, name) for path in short)] == []

@@ -3,7 +3,7 @@
 # PYTHON is looked for on the path and among pyenv's; TORCH is a pip requirement, or an existing environment's directory
 # preceded by "=", as in python3.10:=/path/to/environment.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 wheel=$(realpath "$1"); shift
 
 find_python() {
@@ -28,13 +28,15 @@ for environment in "$@"; do
   directory=$(realpath "$directory")
   # Away from the sources, so that what is imported is what was installed; the others need the checkout.
   tests=$(mktemp -d)
-  cp pyproject.toml tests/*.py tests/kineto.conf "$tests"
+  cp pyproject.toml "$tests"
   mkdir "$tests/benchmarks"
   cp -r benchmarks/__init__.py benchmarks/measures "$tests/benchmarks"
+  cp -r tests "$tests/tests"
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
-      test_capture.py test_contract.py test_convert.py test_counts.py test_double_backward.py test_errors.py \
-      test_groups.py test_info.py test_layer.py test_native.py test_ops.py test_recomputation.py test_report.py \
-      test_semantics.py test_subclasses.py test_transforms.py test_workers.py test_wrappers.py)
+      tests/contract tests/layer/test_layer.py tests/layer/test_errors.py tests/layer/test_wrappers.py \
+      tests/conversion tests/communicators tests/ops/test_ops.py tests/ops/test_native.py tests/tools/test_info.py \
+      tests/tools/test_workers.py tests/autograd/test_capture.py tests/autograd/test_double_backward.py \
+      tests/autograd/test_recomputation.py tests/autograd/test_transforms.py)
   rm -r "$tests"
 done

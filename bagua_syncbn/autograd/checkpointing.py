@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .internals import NO_GRAPH_TASK, graph_task, is_capturing, next_node_number, running_node_number
+from .torch_private import NO_GRAPH_TASK, graph_task, is_capturing, next_node_number, running_node_number
 
 # Forward passes without a graph to hold them, as in reentrant checkpointing: so many are held for a layer and a thread.
 HELD_WITHOUT_GRAPH = 32
@@ -39,7 +39,7 @@ _ASSERTING_DEVICES = ("cpu", "cuda", "meta")
 class Forward:
     """One forward pass: this rank's packed statistics (2C + 2), and the moments of all ranks once they are known."""
 
-    moments: ops.Moments
+    moments: ops.MergedStats
 
     def __init__(self, stats: Tensor, eps: float, eps_mode: str, makes_graph: bool) -> None:
         self.stats, self.eps, self.eps_mode = stats, eps, eps_mode
@@ -74,7 +74,7 @@ class Forwards:
         """Holds ``forward``, which no graph does, until others of this thread have taken its place."""
         self._held_by_thread.setdefault(get_ident(), deque(maxlen=HELD_WITHOUT_GRAPH)).append(forward)
 
-    def recall(self, forward: Forward) -> ops.Moments | None:
+    def recall(self, forward: Forward) -> ops.MergedStats | None:
         """Returns the moments of the pass that ``forward`` repeats, or None if it is none that repeats.
 
         Raises:
@@ -100,7 +100,7 @@ class Forwards:
             return torch.stack(list(values)).index_select(0, nearest.view(1)).squeeze(0)
 
         mean, invstd, count, clamped = zip(*(other.moments for other in alike), strict=True)
-        return ops.Moments(
+        return ops.MergedStats(
             choose(mean), choose(invstd), choose(count), None if forward.eps_mode == "plus" else choose(clamped)
         )
 

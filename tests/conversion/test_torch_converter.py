@@ -13,7 +13,7 @@ from user_layers import BatchNormAct, Doubled
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "conversion.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "conversion.md"
 CONVERTERS = {"torch": nn.SyncBatchNorm.convert_sync_batchnorm, "ours": convert_sync_batchnorm}
 CASES = {}
 

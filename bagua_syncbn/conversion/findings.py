@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .converters import class_after_conversion, groups_of, is_candidate
-from .sync_batchnorm import SyncBatchNorm
-from .wrapper import is_data_parallel
+from ..sync_batchnorm import SyncBatchNorm
+from ..with_bagua import is_data_parallel
+from .registry import class_after_conversion, groups_of, is_candidate
 
 Filter = Callable[[str, nn.Module], bool]
 Action = Literal["converted", "skipped", "refused"]

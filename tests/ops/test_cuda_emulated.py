@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU by ``tests/emulator``: in random order, under sanitizers, against the reference.
+"""The CUDA kernels, run on the CPU by ``tests/ops/emulator``: in random order, under sanitizers, against the reference.
 
 What this cannot show: a missing fence between blocks, and speed. The planted bugs at the end show what it can.
 """

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from bagua_syncbn.autograd import recomputation
+from bagua_syncbn.autograd import checkpointing
 
 SPLITS = (2, 5)
 
@@ -304,7 +304,7 @@ class ForwardInBackward(torch.autograd.Function):
 
 def forward_of_other_input(ran_before, devices=("cpu",)):
     """A forward in backward that repeats nothing: where nothing could be meant, it is one like any other."""
-    recomputation._ASSERTING_DEVICES = devices
+    checkpointing.ASSERTING_DEVICES = devices
     layer = SyncBatchNorm(3)
     input = torch.randn(4, 3, requires_grad=True)
     if ran_before:
@@ -327,7 +327,7 @@ def test_forward_in_backward_that_repeats_nothing(pool):
 
 def remembered():
     layer = SyncBatchNorm(3)
-    alive = recomputation.forwards_of(layer)._alive
+    alive = checkpointing.forwards_of(layer)._alive
     first = layer(torch.randn(4, 3, requires_grad=True))  # outlives the others
     numbers = []
     for _ in range(3):
@@ -344,18 +344,18 @@ def remembered():
         layer(torch.randn(4, 3))
     numbers.append(len(alive))
     with torch.no_grad():
-        for _ in range(2 * recomputation.HELD_WITHOUT_GRAPH):
+        for _ in range(2 * checkpointing.HELD_WITHOUT_GRAPH):
             layer(torch.randn(4, 3))
     numbers.append(len(alive))
-    layers = len(recomputation._forwards_by_layer)
+    layers = len(checkpointing.forwards_by_layer)
     del layer, alive
     gc.collect()
-    return numbers, layers - len(recomputation._forwards_by_layer)
+    return numbers, layers - len(checkpointing.forwards_by_layer)
 
 
 def test_what_is_remembered_is_let_go(pool):
     for numbers, layers in pool.run(remembered, 2):
-        assert numbers == [2, 2, 2, 1, 0, 0, recomputation.HELD_WITHOUT_GRAPH]
+        assert numbers == [2, 2, 2, 1, 0, 0, checkpointing.HELD_WITHOUT_GRAPH]
         assert layers == 1
 
 
@@ -382,13 +382,13 @@ def test_tensors_without_data(how):
 
 def test_a_captured_pass_reads_only_what_was_captured(monkeypatch):
     """Replayed, it would read what has been given back since. With tensors that are on no device."""
-    forwards = recomputation.Forwards()
+    forwards = checkpointing.Forwards()
     with FakeTensorMode():
         stats = torch.empty(8, device="cuda")
 
     def forward_pass(is_captured):
-        monkeypatch.setattr(recomputation, "is_capturing", lambda: is_captured)
-        return recomputation.Forward(stats, 1e-5, "plus", True)
+        monkeypatch.setattr(checkpointing, "is_capturing", lambda: is_captured)
+        return checkpointing.Forward(stats, 1e-5, "plus", True)
 
     passes = {is_captured: forward_pass(is_captured) for is_captured in (False, True)}
     for forward in passes.values():
@@ -429,17 +429,17 @@ def test_threads_do_not_let_go_what_others_hold(eager_threads):
 
     def run_often():
         with torch.no_grad():
-            for _ in range(recomputation.HELD_WITHOUT_GRAPH):
+            for _ in range(checkpointing.HELD_WITHOUT_GRAPH):
                 layer(torch.randn(4, 3))
 
     eager_threads.submit(run_often).result()
     output.sum().backward()
-    assert layer.num_batches_tracked == recomputation.HELD_WITHOUT_GRAPH + 1
+    assert layer.num_batches_tracked == checkpointing.HELD_WITHOUT_GRAPH + 1
 
 
 def forwards_after(barrier, layer):
     barrier.wait()
-    return recomputation.forwards_of(layer)
+    return checkpointing.forwards_of(layer)
 
 
 def test_threads_that_come_to_a_layer_first(eager_threads):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 for _package in ("matplotlib", "sklearn", "tqdm"):
     pytest.importorskip(_package, reason=f"the examples need {_package}: pip install -e '.[demo]'")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_digits.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 STEPS = 10

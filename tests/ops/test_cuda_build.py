@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUDGET = Path(__file__).with_name("registers.json")
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .communicators import RankGroup, WeakGroup, check_process_group, held_weakly
-from .converters import groups_of
-from .derive import class_before_conversion
-from .examine import Filter, Finding, children, examine, where_is
-from .sync_batchnorm import SyncBatchNorm
+from ..communicators import RankGroup, WeakGroup, check_process_group, held_weakly
+from ..sync_batchnorm import SyncBatchNorm
+from .classes import class_before_conversion
+from .findings import Filter, Finding, children, examine, where_is
+from .registry import groups_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: builds ``tests/emulator`` with the kernel sources, and calls the ops in it."""
+"""The CUDA kernels on the CPU: builds ``tests/ops/emulator`` with the kernel sources, and calls the ops in it."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bagua_syncbn.ops import accumulate_dtype, schemas
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 FLAGS = ("-std=c++17", "-g1", "-O1", *SANITIZERS, "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror")
@@ -42,7 +42,7 @@ def find_headers() -> Path | None:
 
 
 def compile_object(source: Path, target: Path, csrc: Path, headers: Path) -> Path:
-    emulator = ROOT / "tests" / "emulator"
+    emulator = ROOT / "tests" / "ops" / "emulator"
     includes = [f"-I{emulator}", f"-I{csrc / 'cuda'}", "-isystem", str(headers)]
     command = ["g++", *FLAGS, *includes, "-x", "c++", "-include", str(emulator / "emulator.h")]
     result = subprocess.run([*command, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
@@ -53,7 +53,7 @@ def compile_object(source: Path, target: Path, csrc: Path, headers: Path) -> Pat
 def build(directory: Path, headers: Path) -> Path:
     """Builds the server in ``directory``, from the kernels of the project."""
     sources = [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in SOURCES]
-    sources += [ROOT / "tests" / "emulator" / f"{name}.cpp" for name in ("emulator", "server")]
+    sources += [ROOT / "tests" / "ops" / "emulator" / f"{name}.cpp" for name in ("emulator", "server")]
     with ThreadPoolExecutor(2) as pool:
         targets = [directory / f"{source.name}.o" for source in sources]
         objects = list(pool.map(lambda s, t: compile_object(s, t, ROOT / "csrc", headers), sources, targets))
@@ -79,7 +79,7 @@ def build_library(directory: Path, headers: Path) -> Path:
     Only what asks for a device and a stream is replaced, by ``emulator/context.cpp``. Not under sanitizers, which would
     have to be loaded before Python.
     """
-    cuda, emulator = ROOT / "csrc" / "cuda", ROOT / "tests" / "emulator"
+    cuda, emulator = ROOT / "csrc" / "cuda", ROOT / "tests" / "ops" / "emulator"
     flags = ["-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR"]
     stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
     plain = [f"-I{emulator}", f"-I{cuda}", "-isystem", str(headers), "-include", str(emulator / "emulator.h")]

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .communicators import bagua
-from .derive import checked_layout, full_name, names_in, replacing_class, synchronized_class
-from .sync_batchnorm import SyncBatchNorm
+from ..communicators import bagua
+from ..sync_batchnorm import SyncBatchNorm
+from .classes import checked_layout, full_name, names_in, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
 

@@ -169,7 +169,7 @@ def _on_one_gpu(test):
     return twin
 
 
-for _path in Path(__file__).parent.glob("test_data_parallel_*.py"):
+for _path in Path(__file__).parents[1].glob("data_parallel/test_data_parallel_*.py"):
     for _name, _test in vars(import_module(_path.stem)).items():
         if _name.startswith("test_") and "place" in signature(_test).parameters:
             globals()[_name] = _on_one_gpu(_test)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from .redirect import ObservedSyncBatchNorm, observed_forward
-from .sync_batchnorm import (
+from ..sync_batchnorm import (
     BatchNorm,
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -20,6 +19,7 @@ from .sync_batchnorm import (
     SyncBatchNorm3d,
     state_to_travel,
 )
+from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
@@ -119,7 +119,7 @@ def _own_classes(cls: type[nn.Module]) -> tuple[type, ...]:
 def _check_forward(cls: type[nn.Module], owner: type) -> None:
     """Raises if the forward of ``cls`` that is in ``owner`` does not call torch's, or synchronizes by itself.
 
-    What remains is watched when it runs, in :mod:`bagua_syncbn.redirect`.
+    What remains is watched when it runs, in :mod:`bagua_syncbn.conversion.own_forward`.
     """
     if not {"forward", "batch_norm"} & names_in(vars(owner)["forward"], _own_classes(cls)):
         raise TypeError(

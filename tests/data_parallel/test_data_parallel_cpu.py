@@ -14,7 +14,7 @@ from bagua_syncbn.communicators import CallbackContext, replicas
 from bagua_syncbn.data_parallel import DataParallelWithCallback, SynchronizedBatchNorm1d
 
 pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Pair = namedtuple("Pair", ["a", "b"])
 
 

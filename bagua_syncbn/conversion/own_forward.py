@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from .autograd import is_in_backward, unseen_by_selective_checkpointing
-from .functional import sync_batch_norm
-from .sync_batchnorm import SyncBatchNorm
-from .tracing import Proxy, as_one_node
+from ..autograd import is_in_backward, unseen_by_selective_checkpointing
+from ..functional import sync_batch_norm
+from ..sync_batchnorm import SyncBatchNorm
+from ..tracing import Proxy, as_one_node
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):

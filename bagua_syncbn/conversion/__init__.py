@@ -1,0 +1,10 @@
+"""What happens to a model: its layers become synchronized ones, and local ones again.
+
+This room knows the layer; the layer does not know it.
+"""
+
+from .convert import convert_sync_batchnorm, revert_sync_batchnorm
+from .registry import register_converter
+from .report import conversion_report
+
+__all__ = ["conversion_report", "convert_sync_batchnorm", "register_converter", "revert_sync_batchnorm"]
