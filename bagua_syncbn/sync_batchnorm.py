@@ -76,6 +76,10 @@ class SyncBatchNorm(_BatchNorm):
     # How eps keeps the deviation from zero, see sync_batch_norm.
     eps_mode: str = "plus"
 
+    # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
+    # copies and files.
+    name_in_model: str | None = None
+
     # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,
     # and the second does not count here.
     disable_patch_batchnorm: ClassVar[bool] = True

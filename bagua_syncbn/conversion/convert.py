@@ -64,23 +64,24 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
     """
     check_process_group(process_group)
     # All the classes first: one layer that is refused leaves all as they were.
-    targets: dict[nn.Module, type[SyncBatchNorm]] = {}
+    targets: dict[nn.Module, tuple[type[SyncBatchNorm], str]] = {}
     findings = examine(module, filter)
     for finding in findings:
         if finding.error is not None:
             raise finding.error
         if finding.target is not None:
-            targets[finding.module] = finding.target
+            targets[finding.module] = finding.target, finding.names[0]
     _warn_of_synchronized_strangers(findings)
     if module in targets:
         target = targets.pop(module)
         module = _shallow_copy(module)
         targets[module] = target
     with _restored_on_error(targets):
-        for layer, cls in targets.items():
+        for layer, (cls, name) in targets.items():
             if not isinstance(layer, SyncBatchNorm):
                 _take_group(layer)
             object.__setattr__(layer, "__class__", cls)
+            vars(layer)["name_in_model"] = name
             if process_group is not None:
                 layer.process_group = process_group
     return module
@@ -113,7 +114,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     groups = [_groups_before_conversion(layer) for layer in layers]
     with _restored_on_error(layers):
         for layer, cls, attributes in zip(layers, classes, groups, strict=True):
-            for name in ("process_group", "groups_before"):
+            for name in ("process_group", "groups_before", "name_in_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)

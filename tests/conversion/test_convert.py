@@ -56,7 +56,7 @@ def test_standard_layers(local, synced, shape):
     assert convert_sync_batchnorm(model) is model
     assert model[0] is layer
     assert type(layer) is synced
-    assert vars(layer) == attributes
+    assert vars(layer) == {**attributes, "name_in_model": "0"}
     model(torch.randn(shape))
     assert revert_sync_batchnorm(model) is model
     assert type(layer) is local
@@ -196,6 +196,14 @@ def test_a_model_that_is_one_layer_is_copied(layer):
     reverted = revert_sync_batchnorm(converted)
     assert type(reverted) is before
     assert isinstance(converted, SyncBatchNorm)
+
+
+def test_layers_know_their_name_in_the_model():
+    model = net()
+    model.again = model[1]
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(convert_sync_batchnorm(model))))
+    assert (copied[1].name_in_model, copied[2][0].name_in_model) == ("1", "2.0")
+    assert SyncBatchNorm2d(3).name_in_model is None
 
 
 def test_torchs_synchronized_layers():
