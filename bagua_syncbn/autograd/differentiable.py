@@ -3,7 +3,7 @@ r"""The step in parts that can be differentiated any number of times, forwards a
 All that crosses between ranks is in two functions, each of them written so that its derivatives are made of the two
 again::
 
-    x --> _Moments --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
+    x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 
 and the rest is plain torch. This is the path of second derivatives, of forward-mode differentiation and of
 :mod:`torch.func`; it holds more intermediate tensors of the input's size than the step that runs in training.
@@ -25,14 +25,14 @@ def differentiable_batch_norm(
     bias: Tensor | None,
     options: ops.MergeOptions,
     communicator: Communicator,
-    moments: ops.MergedStats | None = None,
+    merged: ops.MergedStats | None = None,
 ) -> Tensor:
-    """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``moments`` are those of a forward pass that was made before.
+    """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``merged`` are the statistics of one made before.
 
     Where they are given there is no communication, and no buffer changes.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
-    mean, invstd, _, _ = _Moments.apply(wide, options, communicator, moments)
+    mean, invstd, _, _ = _Merged.apply(wide, options, communicator, merged)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
@@ -45,7 +45,7 @@ def differentiable_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor | None,
-    moments: ops.MergedStats,
+    merged: ops.MergedStats,
     communicator: Communicator,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
@@ -55,16 +55,16 @@ def differentiable_backward(
     """
     # A view, so that autograd ends at this use of the weight: the input may depend on it too.
     weight_view = None if weight is None else weight.view_as(weight)
-    bias = torch.zeros_like(moments.mean, requires_grad=True)  # of which nothing depends on the value
+    bias = torch.zeros_like(merged.mean, requires_grad=True)  # of which nothing depends on the value
     unused = ops.MergeOptions(None, None, None, None, 0.0, "plus")
-    output = differentiable_batch_norm(input, weight_view, bias, unused, communicator, moments)
+    output = differentiable_batch_norm(input, weight_view, bias, unused, communicator, merged)
     tensors = (input, weight_view, bias)
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
     grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
     return tuple(next(grads) if needed else None for needed in needs_grad)
 
 
-class _Moments(torch.autograd.Function):
+class _Merged(torch.autograd.Function):
     r"""Mean and inverse deviation of all ranks' batches, as functions of this rank's.
 
     With N values per channel in all, :math:`\partial\mu / \partial x_i = 1 / N` and :math:`\partial\sigma^{-1} /
@@ -77,13 +77,13 @@ class _Moments(torch.autograd.Function):
         input: Tensor,
         options: ops.MergeOptions,
         communicator: Communicator,
-        moments: ops.MergedStats | None,
+        merged: ops.MergedStats | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if moments is None:
-            moments = ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)
-        clamped = torch.zeros_like(moments.mean, dtype=torch.bool) if moments.clamped is None else moments.clamped
+        if merged is None:
+            merged = ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)
+        clamped = torch.zeros_like(merged.mean, dtype=torch.bool) if merged.clamped is None else merged.clamped
         # Clones, because a function must not return tensors that are kept elsewhere.
-        return moments.mean.clone(), moments.invstd.clone(), moments.total_count.clone(), clamped.clone()
+        return merged.mean.clone(), merged.invstd.clone(), merged.total_count.clone(), clamped.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

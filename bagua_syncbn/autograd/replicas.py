@@ -3,7 +3,7 @@
 Sums of gradients cross between replicas along edges of autograd's graph. Each replica has a node at either end and all
 of them share one in the middle::
 
-    x --> _Statistics --> statistics --\\                  /--> moments of all --> _Normalize --> y
+    x --> _Statistics --> statistics --\\                  /--> merged --> _Normalize --> y
                \\                         >--> _Merge -->--<                          /
                 \\                       /                 \\                         /
                  \\       the other replicas             the other replicas        /
@@ -38,22 +38,22 @@ def replicated_batch_norm(
     def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
         # Replica 0 may run without gradients where another does not.
         with torch.set_grad_enabled(any(packed.requires_grad for packed in statistics)):
-            count, *moments = _Merge.apply(options, *statistics)
-        return [(own, count) for own in moments]
+            count, *merged = _Merge.apply(options, *statistics)
+        return [(own, count) for own in merged]
 
     totals = _Totals()
     # The weight for the gradient of the input. Detached: it gets its own gradient from _Normalize.
     input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
-    moments, count = replica.meet(statistics, merge)
-    totals.moments, totals.count = moments.detach(), count
-    output: Tensor = _Normalize.apply(input, weight, bias, moments)
+    merged, count = replica.meet(statistics, merge)
+    totals.merged, totals.count = merged.detach(), count
+    output: Tensor = _Normalize.apply(input, weight, bias, merged)
     return output
 
 
 class _Totals:
-    """What ``_Statistics`` needs in backward and what exists only after its forward: ``moments`` (2C) and ``count``."""
+    """What ``_Statistics`` needs in backward and what exists only after its forward: ``merged`` (2C) and ``count``."""
 
-    moments: Tensor
+    merged: Tensor
     count: Tensor
 
 
@@ -67,9 +67,9 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, sums: Tensor) -> tuple[Tensor, None, None]:
-        # An output that is not in the loss has a grad_output of zeros here; its input still acts through the moments.
+        # An output that is not in the loss has a grad_output of zeros here; its input still acts through those of all.
         input, weight = ctx.saved_tensors
-        mean, invstd = ctx.totals.moments.chunk(2)
+        mean, invstd = ctx.totals.merged.chunk(2)
         sums = sums[: 2 * input.size(1)]
         return (
             ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, ctx.totals.count),
@@ -85,7 +85,7 @@ class _Merge(torch.autograd.Function):
         options: ops.MergeOptions,
         *statistics: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Returns the count, and the moments ``[mean (C) | invstd (C)]`` once for each replica."""
+        """Returns the count, and what was merged, ``[mean (C) | invstd (C)]``, once for each replica."""
         mean, invstd, count, ctx.clamped = ops.merge_stats(torch.stack(statistics), options)
         ctx.mark_non_differentiable(count)
         return count, *(torch.cat([mean, invstd]) for _ in statistics)
@@ -101,14 +101,14 @@ class _Merge(torch.autograd.Function):
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor) -> Tensor:
-        ctx.save_for_backward(input, weight, moments)
-        return ops.batch_norm_elemt(input, weight, bias, *moments.chunk(2))  # type: ignore[no-any-return]
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, merged: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight, merged)
+        return ops.batch_norm_elemt(input, weight, bias, *merged.chunk(2))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, moments = ctx.saved_tensors
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *moments.chunk(2), weight)
+        input, weight, merged = ctx.saved_tensors
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *merged.chunk(2), weight)
         grads = (grad_output, grad_weight, grad_bias, sums)
         return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

@@ -2,10 +2,10 @@
 
 import torch
 
-from . import fake, reference
-from .channels import per_channel, reduced_dims
+from . import reference
 from .merge import EPS_MODES, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
+from .reference import per_channel, reduced_dims
 from .schemas import accumulate_dtype
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
@@ -27,7 +27,6 @@ __all__ = [
     "batch_norm_stats",
     "beat_torch",
     "clear_clamped",
-    "fake",
     "merge_stats",
     "per_channel",
     "reduced_dims",

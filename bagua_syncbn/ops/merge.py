@@ -1,4 +1,4 @@
-"""The two ways in which eps keeps the deviation from zero, with the op that knows one of them.
+"""The merge of all ranks' statistics, with its two divisors, the ways in which eps keeps the deviation from zero.
 
 ``"plus"`` is ``sqrt(var + eps)``, torch's; ``"clamp"`` is ``sqrt(max(var, eps))``, with the derivative of ``max``:
 where ``eps`` replaces the variance, no gradient passes through it.
@@ -18,7 +18,7 @@ _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
 class MergeOptions(NamedTuple):
-    """How the statistics of all ranks become moments, and the buffers that they update."""
+    """How the statistics of all ranks are merged, and the buffers that they update."""
 
     running_mean: Tensor | None
     running_var: Tensor | None

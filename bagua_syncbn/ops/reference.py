@@ -3,11 +3,20 @@
 import torch
 from torch import Tensor
 
-from .channels import per_channel, reduced_dims
 from .schemas import accumulate_dtype, library
 
 # What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
 COUNT_BASE = 2**24
+
+
+def reduced_dims(input: Tensor) -> list[int]:
+    """Returns the dimensions over which the values of a channel of ``input`` (N, C, \\*) run."""
+    return [0, *range(2, input.dim())]
+
+
+def per_channel(values: Tensor, input: Tensor) -> Tensor:
+    """Views ``values`` (C) so that it broadcasts along dimension 1 of ``input``."""
+    return values.view(1, -1, *[1] * (input.dim() - 2))
 
 
 def _merge_dtype(device: torch.device) -> torch.dtype:
