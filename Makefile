@@ -82,12 +82,12 @@ RESULTS := benchmarks/results
 bench-results: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
 	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
-	$(BIN)/python -m benchmarks --sections layers collectives training --output $(RESULTS)/ranks.json \
+	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json \
 		--charts docs/charts
 	$(MAKE) bench-docs
 
 bench-docs: $(VENV)/installed-bench
-	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md docs/benchmark_tables.md \
+	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md \
 		--charts docs/charts
 
 # No environment is made: a machine with a GPU may have no network. Says what is missing.

@@ -16,7 +16,6 @@ pays for mapping its output and gradient again, whoever computes them. ``--defau
 import argparse
 import datetime
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +24,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import charts, collectives, jobs, kernels, layers, machine, report, training, workloads
+from . import charts, report
+from .core import batches, machine, records
+from .cpu import kernels
+from .ranks import jobs, layers, training
 
-OUTPUT = Path(__file__).resolve().parent.parent / "build" / "bench" / "results.json"
+OUTPUT = records.ROOT / "build" / "bench" / "results.json"
 
-SECTIONS = ("ops", "local", "layers", "collectives", "training")
-ON_RANKS = ("layers", "collectives", "training")
+ON_RANKS = ("layers", "training")
+SECTIONS = ("ops", "local", *ON_RANKS)
 
 # A first impression: input of which a step is mostly messages, and mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
@@ -45,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
-    parser.add_argument("--shapes", nargs="+", type=workloads.parse_shape, metavar="8x64x56x56")
+    parser.add_argument("--shapes", nargs="+", type=batches.parse_shape, metavar="8x64x56x56")
     parser.add_argument("--quick", action="store_true", help="few shapes and rounds, no second attempt when disturbed")
     parser.add_argument("--seconds", type=float, help="for the rounds of a case (default: 1.5, --quick: 0.2)")
     parser.add_argument("--attempts", type=int, help="at a case that others disturb (default: 3, --quick: 1)")
@@ -88,8 +90,6 @@ def count_cases(job: dict[str, Any]) -> int:
     for section, world_size in itertools.product(job["sections"], job["ranks"]):
         if section == "layers":
             total += len(layers.cases(job, world_size))
-        elif section == "collectives":
-            total += len(collectives.channels_of(job, world_size))
         elif section == "training":
             total += training.seeds(job, world_size)
     return total
@@ -122,21 +122,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(results: dict[str, Any], path: Path) -> None:
-    """Writes the results with one case to a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = {name: value for name, value in results.items() if name != "cases"}
-    lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in results["cases"])
-    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}\n]}}\n', encoding="utf-8")
-
-
 def main() -> None:
     arguments = parse_arguments()
     if not arguments.default_malloc:
         machine.keep_memory()
     torch.manual_seed(0)
     results = run(make_job(arguments))
-    write(results, arguments.output)
+    records.write(results, arguments.output)
     print(report.report(results, leave_out=report.DETAILS))
     print(f"samples: {arguments.output}\ntables of each case: python -m benchmarks.report {arguments.output}")
     if any(case["section"] in ON_RANKS for case in results["cases"]):

@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from workers import WorkerPool
 
 # What fails in them says what it compared, as in the files of tests.
 pytest.register_assert_rewrite("cases", "comparison", "observed", "replicated", "training")
+
+# For `benchmarks`. Last, so that the package that is tested is the one that was installed or built for it.
+sys.path.append(str(Path(__file__).parents[1]))
 
 os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # for the ranks too
 

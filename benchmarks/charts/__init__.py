@@ -9,14 +9,13 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from . import floor, over_ranks, peers, scale, training
+from . import floor, over_ranks, peers, training
 
 CHARTS: dict[str, Callable[[Figure, dict[str, Any]], bool]] = {
     "peers": peers.draw,
     "ranks": over_ranks.draw,
     "floor": floor.draw,
     "training": training.draw,
-    "scale": scale.draw,
 }
 
 _STYLE = {
@@ -38,7 +37,7 @@ def digest(results: dict[str, Any]) -> str:
 
 
 def draw_all(results: dict[str, Any], directory: Path) -> list[Path]:
-    """Draws each chart that there are data for, as SVG and PNG, and returns the paths of the files."""
+    """Draws each chart that there are data for, and returns the paths of the files."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context(_STYLE):
@@ -46,10 +45,6 @@ def draw_all(results: dict[str, Any], directory: Path) -> list[Path]:
             figure = Figure(figsize=(10, 5.6), layout="constrained")
             if not draw(figure, results):
                 continue
-            stem = directory / name
-            figure.savefig(
-                stem.with_suffix(".svg"), metadata={"Date": None, "Description": f"results {digest(results)}"}
-            )
-            figure.savefig(stem.with_suffix(".png"), dpi=110)
-            paths += [stem.with_suffix(".svg"), stem.with_suffix(".png")]
+            paths.append(directory / f"{name}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None, "Description": f"results {digest(results)}"})
     return paths

@@ -5,8 +5,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..report import cells
-from ..report.layers import measured_peers
+from ..core import cases as recorded
+from ..core.cases import floor_ratios, of_section
+from ..ranks.report import measured_peers
 from . import common
 from .peers import first_layout
 
@@ -14,7 +15,7 @@ from .peers import first_layout
 def draw(figure: Figure, results: dict[str, Any]) -> bool:
     chosen = [
         case
-        for case in cells.cases(results, "layers")
+        for case in of_section(results, "layers")
         if case["ranks"] in (1, 2) and case["threads"] == 1 and case["layout"] == first_layout(case)
     ]
     counts = sorted({case["ranks"] for case in chosen})
@@ -22,11 +23,11 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
         return False
     panels = figure.subplots(1, len(counts), sharey=True, sharex=True, squeeze=False)[0]
     for axes, ranks in zip(panels, counts, strict=True):
-        cases = sorted((case for case in chosen if case["ranks"] == ranks), key=cells.elements)
+        cases = sorted((case for case in chosen if case["ranks"] == ranks), key=recorded.elements)
         for name in ["local", *measured_peers(results)]:
             title, color, marker = common.PEERS[name]
             values = [
-                1 / statistics.median(cells.floor_ratios(case, name)) if name in case["microseconds"] else float("nan")
+                1 / statistics.median(floor_ratios(case, name)) if name in case["microseconds"] else float("nan")
                 for case in cases
             ]
             # The dash of the one that does not synchronize needs some weight to be seen.

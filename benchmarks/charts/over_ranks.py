@@ -4,8 +4,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..report import cells
-from ..report.layers import measured_peers
+from ..core import cases as recorded
+from ..core.cases import of_section, ratios
+from ..core.tables import quartiles
+from ..ranks.report import measured_peers
 from . import common
 from .peers import first_layout
 
@@ -14,9 +16,9 @@ _PANELS = 4
 
 def draw(figure: Figure, results: dict[str, Any]) -> bool:
     by_shape: dict[str, list[dict[str, Any]]] = {}
-    for case in sorted(cells.cases(results, "layers"), key=cells.elements):
+    for case in sorted(of_section(results, "layers"), key=recorded.elements):
         if case["threads"] == 1 and case["layout"] == first_layout(case):
-            by_shape.setdefault(cells.shape_of(case), []).append(case)
+            by_shape.setdefault(recorded.shape_of(case), []).append(case)
     most = max((len(cases) for cases in by_shape.values()), default=0)
     shapes = [shape for shape, cases in by_shape.items() if len(cases) == most]
     if most < 2:
@@ -30,7 +32,7 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
         for name in measured_peers(results):
             title, color, marker = common.PEERS[name]
             shown = [case for case in cases if name in case["microseconds"]]
-            values = [cells.quartiles(cells.ratios(case, name, "local")) for case in shown]
+            values = [quartiles(ratios(case, name, "local")) for case in shown]
             spread = [[m - low for low, m, _ in values], [high - m for _, m, high in values]]
             axes.errorbar(
                 [case["ranks"] for case in shown], [m for _, m, _ in values], spread, color=color, marker=marker,

@@ -4,26 +4,28 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..report import cells
-from ..report.layers import measured_peers
+from ..core import cases as recorded
+from ..core.cases import of_section, ratios
+from ..core.tables import quartiles
+from ..ranks.report import measured_peers
 from . import common
 
 
 def draw(figure: Figure, results: dict[str, Any]) -> bool:
     chosen = [
         case
-        for case in cells.cases(results, "layers")
+        for case in of_section(results, "layers")
         if case["ranks"] == 2 and case["threads"] == 1 and case["layout"] == first_layout(case)
     ]
     if not chosen:
         return False
-    chosen.sort(key=cells.elements)
+    chosen.sort(key=recorded.elements)
     peers = measured_peers(results)
     axes = figure.subplots()
     height = 0.8 / len(peers)
     for i, name in enumerate(peers):
         title, color, _ = common.PEERS[name]
-        rows = [(y, cells.quartiles(cells.ratios(case, name, "local"))) for y, case in enumerate(chosen)
+        rows = [(y, quartiles(ratios(case, name, "local"))) for y, case in enumerate(chosen)
                 if name in case["microseconds"]]  # fmt: skip
         positions = [y + (i - (len(peers) - 1) / 2) * height for y, _ in rows]
         medians = [values[1] for _, values in rows]

@@ -4,9 +4,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..report import cells
-from ..report.training import step_times
-from ..training import BATCH_SIZE, BOUT, TARGET
+from ..core.cases import of_section
+from ..core.tables import quartiles
+from ..ranks.report import step_times
+from ..ranks.training import BATCH_SIZE, BOUT, TARGET
 from . import common
 
 
@@ -18,7 +19,7 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
     left, right = figure.subplots(1, 2)
     for name in next(iter(times.values())):
         title, color, marker = common.PEERS[name]
-        values = [cells.quartiles(times[ranks][name]) for ranks in times]
+        values = [quartiles(times[ranks][name]) for ranks in times]
         rates = [1e3 / median for _, median, _ in values]
         spread = [[1e3 / m - 1e3 / high for _, m, high in values], [1e3 / low - 1e3 / m for low, m, _ in values]]
         marker = "x" if name == "local" else marker
@@ -34,7 +35,7 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
     left.set_title("Speed; medians and quartiles of the steps", fontsize=10)
 
     ranks = max(count for count in times if count <= cores)
-    run = next(case for case in cells.cases(results, "training") if case["ranks"] == ranks)
+    run = next(case for case in of_section(results, "training") if case["ranks"] == ranks)
     for name, losses in run["losses"].items():
         seconds, elapsed, smooth = 0.0, [], []
         for step, milliseconds in enumerate(run["milliseconds"][name], 1):

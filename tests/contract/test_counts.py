@@ -4,8 +4,6 @@ A count that grows fails here, whatever a clock would say. One that shrinks fail
 it cannot grow back unseen.
 """
 
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,17 +14,10 @@ from torch import nn
 import bagua_syncbn
 from bagua_syncbn import functional, ops
 from bagua_syncbn.communicators.c10d import TorchCommunicator
-
-ROOT = Path(__file__).resolve().parents[2]
-if (ROOT / "benchmarks" / "measures").is_dir():
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.measures import (  # noqa: E402 - found through the line above
-    CollectiveClock,
-    DispatchCounter,
-    count_step,
-    record_allocations,
-)
+from benchmarks.core.dispatch import DispatchCounter
+from benchmarks.core.memory import record_allocations
+from benchmarks.core.step import count_step
+from benchmarks.core.waiting import CollectiveClock
 
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it

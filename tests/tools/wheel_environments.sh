@@ -29,9 +29,7 @@ for environment in "$@"; do
   # Away from the sources, so that what is imported is what was installed; the others need the checkout.
   tests=$(mktemp -d)
   cp pyproject.toml "$tests"
-  mkdir "$tests/benchmarks"
-  cp -r benchmarks/__init__.py benchmarks/measures "$tests/benchmarks"
-  cp -r tests "$tests/tests"
+  cp -r benchmarks tests "$tests"
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
       tests/contract tests/layer/test_layer.py tests/layer/test_errors.py tests/layer/test_wrappers.py \

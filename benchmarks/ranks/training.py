@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from . import machine, rounds
+from ..core.disturbance import Load, quietest
+from ..core.machine import count_cores
+from ..core.timing import digits
+from ..peers import Maker
 from .gathering import gather
-from .peers import Maker
 
 BATCH_SIZE = 64  # of all ranks together
 BOUT = 10  # steps of one peer before the next has its turn
@@ -110,9 +112,9 @@ def steps_to_target(losses: list[float]) -> int | None:
 
 def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields this rank's share of one global batch after another, without end."""
-    digits = load_digits()
-    images = torch.from_numpy(digits.images[:, None] / 16).float().to(device)
-    labels = torch.from_numpy(digits.target).to(device)
+    data = load_digits()
+    images = torch.from_numpy(data.images[:, None] / 16).float().to(device)
+    labels = torch.from_numpy(data.target).to(device)
     generator = torch.Generator().manual_seed(seed)
     while True:
         shuffled = torch.randperm(len(images), generator=generator)
@@ -127,7 +129,7 @@ def measure(seed: int, makers: dict[str, Maker], device: torch.device) -> dict[s
     batches = {name: load_batches(seed, device) for name in makers}
     # Warms up what all have in common; a step's first time is otherwise that of whoever comes first.
     Trainer(makers["local"], seed, device).train([next(load_batches(seed, device)) for _ in range(3)])
-    load, turn = rounds.Load(), 0
+    load, turn = Load(), 0
     while running := [name for name, trainer in trainers.items() if not trainer.done]:
         for name in running[:: (-1) ** turn]:
             trainers[name].train([next(batches[name]) for _ in range(BOUT)])
@@ -139,24 +141,20 @@ def measure(seed: int, makers: dict[str, Maker], device: torch.device) -> dict[s
         "device": device.type,
         "seed": seed,
         "foreign_cores": gather(foreign_cores)[0],
-        "milliseconds": {name: [_digits(1e3 * value) for value in t.seconds] for name, t in trainers.items()},
-        "losses": {name: [_digits(value) for value in t.losses] for name, t in trainers.items()},
+        "milliseconds": {name: [digits(1e3 * value) for value in t.seconds] for name, t in trainers.items()},
+        "losses": {name: [digits(value) for value in t.losses] for name, t in trainers.items()},
     }
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def seeds(job: dict[str, Any], world_size: int) -> int:
     """How often to train: where ranks share cores, a step takes so long that its samples have to do."""
     if job["quick"]:
         return 1 if world_size <= 2 else 0
-    return 3 if world_size <= machine.count_cores() else 1
+    return 3 if world_size <= count_cores() else 1
 
 
 def measure_all(
     job: dict[str, Any], makers: dict[str, Maker], device: torch.device, wait: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:
     for seed in range(seeds(job, dist.get_world_size())):
-        yield rounds.quietest(partial(measure, seed, makers, device), min(2, job["attempts"]), wait)
+        yield quietest(partial(measure, seed, makers, device), min(2, job["attempts"]), wait)

@@ -13,11 +13,32 @@ from torch import Tensor, nn
 
 from bagua_syncbn.communicators import resolve_communicator
 
-from . import machine, rounds, workloads
+from ..core.batches import Shape, layouts, make_batch
+from ..core.disturbance import quietest
+from ..core.machine import thread_counts
+from ..core.step import count_step
+from ..core.timing import Workload
+from ..core.waiting import CollectiveClock
+from ..peers import Maker
 from .gathering import time_on_ranks
-from .measures import CollectiveClock, count_step
-from .peers import Maker
-from .workloads import Shape, Workload
+
+# For each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and those that others have published figures
+# of.
+SHAPES: tuple[Shape, ...] = (
+    (4, 32, 16, 16),
+    (64, 256),
+    (64, 2048),
+    (4, 512, 7, 7),
+    (16, 256, 14, 14),
+    (2, 64, 112, 112),
+    (8, 64, 56, 56),
+    (50, 2048, 7, 7),
+    (2, 32, 48, 48, 48),
+    (1, 32, 512, 512),
+    (32, 256, 56, 56),
+    (32, 64, 112, 112),
+    (64, 8, 224, 224),
+)
 
 # Inputs of so many values are measured on at most two ranks and in one way only, but for one of them.
 _HUGE = 25_000_000
@@ -27,14 +48,14 @@ _MEASURED_IN_FULL = (32, 256, 56, 56)
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
     """Interleaved input on two ranks, and several threads on one and two, which leave cores idle."""
     chosen = []
-    for shape in map(tuple, job["shapes"] or workloads.LAYER_SHAPES):
+    for shape in map(tuple, job["shapes"] or SHAPES):
         huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL
         if huge and world_size > 2:
             continue
         simple = job["quick"] or huge or world_size > 2
-        layouts = workloads.layouts(shape)[: 2 if world_size == 2 and not simple else 1]
-        threads = [1] if simple or job["device"] != "cpu" else machine.thread_counts(world_size)
-        chosen += itertools.product([shape], layouts, threads)
+        chosen_layouts = layouts(shape)[: 2 if world_size == 2 and not simple else 1]
+        threads = [1] if simple or job["device"] != "cpu" else thread_counts(world_size)
+        chosen += itertools.product([shape], chosen_layouts, threads)
     return chosen
 
 
@@ -70,14 +91,15 @@ class TimedStep:
 
 def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.device, clock: CollectiveClock) -> Any:
     """Returns the workload, and the layers with their input for counting."""
-    x = workloads.make_batch(shape, layout).to(device).requires_grad_()
-    grad_output = workloads.make_batch(shape, layout).to(device)
+    x = make_batch(shape, layout).to(device).requires_grad_()
+    grad_output = make_batch(shape, layout).to(device)
     copy, source = torch.empty_like(grad_output), x.detach()
     steps = {name: (maker(shape[1], len(shape)).to(device), x, grad_output) for name, maker in makers.items()}
     workload: Workload = {name: TimedStep(*step, clock) for name, step in steps.items()}
     workload["copy"] = lambda: copy.copy_(source)
-    messages = workloads.make_collectives(shape[1], resolve_communicator(None), device)
-    workload["collectives"] = lambda: [message() for message in messages.values()]
+    communicator = resolve_communicator(None)
+    packed, sums = torch.zeros(2 * shape[1] + 2, device=device), torch.zeros(2 * shape[1], device=device)
+    workload["collectives"] = lambda: (communicator.all_gather(packed), communicator.all_reduce(sums))
     return workload, steps
 
 
@@ -116,4 +138,4 @@ def measure_all(
     job: dict[str, Any], makers: dict[str, Maker], device: torch.device, wait: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:
     for case in cases(job, dist.get_world_size()):
-        yield rounds.quietest(partial(measure, *case, job, makers, device), job["attempts"], wait)
+        yield quietest(partial(measure, *case, job, makers, device), job["attempts"], wait)

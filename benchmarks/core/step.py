@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from .dispatch import DispatchCounter
 from .memory import record_allocations
-from .waiting import CollectiveClock
-from .wire import bytes_written
+from .waiting import CollectiveClock, bytes_written
 
 
 class Counts(NamedTuple):

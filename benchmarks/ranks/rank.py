@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import collectives, layers, peers, rounds, training
+from .. import peers
+from ..core.disturbance import Patience
+from . import layers, training
 from .gathering import gather
 
-SECTIONS = {"layers": layers.measure_all, "collectives": collectives.measure_all, "training": training.measure_all}
+SECTIONS = {"layers": layers.measure_all, "training": training.measure_all}
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
@@ -43,7 +45,7 @@ def main() -> None:
         timeout=timedelta(minutes=5),
     )
     torch.manual_seed(arguments.rank)
-    patience = rounds.Patience(job["patience"])
+    patience = Patience(job["patience"])
 
     def wait() -> bool:
         # Rank 0 decides for all whether to measure again.

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this machine; each runs ``benchmarks.rank``."""
+"""Starts the ranks of a job on this machine; each runs ``benchmarks.ranks.rank``."""
 
 import json
 import os
@@ -7,10 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from ..core.records import ROOT
 
 
 def make_environment(world_size: int) -> dict[str, str]:
@@ -29,7 +28,7 @@ def make_environment(world_size: int) -> dict[str, str]:
 def launch(world_size: int, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs the job's sections on so many ranks and yields the cases as they are measured."""
     with tempfile.TemporaryDirectory(prefix="bagua_syncbn_bench_") as directory:
-        command = [sys.executable, "-m", "benchmarks.rank", "--store", f"{directory}/store"]
+        command = [sys.executable, "-m", "benchmarks.ranks.rank", "--store", f"{directory}/store"]
         command += ["--world-size", str(world_size), "--job", json.dumps(job), "--rank"]
         output = [subprocess.PIPE, *[subprocess.DEVNULL] * (world_size - 1)]
         shared = make_environment(world_size)

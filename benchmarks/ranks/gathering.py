@@ -4,8 +4,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import rounds
-from .workloads import Workload
+from ..core import disturbance, timing
+from ..core.timing import Workload
 
 
 def gather(value: Any) -> list[Any]:
@@ -16,13 +16,13 @@ def gather(value: Any) -> list[Any]:
 
 def time_on_ranks(workload: Workload, job: dict[str, Any]) -> dict[str, Any]:
     """Times a workload on all ranks together and returns what is recorded of it: the means over the ranks."""
-    chosen = gather(rounds.plan(workload, job["seconds"], job["least"], job["most"], dist.barrier))[0]
+    chosen = gather(timing.plan(workload, job["seconds"], job["least"], job["most"], dist.barrier))[0]
     dist.barrier()
-    load = rounds.Load()
-    measured = rounds.merge(gather(rounds.run(workload, chosen, dist.barrier)))
+    load = disturbance.Load()
+    measured = timing.merge(gather(timing.run(workload, chosen, dist.barrier)))
     foreign_cores = load.foreign_cores(sum(gather(load.own_seconds())))
     return {
         # Rank 0's for all: they must agree on whether it was disturbed.
         "foreign_cores": gather(foreign_cores)[0],
-        **rounds.record(measured, job["keeps_memory"]),
+        **timing.record(measured, job["keeps_memory"]),
     }

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 
 import bagua_syncbn
 from bagua_syncbn import ops
+
+from .records import find_commit
 
 # glibc refuses a threshold above 32 MiB from which blocks are mapped one by one, so that mapping is turned off; freed
 # memory at the end of the heap is then kept up to 16 GiB.
@@ -63,23 +64,6 @@ def describe_machine() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "system": platform.system(),
     }
-
-
-def find_commit() -> str | None:
-    """Returns the commit that is checked out, and whether the package was changed since; None without a checkout."""
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
-
-    try:
-        commit = git("rev-parse", "--short", "HEAD")
-    except FileNotFoundError:
-        return None
-    if commit.returncode:
-        return None
-    changed = git("diff", "--quiet", "HEAD", "--", "bagua_syncbn", "csrc").returncode
-    return commit.stdout.strip() + (" and changes" if changed else "")
 
 
 def describe_versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""What is measured, on which tensors. A workload is a dict of functions by name, to be timed in turn."""
+"""Sections ops and local: each op against copying, and the step of one process against ``F.batch_norm``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 import bagua_syncbn
 from bagua_syncbn import ops
 
-Shape = tuple[int, ...]
+from ..core import disturbance, timing
+from ..core.batches import Shape, layouts, make_batch
+from ..core.machine import thread_counts
+from ..core.timing import Workload
 
-# Of the sections ops and local.
 SHAPES: tuple[Shape, ...] = (
     (8, 64, 56, 56),
     (16, 256, 14, 14),
@@ -22,47 +25,6 @@ SHAPES: tuple[Shape, ...] = (
     (2, 32, 48, 48, 48),
     (32, 256, 56, 56),
 )
-
-# Of the section layers, for each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and those that others
-# have published figures of.
-LAYER_SHAPES: tuple[Shape, ...] = (
-    (4, 32, 16, 16),
-    (64, 256),
-    (64, 2048),
-    (4, 512, 7, 7),
-    (16, 256, 14, 14),
-    (2, 64, 112, 112),
-    (8, 64, 56, 56),
-    (50, 2048, 7, 7),
-    (2, 32, 48, 48, 48),
-    (1, 32, 512, 512),
-    (32, 256, 56, 56),
-    (32, 64, 112, 112),
-    (64, 8, 224, 224),
-)
-
-Workload = dict[str, Callable[[], object]]
-
-_MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def parse_shape(text: str) -> Shape:
-    shape = tuple(int(size) for size in text.split("x"))
-    if not 2 <= len(shape) <= 5:
-        raise ValueError(f"shape: expected 2 to 5 dimensions, got {text}")
-    return shape
-
-
-def layouts(shape: Shape) -> list[str]:
-    """Returns the layouts that a shape can have: the rows of (N, C) are interleaved whatever the memory format."""
-    return ["planar", "interleaved"] if len(shape) in _MEMORY_FORMATS else ["interleaved"]
-
-
-def make_batch(shape: Shape, layout: str) -> Tensor:
-    batch = torch.randn(shape)
-    if layout == "interleaved" and len(shape) in _MEMORY_FORMATS:
-        batch = batch.to(memory_format=_MEMORY_FORMATS[len(shape)])
-    return batch
 
 
 def make_ops(shape: Shape, layout: str) -> Workload:
@@ -104,11 +66,39 @@ def make_local(shape: Shape, layout: str) -> tuple[Workload, str]:
     return workload, path
 
 
-def make_collectives(channels: int, communicator: Any, device: torch.device) -> Workload:
-    """The two messages of a synchronized step in float32, on their own."""
-    packed = torch.zeros(2 * channels + 2, device=device)
-    sums = torch.zeros(2 * channels, device=device)
+def cases(job: dict[str, Any]) -> list[tuple[str, Shape, str, int]]:
+    return [
+        (section, shape, layout, threads)
+        for section in ("ops", "local")
+        if section in job["sections"]
+        for shape in job["shapes"] or SHAPES
+        for layout in layouts(shape)
+        for threads in thread_counts(1)
+    ]
+
+
+def measure(section: str, shape: Shape, layout: str, threads: int, job: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    path = {}
+    if section == "ops":
+        workload = make_ops(shape, layout)
+    else:
+        workload, path["path"] = make_local(shape, layout)
+    chosen = timing.plan(workload, job["seconds"], job["least"], job["most"])
+    load = disturbance.Load()
+    measured = timing.run(workload, chosen)
     return {
-        "all_gather": lambda: communicator.all_gather(packed),
-        "all_reduce": lambda: communicator.all_reduce(sums),
+        "section": section,
+        "shape": shape,
+        "layout": layout,
+        "threads": threads,
+        **path,
+        "foreign_cores": load.foreign_cores(load.own_seconds()),
+        **timing.record(measured, job["keeps_memory"]),
     }
+
+
+def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    patience = disturbance.Patience(job["patience"])
+    for case in cases(job):
+        yield disturbance.quietest(partial(measure, *case, job), job["attempts"], patience.wait)

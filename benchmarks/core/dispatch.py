@@ -12,7 +12,9 @@ _PAYLOAD = ("input", "input_tensor", "input_tensors", "inputs", "tensor", "tenso
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier_")
 
 # Ops whose result the host must have before it goes on: values, and shapes that depend on values.
-_READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2")
+_READS = (
+    "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique", "_unique2", "_to_cpu"
+)  # fmt: skip
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -37,12 +39,11 @@ class DispatchCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        namespace, name = function.name().split("::")
-        name = name.split(".")[0]
-        self.ops.append(f"{namespace}::{name}")
+        namespace, name = function._schema.name.split("::")
+        self.ops.append(function._schema.name)
         if namespace in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
             self.payloads.append(_payload(function, args, kwargs))
-        self.reads += _reads(namespace, name, args, kwargs)
+        self.reads += reads_on_host(function, args, kwargs)
         return function(*args, **kwargs)
 
 
@@ -52,12 +53,14 @@ def _payload(function: Any, args: Any, kwargs: Any) -> int:
     return sum(t.nbytes for name in _PAYLOAD for t in _tensors(values.get(name)))
 
 
-def _reads(namespace: str, name: str, args: Any, kwargs: Any) -> bool:
+def reads_on_host(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host needs a value or a shape from the device to go on after this op."""
+    namespace, name = function._schema.name.split("::")
     if namespace != "aten":
         return False
     if name in ("index", "index_put_", "index_put"):  # a mask is turned into indices, whose number is data
         return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
     if name == "_to_copy":
-        device = kwargs.get("device")
+        device = (kwargs or {}).get("device")
         return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
     return name in _READS

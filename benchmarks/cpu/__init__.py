@@ -1,0 +1,1 @@
+"""One process: each op beside copying, and a step beside ``F.batch_norm``."""

@@ -1,0 +1,59 @@
+"""Tables of the sections ops and local."""
+
+from statistics import median
+
+from ..core.cases import COPY_MOVES, MOVED, STEP_COPIES, elements, floor_ratios, key, milliseconds, of_section, ratios
+from ..core.tables import Case, Results, across_cases, spread, table
+
+_ELEMENT_SIZE = 4  # all inputs are float32
+
+
+def op_ratios(case: Case, op: str) -> list[float]:
+    """Returns time of an op over time to copy as many bytes as it must move."""
+    return ratios(case, op, "copy", COPY_MOVES / MOVED[op])
+
+
+def ops_table(results: Results) -> str:
+    """Each op over copying as many bytes as it must move: median (minimum; quartiles)."""
+
+    def row(case: Case) -> list[str]:
+        rate = COPY_MOVES * _ELEMENT_SIZE * elements(case) / median(case["microseconds"]["copy"]) / 1e3
+        return [*key(case), *(spread(op_ratios(case, op)) for op in MOVED), f"{rate:.3g}"]
+
+    return table(["input", "layout", "threads", *MOVED, "copy, GB/s"], map(row, of_section(results, "ops")))
+
+
+def local_table(results: Results) -> str:
+    """A step of one process over that of F.batch_norm, and over the floor: median (minimum; quartiles)."""
+
+    def row(case: Case) -> list[str]:
+        floor = [median(floor_ratios(case, "torch")), median(ratios(case, "ours", "copy", 1 / STEP_COPIES))]
+        times = [milliseconds(case, name) for name in ("ours", "torch")]
+        return [*key(case), case["path"], spread(ratios(case, "ours", "torch")), *(f"{f:.2f}" for f in floor), *times]
+
+    header = ["input", "layout", "threads", "computed by", "ours / torch", "floor / torch", "ours / floor"]
+    return table([*header, "ours, ms", "torch, ms"], map(row, of_section(results, "local")))
+
+
+def process_table(results: Results) -> str:
+    """One process in a few lines: geometric mean over the inputs (smallest to largest)."""
+    ops, local = of_section(results, "ops"), of_section(results, "local")
+    kinds = {
+        "a million values and more, planar": [c for c in local if elements(c) >= 1e6 and c["layout"] == "planar"],
+        "a million values and more, interleaved": [c for c in local if elements(c) >= 1e6 and c["layout"] != "planar"],
+        "fewer values": [c for c in local if elements(c) < 1e6],
+    }
+    rows = [
+        [
+            f"step / `F.batch_norm`, {what}",
+            len(cases),
+            across_cases([median(ratios(case, "ours", "torch")) for case in cases]),
+            across_cases([median(floor_ratios(case, "torch")) for case in cases]),
+        ]
+        for what, cases in kinds.items()
+        if cases
+    ]
+    if ops:
+        copied = [median(op_ratios(case, op)) for case in ops for op in MOVED]
+        rows.insert(0, ["each op / copying as many bytes", len(ops), across_cases(copied), ""])
+    return table(["", "inputs", "ratio", "floor / `F.batch_norm`"], rows)

@@ -1,0 +1,161 @@
+"""Tables of jobs of several ranks: what synchronization costs, where it goes, what is counted, and training."""
+
+from statistics import median
+
+from .. import peers
+from ..core.cases import floor_ratios, key, milliseconds, of_section, ratios, shape_of
+from ..core.tables import Case, Results, across_cases, quartiles, spread, table
+from .training import TARGET, steps_to_target
+
+# Counts do not depend on the size of the input but through that of the messages: one shape says it all.
+_COUNTED = (8, 64, 56, 56)
+
+_SYNCED = ("ours", "naive", "fairscale", "torch_sync", "bagua_contrib", "inplace_abn")
+
+
+def measured_peers(results: Results) -> list[str]:
+    """Returns the synchronized peers that any case has."""
+    names = {name for case in of_section(results, "layers") for name in case["microseconds"]}
+    return [name for name in _SYNCED if name in names]
+
+
+def _marked(ranks: int, results: Results) -> str:
+    """Marks jobs with less than a core for each rank."""
+    return f"{ranks}{'*' if ranks > results['machine']['cores'] else ''}"
+
+
+def headline_table(results: Results) -> str:
+    """Over all inputs that were measured with so many ranks of one thread: geometric mean (smallest to largest)."""
+    peers = measured_peers(results)
+    shown = [case for case in of_section(results, "layers") if case["threads"] == 1]
+
+    def cell(cases: list[Case], name: str, other: str) -> str:
+        return across_cases([median(ratios(case, name, other)) for case in cases if name in case["microseconds"]])
+
+    def row(ranks: int) -> list[str]:
+        cases = [case for case in shown if case["ranks"] == ranks]
+        pairs = [(name, "local") for name in peers]
+        pairs += [("ours", name) for name in peers if name != "ours"]
+        return [_marked(ranks, results), str(len(cases)), *(cell(cases, *pair) for pair in pairs)]
+
+    header = ["ranks", "inputs", *(f"{name} / local" for name in peers)]
+    header += [f"ours / {name}" for name in peers if name != "ours"]
+    return table(header, map(row, sorted({case["ranks"] for case in shown})))
+
+
+def layers_table(results: Results) -> str:
+    """Each peer's step over that of the layer that does not synchronize, and over each other; ratios first."""
+    peers = measured_peers(results)
+
+    def row(case: Case) -> list[str]:
+        present = [name for name in ["local", *peers] if name in case["microseconds"]]
+        shown = [spread(ratios(case, name, "local")) if name in present else "" for name in peers]
+        others = [name for name in peers if name != "ours"]
+        shown += [f"{median(ratios(case, 'ours', name)):.2f}" if name in present else "" for name in others]
+        floor = f"{median(floor_ratios(case, 'ours')):.2f}"
+        times = [milliseconds(case, name) for name in ("ours", "local")]
+        return [_marked(case["ranks"], results), *key(case), *shown, floor, *times]
+
+    header = ["ranks", "input of each", "layout", "threads each", *(f"{name} / local" for name in peers)]
+    header += [f"ours / {name}" for name in peers if name != "ours"] + ["floor / ours", "ours, ms", "local, ms"]
+    return table(header, map(row, of_section(results, "layers")))
+
+
+def phases_table(results: Results) -> str:
+    """Forward + backward in milliseconds, and the share of both that the host spent in collectives."""
+    peers = ["local", *measured_peers(results)]
+
+    def cell(case: Case, name: str) -> str:
+        times = case["microseconds"]
+        if name not in times:
+            return ""
+        passes = [milliseconds(case, f"{name} {part}") for part in ("forward", "backward")]
+        shares = [
+            (forward + backward) / total
+            for forward, backward, total in zip(
+                times[f"{name} forward collectives"], times[f"{name} backward collectives"], times[name], strict=True
+            )
+        ]
+        return f"{passes[0]} + {passes[1]}" + (f" ({median(shares):.0%})" if name != "local" else "")
+
+    def row(case: Case) -> list[str]:
+        alone = milliseconds(case, "collectives") if case["ranks"] > 1 else ""
+        shown = [cell(case, name) for name in peers]
+        return [_marked(case["ranks"], results), shape_of(case), case["layout"], *shown, alone]
+
+    single = [case for case in of_section(results, "layers") if case["threads"] == 1]
+    return table(["ranks", "input of each", "layout", *peers, "our collectives alone"], map(row, single))
+
+
+def counts_table(results: Results) -> str:
+    """What was counted in one step of each peer, forward + backward."""
+    counted = [case for case in of_section(results, "layers") if "counts" in case and case["layout"] == "planar"]
+    chosen = [case for case in counted if tuple(case["shape"]) == _COUNTED] or counted
+    first_of_ranks = {case["ranks"]: case for case in reversed(chosen)}
+
+    def row(case: Case, name: str) -> list[str]:
+        counts = case["counts"][name]
+        forward, backward = counts["forward"], counts["backward"]
+        fields = ("collectives", "payload", "written", "waits", "reads", "ops", "large")
+        both = [f"{forward[field]} + {backward[field]}".replace("None", "?") for field in fields]
+        return [str(case["ranks"]), name, *both, f"{counts['peak'] / counts['input']:.2f}"]
+
+    header = ["ranks", "peer", "collectives", "payload, bytes", "written, bytes", "waits", "reads", "dispatched ops"]
+    header += ["large allocations", "peak memory / input"]
+    rows = [row(case, name) for _, case in sorted(first_of_ranks.items()) for name in case["counts"]]
+    return table(header, rows)
+
+
+def seconds_to_target(case: Case, name: str) -> float | None:
+    """Returns the time of the steps until the loss was down to the target; None if it never was."""
+    steps = steps_to_target(case["losses"][name])
+    return None if steps is None else sum(case["milliseconds"][name][:steps]) / 1e3
+
+
+def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
+    """Returns the milliseconds of all steps of all seeds, by number of ranks and peer."""
+    times: dict[int, dict[str, list[float]]] = {}
+    for case in of_section(results, "training"):
+        for name, values in case["milliseconds"].items():
+            times.setdefault(case["ranks"], {}).setdefault(name, []).extend(values)
+    return times
+
+
+def training_table(results: Results) -> str:
+    """Training on digits: step over that of the layer that does not synchronize, and time to a loss."""
+    runs = of_section(results, "training")
+
+    def row(ranks: int, name: str, times: dict[str, list[float]]) -> list[str]:
+        own, local = times[name], median(times["local"])
+        low, middle, high = quartiles(own)
+        reached = [seconds_to_target(case, name) for case in runs if case["ranks"] == ranks]
+        seconds = [value for value in reached if value is not None]
+        steps = [steps_to_target(case["losses"][name]) for case in runs if case["ranks"] == ranks]
+        taken = sorted(step for step in steps if step is not None)
+        shown = f"{median(seconds):.3g} ({min(seconds):.3g}-{max(seconds):.3g})" if seconds else "never"
+        return [
+            _marked(ranks, results),
+            name,
+            f"{middle / local:.2f} ({low / local:.2f}-{high / local:.2f})",
+            f"{1e3 / middle:.3g} ({1e3 / high:.3g}-{1e3 / low:.3g})",
+            shown,
+            f"{taken[0]}-{taken[-1]}" if taken else "",
+            f"{len(seconds)} of {len(reached)}",
+        ]
+
+    header = ["ranks", "peer", "step / local", "steps a second", f"seconds to a loss of {TARGET:g}", "steps", "runs"]
+    return table(header, [row(ranks, name, times) for ranks, times in step_times(results).items() for name in times])
+
+
+def peers_table(results: Results) -> str:
+    """Which peers were measured with how many ranks, and why the others were not."""
+    jobs = of_section(results, "peers")
+
+    def row(name: str, what: str) -> list[str]:
+        measured = ", ".join(str(job["ranks"]) for job in jobs if name in job["measured"]) or "none"
+        reasons = sorted({job["skipped"][name] for job in jobs if name in job["skipped"]})
+        return [name, what, measured, "; ".join(f"`{reason}`" for reason in reasons)]
+
+    return table(
+        ["peer", "what it is", "measured on ranks", "skipped because"], [row(*peer) for peer in peers.PEERS.items()]
+    )
