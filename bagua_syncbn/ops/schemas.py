@@ -31,6 +31,7 @@ from torch import Tensor
 _Shapes = TypeVar("_Shapes", bound=Callable[..., object])
 
 library = torch.library.Library("bagua_syncbn", "DEF")
+SCHEMAS: list[str] = []
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,6 +41,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
     """Declares an op that has ``schema``; what is decorated gives the shapes of its results."""
+    SCHEMAS.append(schema)
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     shapes: Callable[[_Shapes], _Shapes] = torch.library.register_fake(
         f"bagua_syncbn::{schema.partition('(')[0]}", lib=library

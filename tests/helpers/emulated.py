@@ -120,13 +120,13 @@ _definitions: list[torch.library.Library] = []  # they last as long as these obj
 @cache
 def load_library(path: Path) -> Library:
     _definitions.append(torch.library.Library("bagua_syncbn_emulated", "DEF"))
-    for schema in schemas._SCHEMAS:
+    for schema in schemas.SCHEMAS:
         _definitions[-1].define(schema)
     torch.ops.load_library(path)
     emulate_stream = ctypes.CDLL(str(path)).emulate_stream
     emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
     emulate_stream.restype = None
-    names = [schema.partition("(")[0] for schema in schemas._SCHEMAS]
+    names = [schema.partition("(")[0] for schema in schemas.SCHEMAS]
     ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in names})
     return Library(path, ops, emulate_stream)
 
