@@ -63,12 +63,14 @@ def sync_batch_norm(
         training: whether to normalize by the statistics of the batch.
         momentum: weight of the new statistics in the running ones; None for the average over all batches so far, which
             needs ``num_batches_tracked``.
-        eps: :math:`\epsilon`, added to the variance.
+        eps: :math:`\epsilon`, added to the variance; above 0 in training, as torch asks, and never below.
         process_group: the ranks to synchronize with: None for the default group of the job (each process alone where
             there is no job), a :class:`torch.distributed.ProcessGroup`, a ``BaguaProcessGroup``, a description of one
             as :func:`~bagua_syncbn.sync_group` takes it, or a :class:`~bagua_syncbn.communicators.Communicator`.
-        num_batches_tracked: int64 scalar, increased by one in place whenever the running statistics are updated.
-        eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor.
+        num_batches_tracked: scalar, increased by one in place whenever the running statistics are updated; of any
+            integer or float dtype.
+        eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor, where
+            ``eps`` may be 0 in training too.
         layer: the module that calls. Its forward passes are told from those of others when activation checkpointing
             repeats one in backward; all calls without a module count as one.
 
@@ -77,11 +79,12 @@ def sync_batch_norm(
 
     Raises:
         TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; a parameter
-            or buffer is not floating point; ``num_batches_tracked`` is not int64; ``process_group`` is of no known
-            kind.
+            or buffer is not floating point; ``num_batches_tracked`` is boolean or complex; ``process_group`` is of no
+            known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
-            ``num_batches_tracked``; ``eps_mode`` is neither of the two; this rank is not in ``process_group``.
+            ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; this rank is not in
+            ``process_group``.
         RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, or one of them is
             on another device than ``input``; :func:`torch.jit.trace` runs in training over several ranks.
 
@@ -91,6 +94,7 @@ def sync_batch_norm(
     _check_tensors(input, tensors)
     _check_counter(num_batches_tracked, input)
     check_eps_mode(eps_mode)
+    _check_eps(eps, positive=training and eps_mode == "plus")
     if not training:
         return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode)
 
@@ -103,7 +107,7 @@ def sync_batch_norm(
         return replicated_batch_norm(input, weight, bias, options, process_group)
     communicator = resolve_communicator(process_group)
     if communicator.size == 1:
-        if input.numel() == input.size(1) > 0:
+        if not is_tracing() and input.numel() == input.size(1) > 0:
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
@@ -133,6 +137,12 @@ def check_eps_mode(eps_mode: str) -> None:
         raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
 
 
+def _check_eps(eps: float, positive: bool) -> None:
+    if eps < 0 or (positive and eps == 0):
+        expected = "a number above 0 in training" if positive else "a number of at least 0"
+        raise ValueError(f"eps: expected {expected}, got {eps}")
+
+
 def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
     """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
     if input.dtype not in _INPUT_DTYPES:
@@ -156,9 +166,9 @@ def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
 def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:
     if num_batches_tracked is None:
         return
-    if num_batches_tracked.dtype != torch.int64:
-        raise TypeError(f"num_batches_tracked: expected an int64 tensor, got {num_batches_tracked.dtype}")
-    if num_batches_tracked.numel() != 1:
+    if num_batches_tracked.is_complex() or num_batches_tracked.dtype == torch.bool:
+        raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {num_batches_tracked.dtype}")
+    if not is_tracing() and num_batches_tracked.numel() != 1:
         raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
     _check_device("num_batches_tracked", num_batches_tracked, input)
 
@@ -180,8 +190,13 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     Its CPU kernels for half inputs round in between: in bfloat16 outputs are off by several units in the last place.
     """
     rounds = input.device.type == "cpu" and input.dtype in (torch.float16, torch.bfloat16)
-    is_fast = is_transforming() or not ops.beat_torch(input)
-    return input.numel() > 0 and _torch_takes(input, tensors) and not rounds and is_fast
+    if rounds or not _torch_takes(input, tensors):
+        return False
+    if is_tracing():
+        return True
+    # What a trace decides holds for other sizes too: there, the size must not decide who is faster.
+    is_traced = torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
+    return input.numel() > 0 and (is_traced or is_transforming() or not ops.beat_torch(input))
 
 
 def _batch_norm_alone(

@@ -1,4 +1,4 @@
-"""``python -m bagua_syncbn.info [--json]``: what this installation consists of, for bug reports."""
+"""``python -m bagua_syncbn [--json]``: what this installation consists of, for bug reports."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def collect_info() -> dict[str, Any]:
-    """Returns versions, kernels, devices and engines, as printed by ``python -m bagua_syncbn.info --json``."""
+    """Returns versions, kernels, devices and engines, as printed by ``python -m bagua_syncbn --json``."""
     backends = [name for name in _BACKENDS if dist.is_available() and dist.is_backend_available(name)]
     return {
         "bagua_syncbn": __version__,
@@ -41,7 +41,7 @@ def _build_info() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bagua_syncbn.info", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bagua_syncbn", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     info = collect_info()
     if parser.parse_args().json:

@@ -14,13 +14,13 @@ go the replica's sums, from ``_Merge`` to ``_Statistics`` the sums of all, and a
 runs a node when all that it needs is there, with one thread for each device as well as with one for all replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..communicators.replicas import Replica
@@ -57,16 +57,50 @@ class _Totals:
     count: Tensor
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """The first of its arguments, as a function of all of them that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        raise RuntimeError(
+            "sync_batch_norm: expected first derivatives only among replicas of one process, got an attempt to "
+            "differentiate twice; use one process for each device"
+        )
+
+
+_Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def _once_differentiable(backward: _Backward) -> _Backward:
+    """As torch's decorator of the name, for which a gradient is a constant if only what was saved needs one."""
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        sources = [tensor for tensor in (*ctx.saved_tensors, *grads) if tensor is not None and tensor.requires_grad]
+        return tuple(None if result is None else _NoSecondDerivative.apply(result, *sources) for result in results)
+
+    return wrapper
+
+
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, totals: _Totals) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(input, weight)
         ctx.totals = totals
-        return input, ops.batch_norm_stats(input)
+        # Detached, because autograd makes a view of an input that is returned, and that may forget its memory format.
+        return input.detach(), ops.batch_norm_stats(input)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, sums: Tensor) -> tuple[Tensor, None, None]:
+    @_once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, sums: Tensor) -> tuple[Tensor | None, ...]:
         # An output that is not in the loss has a grad_output of zeros here; its input still acts through those of all.
         input, weight = ctx.saved_tensors
         mean, invstd = ctx.totals.merged.chunk(2)
@@ -91,7 +125,7 @@ class _Merge(torch.autograd.Function):
         return count, *(torch.cat([mean, invstd]) for _ in statistics)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, _: Tensor, *sums: Tensor) -> tuple[Tensor | None, ...]:
         # In the order of replicas, so that the bits do not depend on which device is ready first.
         total = ops.clear_clamped(torch.stack(sums).sum(0), ctx.clamped)
@@ -106,7 +140,7 @@ class _Normalize(torch.autograd.Function):
         return ops.batch_norm_elemt(input, weight, bias, *merged.chunk(2))  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, merged = ctx.saved_tensors
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *merged.chunk(2), weight)

@@ -39,6 +39,12 @@ class MergedStats(NamedTuple):
 
 def merge_stats(gathered: Tensor, options: MergeOptions) -> MergedStats:
     """Calls ``batch_norm_gather_stats``, and makes of what it returns that of ``eps_mode``."""
+    counter = options.num_batches_tracked
+    if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
+        whole = counter.to(torch.int64)
+        merged = merge_stats(gathered, options._replace(num_batches_tracked=whole))
+        counter.copy_(whole)
+        return merged
     *arguments, eps, eps_mode = options
     if eps_mode == "plus":
         mean, invstd, count = _gather_stats(gathered, *arguments, eps)

@@ -145,6 +145,25 @@ def test_all_ranks_compute_the_same_bits(pool):
         assert torch.equal(first[1], other[1])
 
 
+def count_in(dtype):
+    """Two steps of a layer whose buffers were all cast to ``dtype``, or of one whose counter was not."""
+    layers = SyncBatchNorm(3, momentum=None), SyncBatchNorm(3, momentum=None)
+    layers[0].num_batches_tracked = layers[0].num_batches_tracked.to(dtype)
+    for _ in range(2):
+        input = torch.randn(4, 3)
+        for layer in layers:
+            layer(input)
+    return layers[0].num_batches_tracked, *(layer.running_var for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+def test_batches_are_counted_in_any_dtype(pool, dtype):
+    for count, actual, expected in (count_in(dtype), *pool.run(count_in, 2, dtype)):
+        assert count.dtype == dtype
+        assert count == 2
+        assert torch.equal(actual, expected)
+
+
 def no_grad_forward():
     layer = SyncBatchNorm(2)
     with torch.no_grad():

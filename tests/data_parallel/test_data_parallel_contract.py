@@ -234,6 +234,17 @@ def test_dtypes(place, dtype):
     check_equal(actual, expected)
 
 
+@pytest.mark.parametrize("samples", [2, 4])
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_format(place, samples):
+    batch, grad_output = torch.randn(2, samples, 3, 4, 6).unbind()
+    batch, grad_output = (x.to(memory_format=torch.channels_last).requires_grad_() for x in (batch, grad_output))
+    output = parallel(SynchronizedBatchNorm2d(3), place, 2)(batch)
+    output.backward(grad_output.to(output.device))
+    for tensor in (output, batch.grad):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 class Twice(nn.Module):
     """Holds one layer under two names and calls it by both."""
 
@@ -390,9 +401,11 @@ def test_backward_can_be_repeated_but_not_differentiated():
     loss = model(batch).sin().sum()
     first, second = (torch.autograd.grad(loss, batch, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-    (grad,) = torch.autograd.grad(loss, batch, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    linear = (model(batch) * torch.randn(6, 3)).sum()  # whose grad_output is a constant
+    for value in (loss, linear):
+        for grad in torch.autograd.grad(value, (batch, *model.parameters()), create_graph=True, retain_graph=True):
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                torch.autograd.grad(grad.sum(), batch, allow_unused=True, retain_graph=True)
 
 
 def test_a_weight_changed_before_backward_is_noticed():

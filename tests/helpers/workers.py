@@ -66,7 +66,8 @@ class WorkerPool:
         self._processes, self._pipes, self._world_size = [], [], 0
 
     def _start(self, world_size: int) -> None:
-        for rank in range(len(self._processes), world_size):
+        new = range(len(self._processes), world_size)
+        for rank in new:
             ours, theirs = self._context.Pipe()
             arguments = rank, theirs, str(self._stacks(rank)), self._join
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
@@ -74,6 +75,8 @@ class WorkerPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        for rank in new:  # so that time-outs are those of functions: on a busy machine imports take longer
+            self._pipes[rank].recv_bytes()
 
     def _collect(self, waiting: set[int], timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -113,6 +116,7 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         faulthandler.enable(stacks_file)
+        pipe.send_bytes(b"ready")
         while True:
             try:
                 function, args, store, world_size = pickle.loads(pipe.recv_bytes())

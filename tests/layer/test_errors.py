@@ -23,6 +23,7 @@ MESSAGES = [
     ),
     (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.int64), TypeError, r"input: expected a float16.*int64"),
     (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.complex64), TypeError, r"input: .*complex64"),
+    (lambda: SyncBatchNorm(3, eps=-1e-5), torch.randn(4, 3), ValueError, r"eps: expected a number .* got -1e-05"),
     (lambda: SyncBatchNorm(3), torch.randn(4, 3, device="meta"), RuntimeError, r"expected it on meta.* got cpu"),
 ]
 
@@ -69,7 +70,10 @@ def test_one_value_per_channel(shape):
             "num_batches_tracked: expected a tensor",
         ),
         ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
-        ({"num_batches_tracked": torch.tensor(0.0)}, TypeError, "num_batches_tracked: expected an int64 tensor"),
+        ({"num_batches_tracked": torch.tensor(False)}, TypeError, "num_batches_tracked: expected an integer or float"),
+        ({"eps": 0.0}, ValueError, "eps: expected a number above 0 in training, got 0.0"),
+        ({"eps": 0.0, "weight": torch.ones(2).half()}, ValueError, "eps: expected a number above 0"),
+        ({"eps": -0.1, "eps_mode": "clamp"}, ValueError, "eps: expected a number of at least 0, got -0.1"),
         ({"num_batches_tracked": torch.zeros(2).long()}, RuntimeError, r"num_batches_tracked: .* element, got \[2\]"),
         (
             {"num_batches_tracked": torch.tensor(0, device="meta")},

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import fuse_modules, fuse_modules_qat, get_default_qat_qconfig, prepare_qat
 from torch.fx.experimental.optimization import fuse
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from training import STEPS, make_batches, make_model, make_optimizer
 
-from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm
+from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm, sync_batch_norm
 
 
 def evaluated(process_group="node"):
@@ -27,6 +28,32 @@ def test_export(strict):
     program = torch.export.export(model, (input,), strict=strict)
     torch.testing.assert_close(program.module()(input), model(input))
     assert not any("bagua" in str(node.target) for node in program.graph.nodes)
+
+
+def traced_in_training(how, size):
+    """A layer in training, traced with an input of ``size`` samples so that it takes others."""
+    torch._dynamo.reset()
+    layer, input = SyncBatchNorm2d(8), torch.randn(size, 8, 8, 8)
+    if how == "export":
+        batch = torch.export.Dim("batch")
+        return torch.export.export(nn.Sequential(layer), (input,), dynamic_shapes=({0: batch},)).module()
+    if how == "compile":
+        return torch.compile(layer, backend="eager", dynamic=True, fullgraph=True)
+    if how == "fx":
+        return make_fx(lambda x: sync_batch_norm(x, None, None), tracing_mode="symbolic")(input)
+    return torch.jit.trace(layer, input)
+
+
+# 4 samples are left to F.batch_norm, and of 300 the kernels are faster.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("size", [4, 300])
+@pytest.mark.parametrize("how", ["export", "compile", "fx", "jit"])
+def test_no_trace_of_training_depends_on_what_is_faster(how, size):
+    traced = traced_in_training(how, size)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for samples in (size, 4, 300):
+            input = torch.randn(samples, 8, 8, 8)
+            torch.testing.assert_close(traced(input), nn.functional.batch_norm(input, None, None, training=True))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

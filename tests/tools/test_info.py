@@ -13,7 +13,7 @@ pytestmark = pytest.mark.reference_too
 
 
 def test_info():
-    text = subprocess.run([sys.executable, "-m", "bagua_syncbn.info"], capture_output=True, text=True, check=True)
+    text = subprocess.run([sys.executable, "-m", "bagua_syncbn"], capture_output=True, text=True, check=True)
     data = subprocess.run([sys.executable, "-m", "bagua_syncbn.info", "--json"], capture_output=True, check=True)
     info = json.loads(data.stdout)
     assert info["bagua_syncbn"] == bagua_syncbn.__version__
