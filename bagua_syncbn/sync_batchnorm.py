@@ -1,7 +1,7 @@
 """The layer. It holds state and decides; it computes nothing."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,8 +18,6 @@ from .communicators import (
 )
 from .functional import check_dimensions, sync_batch_norm
 from .tracing import Proxy, as_one_node
-
-_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class BatchNorm(_BatchNorm):
@@ -83,6 +81,10 @@ class SyncBatchNorm(_BatchNorm):
     # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,
     # and the second does not count here.
     disable_patch_batchnorm: ClassVar[bool] = True
+
+    # convert_sync_batchnorm, under the name that torch and Bagua give it. Put here by the conversion room: this module
+    # does not know what happens to models.
+    convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
@@ -196,15 +198,6 @@ class SyncBatchNorm(_BatchNorm):
             f"torch.jit.script: expected a model without synchronized layers, got {type(self).__name__}; "
             "script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
         )
-
-    @classmethod
-    def convert_sync_batchnorm(
-        cls, module: _Module, process_group: Any = None, *, filter: Callable[[str, nn.Module], bool] | None = None
-    ) -> _Module:
-        """Same as :func:`bagua_syncbn.convert_sync_batchnorm`, under the name that torch and Bagua give it."""
-        from .conversion import convert_sync_batchnorm
-
-        return convert_sync_batchnorm(module, process_group, filter=filter)
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .communicators import bagua, check_process_group, resolve_communicator, to_torch_group
+from .conversion.findings import is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 
 # The module, which a function of the same name hides from an import statement.
@@ -91,13 +91,6 @@ def with_bagua(
         _replicate(module, optimizers, to_torch_group(process_group))
         _give_group_to_layers(module, process_group)
     return module
-
-
-def is_data_parallel(module: nn.Module) -> bool:
-    """Whether ``module`` itself was wrapped, by this function, by Bagua's method or by DistributedDataParallel."""
-    if isinstance(module, DistributedDataParallel) or {"bagua_ddp", "_bagua_states"} & vars(module).keys():
-        return True
-    return _composable is not None and isinstance(module, _composable.DDP)
 
 
 def _checked_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -1,9 +1,6 @@
 """The classes of converted layers, and the way back from them."""
 
 import copy
-import inspect
-import types
-from collections.abc import Iterable
 from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -34,11 +31,7 @@ _replacing_classes: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncB
 
 
 def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Returns the class that layers of class ``cls`` get without a converter; the same for all but parametrized ones.
-
-    Raises:
-        TypeError: a ``forward`` of ``cls`` can be seen not to lead to that of :class:`SyncBatchNorm`.
-    """
+    """Returns the class that layers of class ``cls`` get without a converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
     if cls in _STANDARD_CLASSES:
@@ -76,19 +69,25 @@ def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
     return {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce_ex, "local_class": cls}
 
 
+class _InPlaceOfTorchs(type):
+    """Of classes that derive from ``nn.SyncBatchNorm`` and come to :class:`SyncBatchNorm` where they came to that."""
+
+    def mro(cls) -> list[type]:
+        # Left out also because DistributedDataParallel refuses its instances on CPU.
+        return [base for base in super().mro() if base is not nn.SyncBatchNorm]
+
+
 def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     namespace = _namespace(cls)
     base: type[SyncBatchNorm] = SyncBatchNorm
-    owners = [owner for owner in _own_classes(cls) if "forward" in vars(owner)]
-    if owners:
-        for owner in owners:
-            _check_forward(cls, owner)
+    if cls.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         base = ObservedSyncBatchNorm
-        namespace["forward"] = observed_forward(cls.forward, any(_calls_function(cls, owner) for owner in owners))
+        namespace["forward"] = observed_forward(cls.forward)
     becomes = getattr(cls, "cls_to_become", None)
     if becomes is not None:  # a Lazy layer, which changes class when it has seen its first input
         namespace["cls_to_become"] = synchronized_class(becomes)
-    return type(f"Sync{cls.__name__}", (cls, base), namespace)
+    metaclass = _InPlaceOfTorchs if issubclass(cls, nn.SyncBatchNorm) else type
+    return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", (cls, base), namespace)
 
 
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
@@ -97,65 +96,6 @@ def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[S
         name = f"Sync{cls.__name__.removeprefix('Sync')}"
         _replacing_classes[cls, target] = type(name, (target,), _namespace(cls))
     return _replacing_classes[cls, target]
-
-
-def checked_layout(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
-    """Returns ``target``; raises TypeError if Python does not let objects of class ``cls`` become ones of it."""
-    try:
-        object.__setattr__(object.__new__(cls), "__class__", target)
-    except TypeError as error:
-        raise TypeError(
-            f"module: expected layers that can change their class, got {full_name(cls)}, with __slots__ or other "
-            f"storage that {target.__name__} does not have: {error}"
-        ) from None
-    return target
-
-
-def _own_classes(cls: type[nn.Module]) -> tuple[type, ...]:
-    """The classes from ``cls`` up to the base of torch's own."""
-    return cls.__mro__[: cls.__mro__.index(_BatchNorm)]
-
-
-def _check_forward(cls: type[nn.Module], owner: type) -> None:
-    """Raises if the forward of ``cls`` that is in ``owner`` does not call torch's, or synchronizes by itself.
-
-    What remains is watched when it runs, in :mod:`bagua_syncbn.conversion.own_forward`.
-    """
-    if not {"forward", "batch_norm"} & names_in(vars(owner)["forward"], _own_classes(cls)):
-        raise TypeError(
-            "module: expected batch normalization layers whose forward calls super().forward or F.batch_norm, got "
-            f"{full_name(owner)}, whose forward does not and would stay unsynchronized"
-        )
-    if "Sync" in owner.__name__:
-        raise TypeError(
-            f"module: expected batch normalization layers of one process, got {full_name(cls)}, which synchronizes "
-            "by itself; revert it first, or register_converter a class for it"
-        )
-
-
-def _calls_function(cls: type[nn.Module], owner: type) -> bool:
-    """Whether the forward of ``cls`` in ``owner`` uses something else than ``super().forward``, or may."""
-    names = names_in(vars(owner)["forward"], _own_classes(cls))
-    return "batch_norm" in names or "super" not in names or any(base.__name__ in names for base in cls.__mro__)
-
-
-def names_in(function: Any, classes: Iterable[type]) -> set[str]:
-    """Returns the names that ``function`` uses, and those that the methods of ``classes`` use which it names."""
-    names: set[str] = set()
-    pending = [function]
-    while pending:
-        code = getattr(inspect.unwrap(pending.pop()), "__code__", None)
-        new = set(_names(code)) - names if code else set()
-        names |= new
-        pending += [vars(cls)[name] for cls in classes for name in new if callable(vars(cls).get(name))]
-    return names
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def full_name(cls: type) -> str:

@@ -6,18 +6,19 @@ stay what they are. What changes is ``layer.__class__``, to a class that inherit
 meet torch's.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..communicators import RankGroup, WeakGroup, check_process_group, held_weakly
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion
-from .findings import Filter, Finding, children, examine, where_is
+from .findings import Filter, Finding, check_module, examine, where_is
 from .registry import groups_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -28,14 +29,13 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
 
     The layers stay the same objects and only change their class, so optimizers may be made before or after, and
     parameters, buffers, hooks, attributes and training flags stay. Subclasses of torch's layers keep their own
-    ``forward`` if it calls ``super().forward`` or ``F.batch_norm``; one that turns out in training to call neither
-    raises then. Layers of :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is wrapped or
-    compiled. :func:`conversion_report` tells what is converted and why the rest is not.
+    ``forward``; one that turns out in training to call neither ``super().forward`` nor ``F.batch_norm`` raises then.
+    Layers of :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is wrapped. A
+    compiled model is compiled anew at its next call.
+    :func:`conversion_report` tells what is converted and why the rest is not.
 
     Args:
-        module: the model. If it is itself a batch normalization layer, a converted copy that shares its parameters and
-            buffers is returned and ``module`` stays as it is, as with torch's converter (but a Lazy layer, which torch
-            cannot copy, is converted in place).
+        module: the model, which may be a single layer.
         process_group: the ranks to synchronize with: a :class:`torch.distributed.ProcessGroup` or a
             ``BaguaProcessGroup``; an int for that many consecutive ranks, ``"node"`` for those of this host, a list of
             lists of ranks or a 1-D ``DeviceMesh``, see :func:`sync_group`; or a
@@ -46,11 +46,11 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
             them is accepted.
 
     Returns:
-        ``module``, or its converted copy.
+        ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` holds a batch normalization layer that conversion cannot synchronize, or is TorchScript;
-            ``process_group`` is of no known kind; ``filter`` is not callable.
+        TypeError: ``module`` is no module, holds a batch normalization layer that conversion cannot synchronize, or is
+            TorchScript; ``process_group`` is of no known kind; ``filter`` is not callable.
         ValueError: this rank is not in ``process_group``, or that describes groups which the job does not have.
         RuntimeError: ``module`` is data parallel or compiled already.
 
@@ -72,18 +72,16 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
         if finding.target is not None:
             targets[finding.module] = finding.target, finding.names[0]
     _warn_of_synchronized_strangers(findings)
-    if module in targets:
-        target = targets.pop(module)
-        module = _shallow_copy(module)
-        targets[module] = target
     with _restored_on_error(targets):
         for layer, (cls, name) in targets.items():
             if not isinstance(layer, SyncBatchNorm):
                 _take_group(layer)
             object.__setattr__(layer, "__class__", cls)
-            vars(layer)["name_in_model"] = name
+            if name:
+                vars(layer)["name_in_model"] = name
             if process_group is not None:
                 layer.process_group = process_group
+    _forget_compiled_code(module)
     return module
 
 
@@ -95,20 +93,18 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     were :class:`torch.nn.SyncBatchNorm` become that again, with the group that they had.
 
     Args:
-        module: the model, which may have been loaded from a file or copied. If it is itself a synchronized layer, a
-            reverted copy that shares its parameters and buffers is returned.
+        module: the model, which may have been loaded from a file or copied.
 
     Returns:
-        ``module``, or its reverted copy.
+        ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` holds a layer of a subclass of :class:`SyncBatchNorm` that does not say what its
-            ``local_class`` is.
+        TypeError: ``module`` is no module, or holds a layer of a subclass of :class:`SyncBatchNorm` that does not say
+            what its ``local_class`` is.
 
     If it raises, ``module`` is unchanged.
     """
-    if isinstance(module, SyncBatchNorm):
-        module = _shallow_copy(module)
+    check_module(module)
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     classes = [class_before_conversion(type(layer)) for layer in layers]
     groups = [_groups_before_conversion(layer) for layer in layers]
@@ -118,7 +114,18 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)
+    _forget_compiled_code(module)
     return module
+
+
+def _forget_compiled_code(module: nn.Module) -> None:
+    """Makes the next call of a compiled model compile it with the classes that its layers have now."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported, not compiled: it takes a second to import
+    if dynamo is not None and any(
+        part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
+    ):
+        # torch's guards would see that a class has changed, but options of torch.compile can leave them out.
+        torch.compiler.reset()
 
 
 def _take_group(layer: nn.Module) -> None:
@@ -167,12 +174,5 @@ def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
         )
 
 
-def _shallow_copy(layer: _Module) -> _Module:
-    if isinstance(layer, LazyModuleMixin):
-        return layer  # has hooks that are bound to the object, and cannot be copied
-    twin = layer.__new__(type(layer))
-    twin.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(layer).items()}
-    for name, child in children(twin):
-        if child is layer:
-            twin._modules[name] = twin
-    return twin
+# Under the name that torch and Bagua give it.
+SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

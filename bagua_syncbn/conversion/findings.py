@@ -1,15 +1,15 @@
 """What conversion would do with a model, and why."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from ..sync_batchnorm import SyncBatchNorm
-from ..with_bagua import is_data_parallel
 from .registry import class_after_conversion, groups_of, is_candidate
 
 Filter = Callable[[str, nn.Module], bool]
@@ -32,8 +32,9 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
     """Returns what conversion of ``module`` does with each module that it concerns; changes nothing.
 
     Raises:
-        TypeError: ``filter`` is not callable.
+        TypeError: ``module`` is no module, or ``filter`` is not callable.
     """
+    check_module(module)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
     return [
@@ -41,6 +42,12 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
         for found, names in _modules_with_names(module).items()
         if (finding := _examine_one(found, names, filter)) is not None
     ]
+
+
+def check_module(module: object) -> None:
+    """Raises TypeError unless ``module`` is one."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
 
 
 def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
@@ -83,16 +90,12 @@ def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
             return
         found[module] = [name]
         if _error_if_closed(module, name) is None:
-            for child_name, child in children(module):
-                visit(child, f"{name}.{child_name}" if name else child_name)
+            for child_name, child in module._modules.items():
+                if child is not None:
+                    visit(child, f"{name}.{child_name}" if name else child_name)
 
     visit(root, "")
     return found
-
-
-def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Returns the modules in ``module`` by name, one as often as it has names."""
-    return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
@@ -103,10 +106,15 @@ def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
     if is_data_parallel(module):
         where = where_is(module, name)
         return RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
-    if _is_compiled(module):
-        where = where_is(module, name)
-        return RuntimeError(f"module: expected a model before compilation, got compiled {where}; convert, then compile")
     return None
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
+    if isinstance(module, DistributedDataParallel) or {"bagua_ddp", "_bagua_states"} & vars(module).keys():
+        return True
+    composable = sys.modules.get("torch.distributed._composable.replicate")  # not imported, not used
+    return composable is not None and isinstance(module, composable.DDP)
 
 
 def where_is(module: nn.Module, name: str) -> str:
@@ -125,8 +133,3 @@ def _why_not_concerned(module: nn.Module) -> str | None:
 
 def _has_running_stats(module: nn.Module) -> bool:
     return {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported, not compiled: it takes a second to import
-    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))

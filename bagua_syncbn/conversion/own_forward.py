@@ -7,7 +7,7 @@ forward of such a layer runs in training.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +37,11 @@ class ObservedSyncBatchNorm(SyncBatchNorm):
             self.was_synchronized = True
 
 
-def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Callable[..., Any]:
+def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``forward``, a method of a class of layers, such that it is synchronized in training.
 
     The method raises RuntimeError if it has run without any batch normalization by the layer's own statistics, or with
     some by statistics that belong to no layer: these would be this rank's alone.
-
-    Args:
-        forward: the method.
-        calls_function: whether it may use something else than ``super().forward``.
     """
 
     @functools.wraps(forward)
@@ -55,7 +51,7 @@ def observed_forward(forward: Callable[..., Any], calls_function: bool) -> Calla
                 return as_one_node(layer, argument, args, kwargs)
         if not layer.training:
             return forward(layer, *args, **kwargs)
-        with _Redirect(layer) if calls_function else nullcontext(), _batches_counted_once(layer):
+        with _Redirect(layer), _batches_counted_once(layer):
             if "was_synchronized" in vars(layer):  # within a call of its own, or beside one: that one checks
                 return forward(layer, *args, **kwargs)
             layer.was_synchronized = False

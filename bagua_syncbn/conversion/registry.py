@@ -1,6 +1,5 @@
 """What layers of other classes become: those that conversion would refuse or not recognize, by what users register."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..communicators import bagua
 from ..sync_batchnorm import SyncBatchNorm
-from .classes import checked_layout, full_name, names_in, replacing_class, synchronized_class
+from .classes import full_name, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
 
 _converters: dict[type[nn.Module], Converter] = {}
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def register_converter(cls: type[nn.Module], converter: Converter | None) -> None:
@@ -26,8 +23,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
     Subclasses of ``cls`` are not concerned.
 
     The layer's process group becomes its ``process_group``, whatever attribute holds it, until
-    :func:`revert_sync_batchnorm`. Conversion raises TypeError where the class that is named would drop something: an
-    argument of ``forward``, or an option of the layer's constructor that is on and that no method of the class uses.
+    :func:`revert_sync_batchnorm`. Its other options are attributes that the methods of the class find on the layer.
 
     Args:
         cls: the class of the layers, of batch normalization or not.
@@ -43,10 +39,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
         >>> # These two weigh ranks or samples alike; after conversion it is the elements of the batch.
         >>> register_converter(detectron2.layers.NaiveSyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm2d)
-
-        >>> class FromMMCV(bagua_syncbn.SyncBatchNorm):
-        ...     stats_mode = None  # says that the option is known, and without effect
-        >>> register_converter(mmcv.ops.SyncBatchNorm, lambda layer: FromMMCV)
+        >>> register_converter(mmcv.ops.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
 
         >>> class FromApex(bagua_syncbn.SyncBatchNorm):
         ...     channel_last = fuse_relu = False  # where its version has no such options
@@ -80,11 +73,11 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
     """Returns the class that conversion gives ``layer``, or None to leave it as it is.
 
     Raises:
-        TypeError: it would not be synchronized, or its converter returned something else than a class.
+        TypeError: its converter returned something else than a synchronized class.
     """
     cls = type(layer)
     if cls not in _converters:
-        return checked_layout(cls, synchronized_class(cls))
+        return synchronized_class(cls)
     target = _converters[cls](layer)
     if target is None:
         return None
@@ -93,9 +86,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
         )
-    _check_arguments(cls, target)
-    _check_options(layer, target)
-    return checked_layout(cls, replacing_class(cls, target))
+    return replacing_class(cls, target)
 
 
 def groups_of(layer: nn.Module) -> dict[str, Any]:
@@ -118,41 +109,6 @@ def groups_of(layer: nn.Module) -> dict[str, Any]:
             f"{' and '.join(groups)}; set process_group to that of them to synchronize with"
         )
     return groups
-
-
-def _check_arguments(cls: type[nn.Module], target: type[SyncBatchNorm]) -> None:
-    """Raises if ``forward`` of ``cls`` takes more than that of ``target``."""
-    taken = inspect.signature(target.forward).parameters.values()
-    if any(parameter.kind in _VARIADIC for parameter in taken):
-        return
-    given = [p for p in inspect.signature(cls.forward).parameters.values() if p.kind not in _VARIADIC]
-    if len(given) > len(taken):
-        raise TypeError(
-            f"register_converter: expected a class whose forward takes the arguments of {full_name(cls)}, got "
-            f"{full_name(target)}, which does not take {', '.join(p.name for p in given[len(taken) :])}"
-        )
-
-
-def _check_options(layer: nn.Module, target: type[SyncBatchNorm]) -> None:
-    """Raises if ``layer`` was made with an option that is on and that ``target`` knows nothing of."""
-    cls = type(layer)
-    bases = [base for base in cls.__mro__[: cls.__mro__.index(nn.Module)] if "__init__" in vars(base)]
-    options = {name for base in bases for name in inspect.signature(vars(base)["__init__"]).parameters}
-    own = target.__mro__[: target.__mro__.index(SyncBatchNorm)]
-    read = {name for base in own for method in vars(base).values() for name in names_in(method, own)}
-    unknown = options - read - set(inspect.signature(SyncBatchNorm).parameters) - set(dir(target))
-    values = {name: value for name, value in {**vars(layer), **layer._modules}.items() if name in unknown}
-    lost = [f"{name}={value!r}" for name, value in values.items() if not (_is_off(value) or _is_group(value))]
-    if lost:
-        raise TypeError(
-            f"register_converter: expected a class that knows the options of {full_name(cls)}, got "
-            f"{full_name(target)} for one with {', '.join(lost)}; derive a class whose methods use it, or that has an "
-            "attribute of this name where it changes nothing"
-        )
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or (isinstance(value, (bool, int, float, str)) and not value)
 
 
 def _is_group(value: Any) -> bool:

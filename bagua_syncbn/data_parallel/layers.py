@@ -91,18 +91,17 @@ def convert_model(module: _Module) -> _Module:
     :func:`patch_replication_callback`.
 
     Args:
-        module: the model, wrapped or not. If it is itself a batch normalization layer, a converted copy that shares its
-            parameters and buffers is returned.
+        module: the model, wrapped or not.
 
     Returns:
-        ``module``, or its converted copy.
+        ``module``, the same object.
 
     Raises:
         TypeError, RuntimeError: as :func:`bagua_syncbn.convert_sync_batchnorm`.
 
     If it raises, ``module`` is unchanged.
     """
-    module = convert_sync_batchnorm(module)
+    convert_sync_batchnorm(module)
     for child in module.modules():
         if type(child) in _SYNCHRONIZED:
             child.__class__ = _SYNCHRONIZED[type(child)]

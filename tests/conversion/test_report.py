@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from user_layers import BatchNormReLU, Centered
+from user_layers import BatchNormReLU
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, convert_sync_batchnorm
@@ -14,7 +14,15 @@ from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, co
 def choice():
     model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm2d(2), nn.InstanceNorm2d(2)), "b": BatchNormReLU(2)})
     model["again"] = model["a"][0]
-    model["c"] = Centered(2)
+    model["c"] = nn.BatchNorm2d(2)
+    model["c"].forward = model["c"].forward
+    return model
+
+
+def data_parallel():
+    """Stands for a model that Bagua has made data parallel: it has Bagua's mark."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model.bagua_ddp = object()
     return model
 
 
@@ -23,16 +31,16 @@ def test_filter_chooses_by_name_and_layer():
 
     def chosen(name, layer):
         asked.append((name, type(layer)))
-        return not isinstance(layer, Centered) and name != "a.0"
+        return name not in ("a.0", "c")
 
     model = convert_sync_batchnorm(choice(), filter=chosen)
-    assert [type(layer).__name__ for layer in (model["b"], model["c"])] == ["SyncBatchNormReLU", "Centered"]
+    assert [type(layer).__name__ for layer in (model["b"], model["c"])] == ["SyncBatchNormReLU", "BatchNorm2d"]
     assert type(model["again"]) is SyncBatchNorm2d  # one of its names is accepted
     assert set(asked) == {
         ("a.0", nn.BatchNorm2d),
         ("again", nn.BatchNorm2d),
         ("b", BatchNormReLU),
-        ("c", Centered),
+        ("c", nn.BatchNorm2d),
     }
     convert_sync_batchnorm(model, 1, filter=lambda name, layer: name == "b")
     assert (model["b"].process_group, model["again"].process_group) == (1, None)
@@ -45,15 +53,15 @@ def test_filter_chooses_by_name_and_layer():
 
 
 def test_filter_leaves_out_what_is_refused_as_a_whole():
-    model = nn.Sequential(nn.BatchNorm1d(2), torch.compile(nn.Sequential(nn.BatchNorm1d(2))))
+    model = nn.Sequential(nn.BatchNorm1d(2), data_parallel())
     convert_sync_batchnorm(model, filter=lambda name, layer: not name.startswith("1"))
     assert type(model[0]) is SyncBatchNorm1d
-    assert type(model[1]._orig_mod[0]) is nn.BatchNorm1d
+    assert type(model[1][0]) is nn.BatchNorm1d
 
 
 def test_report_tells_what_conversion_does_and_changes_nothing():
     model = choice()
-    model["compiled"] = torch.compile(nn.Sequential(nn.BatchNorm1d(2)))
+    model["wrapped"] = data_parallel()
     model["foreign"] = type("FrozenBatchNorm2d", (nn.Identity,), {})()
     classes = [type(module) for module in model.modules()]
     report = conversion_report(model, filter=lambda name, layer: name != "b")
@@ -62,16 +70,16 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
         (("a.0", "again"), "BatchNorm2d", "converted"),
         (("a.1",), "InstanceNorm2d", "skipped"),
         (("b",), "BatchNormReLU", "skipped"),
-        (("c",), "Centered", "refused"),
-        (("compiled",), "OptimizedModule", "refused"),
+        (("c",), "BatchNorm2d", "refused"),
+        (("wrapped",), "Sequential", "refused"),
         (("foreign",), "FrozenBatchNorm2d", "skipped"),
     ]
     summary, *lines = str(report).splitlines()
     assert summary == "1 converted, 3 skipped, 2 refused"
     assert lines[0] == "converted  a.0, again  BatchNorm2d: becomes SyncBatchNorm2d"
     assert lines[2] == "skipped    b  BatchNormReLU: left out by filter"
-    assert "would stay unsynchronized" in lines[3]
-    assert "convert, then compile" in lines[4]
+    assert "BatchNorm2d at 'c' with one of its own" in lines[3]
+    assert "convert first, then wrap" in lines[4]
     assert "register_converter" in lines[5]
 
     again = conversion_report(convert_sync_batchnorm(nn.BatchNorm1d(2)))

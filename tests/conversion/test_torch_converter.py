@@ -126,7 +126,7 @@ def parametrized(convert):
     return parametrize.is_parametrized(layer, "weight") and synchronized(layer)
 
 
-@case("a TorchScript or compiled child", "left unsynchronized", "TypeError")
+@case("a TorchScript child", "left unsynchronized", "TypeError")
 def scripted(convert):
     with pytest.warns(DeprecationWarning, match="torch.jit"):
         model = nn.Sequential(torch.jit.script(nn.BatchNorm2d(2)))
