@@ -1,7 +1,7 @@
 // The Python module bagua_syncbn._C. Importing it loads the library, whose static initializers register the kernels.
 #include <Python.h>
 
-#include "cpu/spans.h"
+#include "cpu/loops.h"
 
 namespace {
 

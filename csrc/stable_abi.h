@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "dtypes.h"
+
 namespace bagua_syncbn {
 
 using torch::headeronly::BFloat16;
@@ -77,16 +79,13 @@ struct TypeTag {
 template <typename Body>
 inline void dispatch_floating(ScalarType dtype, const char* argument, const Body& body) {
   switch (dtype) {
-    case ScalarType::Float:
-      return body(TypeTag<float>());
-    case ScalarType::Double:
-      return body(TypeTag<double>());
-    case ScalarType::Half:
-      return body(TypeTag<Half>());
-    case ScalarType::BFloat16:
-      return body(TypeTag<BFloat16>());
+#define BAGUA_SYNCBN_CASE(name, Stored, ...) \
+  case ScalarType::name:                     \
+    return body(TypeTag<Stored>());
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
     default:
-      refuse(argument, "float16, bfloat16, float32 or float64", dtype);
+      refuse(argument, kDTypeNames, dtype);
   }
 }
 

@@ -18,8 +18,8 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const Channels<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1));
-    const Channels<double> totals(sums);
+    const ChannelArray<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1));
+    const ChannelArray<double> totals(sums);
     std::vector<A> mean_dy(g.channels), projections(g.channels), scales(g.channels);
     const double inverse = 1.0 / *static_cast<const int64_t*>(count.const_data_ptr());
     for (int64_t c = 0; c < g.channels; ++c) {
@@ -28,20 +28,20 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
       scales[c] = invstds[c] * weights[c];
     }
 
-    const GradAffine<A> affine{means.data(), mean_dy.data(), projections.data(), scales.data(), streams(grad_input, g)};
+    const GradientFactors<A> factors{means.data(), mean_dy.data(), projections.data(), scales.data(),
+                                     streams(grad_input, g)};
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     T* dx = static_cast<T*>(grad_input.mutable_data_ptr());
-    const Spans<T>& loops = spans<T>();
     if (g.interleaved) {
       parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
         const int64_t o = begin * g.channels;
-        loops.grad_columns(dy + o, x + o, dx + o, end - begin, g.channels, affine);
+        loops<T>().grad_columns(dy + o, x + o, dx + o, end - begin, g.channels, factors);
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
         const int64_t o = begin * g.inner;
-        loops.grad_rows(dy + o, x + o, dx + o, end - begin, g.inner, begin % g.channels, g.channels, affine);
+        loops<T>().grad_rows(dy + o, x + o, dx + o, end - begin, g.inner, begin % g.channels, g.channels, factors);
       });
     }
   });

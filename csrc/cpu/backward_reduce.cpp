@@ -15,7 +15,7 @@ template <typename T, typename A = Accumulate<T>>
 void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums) {
   const PlanarParts parts(g);
   std::vector<GradSums> results(g.channels * parts.count());
-  const auto grad_sums = spans<T>().grad_sums;
+  const auto grad_sums = loops<T>().grad_sums;
   parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t channel = unit / parts.count(), stride = g.channels * g.inner;
@@ -40,7 +40,7 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
   const RowParts parts(g);
   const int64_t width = 2 * g.channels;
   std::vector<double> results(parts.count() * width);
-  const auto grad_sums = spans<T>().grad_sums_columns;
+  const auto grad_sums = loops<T>().grad_sums_columns;
   parallel_over(parts.count(), g.rows() * g.channels / parts.count(), [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(width);
     std::vector<double> tile(width);
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const Channels<A> means(mean), invstds(invstd);
+    const ChannelArray<A> means(mean), invstds(invstd);
     std::vector<double> totals(width);
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());

@@ -2,29 +2,15 @@
 #pragma once
 
 #include "../stable_abi.h"
-#include "spans.h"
+#include "loops.h"
 
 namespace bagua_syncbn::cpu {
 
-// The storage type that the inner loops have for a torch dtype.
-template <typename T>
-struct BitsOf {
-  using type = T;
-};
-template <>
-struct BitsOf<Half> {
-  using type = HalfBits;
-};
-template <>
-struct BitsOf<BFloat16> {
-  using type = BFloat16Bits;
-};
-
 // The values of a tensor, which outlives this, as an array of type A: where they are if they are one, else converted.
 template <typename A>
-class Channels {
+class ChannelArray {
  public:
-  explicit Channels(const Tensor& tensor) {
+  explicit ChannelArray(const Tensor& tensor) {
     constexpr ScalarType dtype = std::is_same_v<A, double> ? ScalarType::Double : ScalarType::Float;
     if (scalar_type(tensor) == dtype && tensor.is_contiguous()) {
       values_ = static_cast<const A*>(tensor.const_data_ptr());
@@ -34,15 +20,15 @@ class Channels {
   }
 
   // Likewise, or `channels` times `otherwise` if there is none.
-  Channels(const std::optional<Tensor>& tensor, int64_t channels, A otherwise)
-      : Channels(tensor ? Channels(*tensor) : Channels(channels, otherwise)) {}
+  ChannelArray(const std::optional<Tensor>& tensor, int64_t channels, A otherwise)
+      : ChannelArray(tensor ? ChannelArray(*tensor) : ChannelArray(channels, otherwise)) {}
 
   const A* data() const { return values_; }
   A operator[](int64_t channel) const { return values_[channel]; }
 
  private:
-  Channels(int64_t channels, A value) : own_(channels, value), values_(own_.data()) {}
-  Channels(Channels&&) = default;  // a vector that is moved keeps its array
+  ChannelArray(int64_t channels, A value) : own_(channels, value), values_(own_.data()) {}
+  ChannelArray(ChannelArray&&) = default;  // a vector that is moved keeps its array
 
   void convert(const Tensor& tensor) {
     own_.resize(tensor.numel());
@@ -73,10 +59,15 @@ void write_channels(const Tensor& dense, const Value& value) {
 // Calls `body(TypeTag<storage>(), TypeTag<accumulate>())` for the dtype of the input.
 template <typename Body>
 void dispatch_input(const Tensor& input, const Body& body) {
-  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
-    using T = typename BitsOf<typename decltype(tag)::type>::type;
-    body(TypeTag<T>(), TypeTag<Accumulate<T>>());
-  });
+  switch (scalar_type(input)) {
+#define BAGUA_SYNCBN_CASE(name, torch_type, Stored, ...) \
+  case ScalarType::name:                                 \
+    return body(TypeTag<Stored>(), TypeTag<Accumulate<Stored>>());
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
+    default:
+      refuse("input", kDTypeNames, scalar_type(input));
+  }
 }
 
 }  // namespace bagua_syncbn::cpu

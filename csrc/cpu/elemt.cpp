@@ -17,23 +17,24 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const Channels<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1)), shifts(bias, g.channels, A(0));
+    const ChannelArray<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1)),
+        shifts(bias, g.channels, A(0));
     std::vector<A> scales(g.channels);
     for (int64_t c = 0; c < g.channels; ++c) scales[c] = invstds[c] * weights[c];
 
-    const Affine<A> affine{means.data(), scales.data(), shifts.data(), streams(output, g)};
+    const NormalizeFactors<A> factors{means.data(), scales.data(), shifts.data(), streams(output, g)};
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     T* y = static_cast<T*>(output.mutable_data_ptr());
-    const Spans<T>& loops = spans<T>();
     if (g.interleaved) {
       parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
         const int64_t offset = begin * g.channels;
-        loops.normalize_columns(x + offset, y + offset, end - begin, g.channels, affine);
+        loops<T>().normalize_columns(x + offset, y + offset, end - begin, g.channels, factors);
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
         const int64_t offset = begin * g.inner;
-        loops.normalize_rows(x + offset, y + offset, end - begin, g.inner, begin % g.channels, g.channels, affine);
+        loops<T>().normalize_rows(x + offset, y + offset, end - begin, g.inner, begin % g.channels, g.channels,
+                                  factors);
       });
     }
   });

@@ -37,7 +37,7 @@ template <typename T>
 void planar_stats(const T* x, const Geometry& g, double* mean, double* m2) {
   const PlanarParts parts(g);
   std::vector<Part> results(g.channels * parts.count());
-  const auto moments = spans<T>().moments;
+  const auto moments = loops<T>().moments;
   parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const T* channel = x + (unit / parts.count()) * g.inner;
@@ -72,7 +72,7 @@ void interleaved_stats(const T* x, const Geometry& g, double* mean, double* m2) 
   const int64_t width = 2 * g.channels;
   std::vector<double> results(parts.count() * width);
   std::vector<double> counts(parts.count());
-  const auto moments = spans<T>().moments_columns;
+  const auto moments = loops<T>().moments_columns;
   parallel_over(parts.count(), g.rows() * g.channels / parts.count(), [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(3 * g.channels);
     std::vector<double> tile(width);

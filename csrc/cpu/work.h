@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../geometry.h"
+#include "../math.h"
 
 namespace bagua_syncbn::cpu {
 
@@ -16,14 +17,10 @@ constexpr int64_t kGrain = 32768;
 constexpr int64_t kSpan = 16384;
 
 // Values of a tile of rows.
-constexpr int64_t kTile = 65536;
+constexpr int64_t kTileValues = 65536;
 
 // A reduction has at least this many parts, if they are of kGrain values or more: enough for the threads of a machine.
 constexpr int64_t kParts = 64;
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Calls body(begin, end) on ranges of `count` pieces of work, each of about `values` values.
 template <typename Body>
@@ -66,7 +63,7 @@ class PlanarParts {
     const int64_t inner_begin = inner_ * i / along_inner_, inner_end = inner_ * (i + 1) / along_inner_;
     const int64_t length = inner_end - inner_begin;
     if (length <= 0) return;
-    // At most 64 rows, so that the first row is not too small a sample of them (see moments in spans/planar.inl).
+    // At most 64 rows, so that the first row is not too small a sample of them (see moments in loops/planar.inl).
     const int64_t rows = std::clamp<int64_t>(kSpan / length, 1, 64);
     for (int64_t n = batch_begin; n < batch_end; n += rows) {
       for (int64_t s = inner_begin; s < inner_end; s += kSpan) {
@@ -83,7 +80,7 @@ class PlanarParts {
 class RowParts {
  public:
   explicit RowParts(const Geometry& g) : rows_(g.rows()) {
-    tile_rows_ = std::clamp<int64_t>(kTile / std::max<int64_t>(1, g.channels), 8, 256);
+    tile_rows_ = std::clamp<int64_t>(kTileValues / std::max<int64_t>(1, g.channels), 8, 256);
     parts_ = std::clamp<int64_t>(g.rows() * g.channels / kGrain, 1, kParts);
     parts_ = std::clamp<int64_t>(rows_ / tile_rows_, 1, parts_);
   }

@@ -4,22 +4,24 @@
 // from the sums and the count of all ranks, which are on the device. Blocks go over the tensors from their end, since
 // backward_reduce went from their beginning.
 
+#include "launch.cuh"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
 template <typename A>
-struct Factors {
+struct GradientFactors {
   A mean, mean_dy, projection, scale;
 
-  Factors() = default;
-  __device__ __forceinline__ Factors(const GradAffine& affine, int64_t channels, int64_t c, A inverse_count) {
-    const A invstd = read_channel<A>(affine.invstd, c);
-    mean = read_channel<A>(affine.mean, c);
-    mean_dy = read_channel<A>(affine.sums, c) * inverse_count;
-    projection = read_channel<A>(affine.sums, channels + c) * inverse_count * invstd * invstd;
-    scale = invstd * read_channel<A>(affine.weight, c, A(1));
+  GradientFactors() = default;
+  __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c,
+                                             A inverse_count) {
+    const A invstd = read_channel<A>(arguments.invstd, c);
+    mean = read_channel<A>(arguments.mean, c);
+    mean_dy = read_channel<A>(arguments.sums, c) * inverse_count;
+    projection = read_channel<A>(arguments.sums, channels + c) * inverse_count * invstd * invstd;
+    scale = invstd * read_channel<A>(arguments.weight, c, A(1));
   }
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
 };
@@ -31,10 +33,10 @@ __device__ __forceinline__ A inverse_of(const int64_t* count) {
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    planar_backward_elemt(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, Planar plan,
-                          int misaligned, GradAffine affine) {
-  PlanarWalk<W> walk(plan, misaligned, true);
-  const Factors<A> factors(affine, plan.channels, walk.channel, inverse_of<A>(affine.count));
+    planar_backward_elemt(Planar plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
+                          BackwardElemtArguments arguments) {
+  PlanarWalk<W> walk(plan, true);
+  const GradientFactors<A> factors(arguments, plan.channels, walk.channel, inverse_of<A>(arguments.count));
   while (!walk.done()) {
     Slot<W> slots[kPairs<W>];
     Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
@@ -52,12 +54,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    interleaved_backward_elemt(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, Interleaved plan,
-                               GradAffine affine) {
+    interleaved_backward_elemt(Interleaved plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
+                               BackwardElemtArguments arguments) {
   InterleavedWalk<W> walk(plan, true);
-  Factors<A> factors[W];
-  share_factors(factors, walk, plan.channels,
-                [&](int64_t c) { return Factors<A>(affine, plan.channels, c, inverse_of<A>(affine.count)); });
+  GradientFactors<A> factors[W];
+  share_factors(factors, walk, plan.channels, [&](int64_t c) {
+    return GradientFactors<A>(arguments, plan.channels, c, inverse_of<A>(arguments.count));
+  });
   while (!walk.done()) {
     int64_t offsets[kPairs<W>];
     Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
@@ -81,29 +84,19 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int W>
-const char* launch_backward_elemt(const T* dy, const T* x, T* dx, const Geometry& g, const GradAffine& affine,
-                                  Stream stream) {
-  if (g.interleaved) {
-    const Interleaved plan = split_interleaved(g, W, sizeof(T), kElementwise);
-    return launch(interleaved_backward_elemt<T, W>, plan.blocks(), block_of(plan), stream, dy, x, dx, plan, affine);
-  }
-  const int misaligned = misalignment<T, W>(x);
-  const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
-  if (!fits(plan, W)) return kTooLarge;
-  return launch(planar_backward_elemt<T, W>, plan.blocks(), block_of(plan), stream, dy, x, dx, plan, misaligned,
-                affine);
-}
+struct BackwardElemt {
+  static constexpr auto planar = planar_backward_elemt<T, W>;
+  static constexpr auto interleaved = interleaved_backward_elemt<T, W>;
+};
 
 }  // namespace
 
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const GradAffine& affine, Stream stream) {
-  return dispatch(dtype, [&](auto tag) {
-    using T = decltype(tag);
-    const bool vectors = takes_vectors(g, sizeof(T), {dy, x, dx});
-    return (vectors ? launch_backward_elemt<T, kVector<T>>
-                    : launch_backward_elemt<T, 1>)(static_cast<const T*>(dy), static_cast<const T*>(x),
-                                                   static_cast<T*>(dx), g, affine, stream);
+                           const BackwardElemtArguments& arguments, Stream stream) {
+  return dispatch(dtype, [&](auto value) {
+    using T = decltype(value);
+    return launch_elementwise<BackwardElemt, T>(g, {dy, x, dx}, stream, static_cast<const T*>(dy),
+                                                static_cast<const T*>(x), static_cast<T*>(dx), arguments);
   });
 }
 

@@ -6,28 +6,29 @@
 // they read last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large
 // beside the deviation.
 
+#include "launch.cuh"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
 template <typename A>
-struct Factors {
+struct NormalizeFactors {
   A mean, scale, shift;
 
-  Factors() = default;
-  __device__ __forceinline__ Factors(const Affine& affine, int64_t c)
-      : mean(read_channel<A>(affine.mean, c)),
-        scale(read_channel<A>(affine.invstd, c) * read_channel<A>(affine.weight, c, A(1))),
-        shift(read_channel<A>(affine.bias, c, A(0))) {}
+  NormalizeFactors() = default;
+  __device__ __forceinline__ NormalizeFactors(const ElemtArguments& arguments, int64_t c)
+      : mean(read_channel<A>(arguments.mean, c)),
+        scale(read_channel<A>(arguments.invstd, c) * read_channel<A>(arguments.weight, c, A(1))),
+        shift(read_channel<A>(arguments.bias, c, A(0))) {}
   __device__ __forceinline__ A normalize(A value) const { return (value - mean) * scale + shift; }
 };
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    planar_elemt(const T* __restrict__ x, T* __restrict__ y, Planar plan, int misaligned, Affine affine) {
-  PlanarWalk<W> walk(plan, misaligned, true);
-  const Factors<A> factors(affine, walk.channel);
+    planar_elemt(Planar plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments) {
+  PlanarWalk<W> walk(plan, true);
+  const NormalizeFactors<A> factors(arguments, walk.channel);
   while (!walk.done()) {
     Slot<W> slots[kSlots<W>];
     Pack<T, W> packs[kSlots<W>];
@@ -47,10 +48,10 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    interleaved_elemt(const T* __restrict__ x, T* __restrict__ y, Interleaved plan, Affine affine) {
+    interleaved_elemt(Interleaved plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments) {
   InterleavedWalk<W> walk(plan, true);
-  Factors<A> factors[W];
-  share_factors(factors, walk, plan.channels, [&](int64_t c) { return Factors<A>(affine, c); });
+  NormalizeFactors<A> factors[W];
+  share_factors(factors, walk, plan.channels, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
   while (!walk.done()) {
     int64_t offsets[kSlots<W>];
     Pack<T, W> packs[kSlots<W>];
@@ -70,25 +71,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int W>
-const char* launch_elemt(const T* x, T* y, const Geometry& g, const Affine& affine, Stream stream) {
-  if (g.interleaved) {
-    const Interleaved plan = split_interleaved(g, W, sizeof(T), kElementwise);
-    return launch(interleaved_elemt<T, W>, plan.blocks(), block_of(plan), stream, x, y, plan, affine);
-  }
-  const int misaligned = misalignment<T, W>(x);
-  const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kElementwise);
-  if (!fits(plan, W)) return kTooLarge;
-  return launch(planar_elemt<T, W>, plan.blocks(), block_of(plan), stream, x, y, plan, misaligned, affine);
-}
+struct Elemt {
+  static constexpr auto planar = planar_elemt<T, W>;
+  static constexpr auto interleaved = interleaved_elemt<T, W>;
+};
 
 }  // namespace
 
-const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Affine& affine, Stream stream) {
-  return dispatch(dtype, [&](auto tag) {
-    using T = decltype(tag);
-    const bool vectors = takes_vectors(g, sizeof(T), {x, y});
-    return (vectors ? launch_elemt<T, kVector<T>> : launch_elemt<T, 1>)(static_cast<const T*>(x), static_cast<T*>(y), g,
-                                                                        affine, stream);
+const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
+                  Stream stream) {
+  return dispatch(dtype, [&](auto value) {
+    using T = decltype(value);
+    return launch_elementwise<Elemt, T>(g, {x, y}, stream, static_cast<const T*>(x), static_cast<T*>(y), arguments);
   });
 }
 

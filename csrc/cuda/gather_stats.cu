@@ -6,13 +6,13 @@
 // and they read it before a barrier.
 
 #include "../packed_stats.h"
-#include "values.cuh"
+#include "launch.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
 // `running` += factor * (value - running), in double.
-__device__ void update_running(const Channels& running, int64_t c, double value, double factor) {
+__device__ void update_running(const PerChannel& running, int64_t c, double value, double factor) {
   const double old = read_channel<double>(running, c);
   write_channel(running, c, old + factor * (value - old));
 }
@@ -20,7 +20,7 @@ __device__ void update_running(const Channels& running, int64_t c, double value,
 // Calls `use(row, mean, var)` for each rank in order, with the values of channel c. Those of several ranks are loaded
 // before the first is used: there are few threads, and nothing else to do while one waits.
 template <typename A, typename Use>
-__device__ __forceinline__ void for_each_rank(const Gather& arguments, int64_t c, const Use& use) {
+__device__ __forceinline__ void for_each_rank(const GatherArguments& arguments, int64_t c, const Use& use) {
   constexpr int kAhead = 8;
   const int64_t size = packed_size(arguments.channels);
   const A* row = static_cast<const A*>(arguments.gathered);
@@ -40,7 +40,7 @@ __device__ __forceinline__ void for_each_rank(const Gather& arguments, int64_t c
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kThreads) merge_ranks(const Gather arguments) {
+__global__ void __launch_bounds__(kThreads) merge_ranks(const GatherArguments arguments) {
   const A* gathered = static_cast<const A*>(arguments.gathered);
   const int64_t channels = arguments.channels, size = packed_size(channels);
   int64_t total = 0;
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads) merge_ranks(const Gather arguments) 
 
 }  // namespace
 
-const char* gather_stats(const Gather& arguments, Stream stream) {
-  const int64_t needed = (arguments.channels + kThreads - 1) / kThreads;
+const char* gather_stats(const GatherArguments& arguments, Stream stream) {
+  const int64_t needed = ceil_div(arguments.channels, kThreads);
   const int64_t blocks = arguments.averages || needed == 0 ? 1 : needed;
   const auto kernel = arguments.accumulate == DType::kDouble ? merge_ranks<double> : merge_ranks<float>;
   return launch(kernel, blocks, dim3(kThreads), stream, arguments);

@@ -1,4 +1,4 @@
-// The five ops on plain device memory: what register.cpp calls and the .cu files define. No torch here.
+// The five ops on plain device memory: what torch/register.cpp calls and the .cu files define. No torch here.
 //
 // Each op launches one kernel on `stream` and returns; it returns nullptr, or what went wrong. Tensors are in one
 // of the two layouts of layout.h and not empty; per-channel tensors are contiguous.
@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../dtypes.h"
 #include "../layout.h"
 
 struct CUstream_st;
@@ -14,10 +15,8 @@ namespace bagua_syncbn::cuda {
 
 using Stream = CUstream_st*;
 
-enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
-
 // One value for each channel, of any dtype; `data` may be null where the op says so.
-struct Channels {
+struct PerChannel {
   void* data;
   DType dtype;
 };
@@ -49,7 +48,7 @@ const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, W
 
 // What has the accumulate dtype is `accumulate`. `running_mean` and `running_var`: both null, or neither. `batches` may
 // be null unless `averages`, which means a factor of 1 / batches in place of `momentum`.
-struct Gather {
+struct GatherArguments {
   const void* gathered;  // (ranks, 2 * channels + 2)
   int64_t ranks;
   int64_t channels;
@@ -57,42 +56,45 @@ struct Gather {
   void* mean;
   void* invstd;
   int64_t* count;
-  Channels running_mean;
-  Channels running_var;
+  PerChannel running_mean;
+  PerChannel running_var;
   int64_t* batches;
   bool averages;
   double momentum;
   double eps;
 };
-const char* gather_stats(const Gather& arguments, Stream stream);
+const char* gather_stats(const GatherArguments& arguments, Stream stream);
 
 // `weight` and `bias` may be null; the factors can be of any dtype.
-struct Affine {
-  Channels mean;
-  Channels invstd;
-  Channels weight;
-  Channels bias;
+struct ElemtArguments {
+  PerChannel mean;
+  PerChannel invstd;
+  PerChannel weight;
+  PerChannel bias;
 };
-const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Affine& affine, Stream stream);
+const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
+                  Stream stream);
 
 // `sums`: 2 * channels values of the accumulate dtype.
-struct GradOutputs {
+struct BackwardReduceArguments {
+  PerChannel mean;
+  PerChannel invstd;
   void* sums;
-  Channels grad_weight;
-  Channels grad_bias;
+  PerChannel grad_weight;
+  PerChannel grad_bias;
 };
-const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g, Channels mean,
-                            Channels invstd, const GradOutputs& outputs, Workspace& workspace, Stream stream);
+const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g,
+                            const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream);
 
 // `weight` may be null; `sums` has 2 * channels values, `count` is on the device.
-struct GradAffine {
-  Channels mean;
-  Channels invstd;
-  Channels weight;
-  Channels sums;
+struct BackwardElemtArguments {
+  PerChannel mean;
+  PerChannel invstd;
+  PerChannel weight;
+  PerChannel sums;
   const int64_t* count;
 };
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const GradAffine& affine, Stream stream);
+                           const BackwardElemtArguments& arguments, Stream stream);
 
 }  // namespace bagua_syncbn::cuda

@@ -1,20 +1,20 @@
-// The only place that launches kernels.
+// How an op becomes a kernel: which variant, split how, with what memory. The only place that launches.
+//
+// An op has a planar and an interleaved kernel, each for values of type T taken W at a time: as many as a vector holds
+// where the addresses of all tensors allow that, else one. They are the members `planar` and `interleaved` of a
+// template Kernels<T, W>, and take a plan (split.h), then the arguments of the op.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <type_traits>
 
 #include "kernels.h"
+#include "split.h"
+#include "values.cuh"
 
 namespace bagua_syncbn::cuda {
-
-// Threads of a block at most, and of a warp.
-constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Launches `kernel`; returns nullptr, or what went wrong. The check catches what the launch itself can report, and does
 // not wait for the kernel.
@@ -32,6 +32,62 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, 
   cudaGetLastError();  // so that it is not reported once more by the next one to look
   return cudaGetErrorString(error);
 #endif
+}
+
+template <typename Plan>
+dim3 block_of(const Plan& plan) {
+  return dim3(static_cast<unsigned>(plan.columns), static_cast<unsigned>(plan.rows));
+}
+
+// Calls `start(kernel, plan)` for the layout.
+template <typename Kernels, typename T, int W, typename Start>
+const char* start_layout(const Geometry& g, const void* tensor, Limits limits, const Start& start) {
+  if (g.interleaved) return start(Kernels::interleaved, split_interleaved(g, W, sizeof(T), limits));
+  const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);
+  const Planar plan = split_planar(g, W, misaligned, limits);
+  if (!fits(plan, W)) return "more than 2^30 values or samples in a part of a channel";
+  return start(Kernels::planar, plan);
+}
+
+// Calls `start(kernel, plan)` for the layout and the alignment of `tensors`, all of type T.
+template <template <typename, int> class Kernels, typename T, typename Start>
+const char* start_variant(const Geometry& g, std::initializer_list<const void*> tensors, Limits limits,
+                          const Start& start) {
+  constexpr int W = kVector<T>;
+  const void* first = *tensors.begin();
+  if (!takes_vectors(g, sizeof(T), tensors)) return start_layout<Kernels<T, 1>, T, 1>(g, first, limits, start);
+  return start_layout<Kernels<T, W>, T, W>(g, first, limits, start);
+}
+
+// Launches an element-wise op on `tensors`, which are among the arguments.
+template <template <typename, int> class Kernels, typename T, typename... Arguments>
+const char* launch_elementwise(const Geometry& g, std::initializer_list<const void*> tensors, Stream stream,
+                               Arguments... arguments) {
+  return start_variant<Kernels, T>(g, tensors, kElementwise, [&](auto kernel, const auto& plan) {
+    return launch(kernel, plan.blocks(), block_of(plan), stream, plan, arguments...);
+  });
+}
+
+// Where the parts of a channel leave their sums, and the counter that tells which one is last. Null for a single part.
+struct Scratch {
+  double2* partials = nullptr;
+  uint32_t* tickets = nullptr;
+
+  Scratch(Workspace& workspace, int64_t parts, int64_t channels) {
+    if (parts == 1) return;
+    partials = reinterpret_cast<double2*>(workspace.partials(2 * parts * channels));
+    tickets = workspace.tickets();
+  }
+};
+
+// Launches a reduction over `tensors`, which are among the arguments; its kernels take a Scratch at the end.
+template <template <typename, int> class Kernels, typename T, typename... Arguments>
+const char* launch_reduction(const Geometry& g, std::initializer_list<const void*> tensors, Workspace& workspace,
+                             Stream stream, Arguments... arguments) {
+  return start_variant<Kernels, T>(g, tensors, kReduction, [&](auto kernel, const auto& plan) {
+    const Scratch scratch(workspace, plan.parts(), g.channels);
+    return launch(kernel, plan.blocks(), block_of(plan), stream, plan, arguments..., scratch);
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -2,11 +2,12 @@
 // The order is fixed at every level, so the result does not depend on scheduling.
 #pragma once
 
-#include "split.h"
-#include "values.cuh"
+#include "launch.cuh"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <typename A>
 __device__ __forceinline__ A from_lane_after(A value, int distance) {
@@ -113,18 +114,6 @@ __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   return last;
 }
 
-// The memory of a reduction over `parts` of each channel; none where there is one.
-struct Scratch {
-  double2* partials = nullptr;
-  uint32_t* tickets = nullptr;
-
-  Scratch(Workspace& workspace, int64_t parts, int64_t channels) {
-    if (parts == 1) return;
-    partials = reinterpret_cast<double2*>(workspace.partials(2 * parts * channels));
-    tickets = workspace.tickets();
-  }
-};
-
 // What the parts of a channel have left: those from `first` on, every `step`-th. The last block does this while all
 // others are done, so nothing hides how long a load takes but other loads.
 __device__ inline Sums<double> add_partials(const double2* partials, int64_t channels, int64_t channel, int first,
@@ -146,12 +135,12 @@ __device__ inline Sums<double> add_partials(const double2* partials, int64_t cha
 
 // Planar: adds up what thread 0 of each part has. Whether this block has the result, in thread 0.
 __device__ inline bool merge_parts(Sums<double>& sums, const Planar& plan, int64_t channel, int64_t part,
-                                   double2* partials, uint32_t* tickets) {
-  const int64_t parts = plan.along_batch * plan.along_inner;
+                                   const Scratch& scratch) {
+  const int64_t parts = plan.parts();
   if (parts == 1) return true;
-  if (thread_index() == 0) partials[part * plan.channels + channel] = {sums.first, sums.second};
-  if (!arrives_last(tickets + channel, parts)) return false;
-  sums = add_partials(partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
+  if (thread_index() == 0) scratch.partials[part * plan.channels + channel] = {sums.first, sums.second};
+  if (!arrives_last(scratch.tickets + channel, parts)) return false;
+  sums = add_partials(scratch.partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
   double count = 0;
   reduce_block(sums, count);
   return true;
@@ -161,12 +150,12 @@ __device__ inline bool merge_parts(Sums<double>& sums, const Planar& plan, int64
 // tile is that of thread t.
 template <int W, typename S, typename A>
 __device__ S reduce_rows(S (&values)[W], A& count) {
-  __shared__ S rows[kThreads / kWarp][kTile<W>];
+  __shared__ S rows[kThreads / kWarp][kTileChannels<W>];
   __shared__ A counts[kThreads / kWarp];
   const int thread = thread_index(), lane = thread % kWarp, warp = thread / kWarp;
-  const int lanes = blockDim.x, warps = blockDim.x * blockDim.y / kWarp;
-  reduce_warp(values, count, lanes);
-  if (lane < lanes) {
+  const int columns = blockDim.x, warps = blockDim.x * blockDim.y / kWarp;
+  reduce_warp(values, count, columns);
+  if (lane < columns) {
 #pragma unroll
     for (int w = 0; w < W; ++w) rows[warp][lane * W + w] = values[w];
     if (lane == 0) counts[warp] = count;
@@ -174,7 +163,7 @@ __device__ S reduce_rows(S (&values)[W], A& count) {
   __syncthreads();
   S result{};
   count = 0;
-  if (thread < lanes * W) {
+  if (thread < columns * W) {
     for (int i = 0; i < warps; ++i) {
       result.merge(rows[i][thread], Shares<A>(count, counts[i]));
       count += counts[i];
@@ -185,17 +174,18 @@ __device__ S reduce_rows(S (&values)[W], A& count) {
 
 // Interleaved: adds up what thread t of each part has for channel t of the tile. Whether this thread has a result.
 __device__ inline bool merge_parts(Sums<double>& sums, const Interleaved& plan, int64_t tile_begin, int width,
-                                   int64_t part, double2* partials, uint32_t* tickets) {
+                                   int64_t part, const Scratch& scratch) {
   const int thread = thread_index(), tile = blockDim.x * width;
   const bool has_channel = thread < tile && tile_begin + thread < plan.channels;
-  if (plan.parts == 1) return has_channel;
-  if (has_channel) partials[part * plan.channels + tile_begin + thread] = {sums.first, sums.second};
-  if (!arrives_last(tickets + tile_begin / tile, plan.parts)) return false;
+  if (plan.parts() == 1) return has_channel;
+  if (has_channel) scratch.partials[part * plan.channels + tile_begin + thread] = {sums.first, sums.second};
+  if (!arrives_last(scratch.tickets + tile_begin / tile, plan.parts())) return false;
   // Thread t takes every groups-th part of channel t % tile, and the groups are merged by halves.
   const int group = thread / tile, groups = blockDim.x * blockDim.y / tile;
   const int64_t channel = tile_begin + thread % tile;
   sums = {0, 0};
-  if (channel < plan.channels) sums = add_partials(partials, plan.channels, channel, group, groups, plan.parts);
+  if (channel < plan.channels)
+    sums = add_partials(scratch.partials, plan.channels, channel, group, groups, plan.parts());
   __shared__ Sums<double> rest[kThreads];
   for (int half = groups / 2; half > 0; half /= 2) {
     rest[thread] = sums;

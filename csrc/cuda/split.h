@@ -8,8 +8,16 @@
 
 #include "../host_device.h"
 #include "../layout.h"
+#include "../math.h"
 
 namespace bagua_syncbn::cuda {
+
+// Threads of a block at most, and of a warp.
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+// Bytes of the widest load there is on all cards, and of a cache line: so much of a row an interleaved block takes.
+constexpr int kVectorBytes = 16;
+constexpr int kLineBytes = 128;
 
 // Blocks to aim at: two or three rounds on the largest cards, at the four to eight blocks that run on a multiprocessor.
 // A reduction takes fewer, since someone has to add up what they leave.
@@ -21,15 +29,8 @@ constexpr int64_t kReduceParts = 256;
 constexpr int kBatch = 4;
 // Less than this many batches for each thread of a part is not worth a block.
 constexpr int64_t kBatchesPerPart = 2;
-constexpr int64_t kBlock = 256;  // threads
 // Values of a row and samples that a planar part has at most.
 constexpr int64_t kMostOfPart = int64_t(1) << 30;
-// Bytes of a row that a block of an interleaved kernel takes: a cache line.
-constexpr int64_t kLine = 128;
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // The smallest power of two from `value` on, in [low, high], which are powers of two.
 inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
@@ -59,13 +60,15 @@ struct Planar {
   int64_t slots;
   int64_t along_batch;
   int64_t along_inner;
-  int64_t lanes;     // threads along a row
-  int64_t rows;      // rows at a time
-  int64_t step = 0;  // from a row of a thread to its next
+  int64_t columns;     // threads along a row
+  int64_t rows;        // threads across rows
+  int64_t step = 0;    // from a row of a thread to its next
+  int misaligned = 0;  // by so many values the tensor begins after an aligned slot
   Ranges samples_of_part{1, 1};
   Ranges slots_of_part{1, 1};
 
-  int64_t blocks() const { return channels * along_batch * along_inner; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return along_batch * along_inner; }
+  int64_t blocks() const { return channels * parts(); }
 };
 
 // Interleaved. A block has a tile of channels and a range of rows.
@@ -73,12 +76,13 @@ struct Interleaved {
   int64_t height;  // rows of the tensor
   int64_t channels;
   int64_t tiles;
-  int64_t parts;
-  int64_t lanes;  // threads along a row
-  int64_t rows;   // rows at a time
+  int64_t row_parts;
+  int64_t columns;  // threads along a row
+  int64_t rows;     // threads across rows
   Ranges rows_of_part{1, 1};
 
-  int64_t blocks() const { return tiles * parts; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return row_parts; }
+  int64_t blocks() const { return tiles * row_parts; }
 };
 
 struct Limits {
@@ -90,8 +94,8 @@ constexpr Limits kElementwise{kElementBlocks, kElementBlocks};
 
 // Whether 16 bytes at a time can be loaded from all of these. Planar rows may begin anywhere, if in all tensors alike.
 inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
-  const int64_t width = 16 / value_size;
-  const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16; };
+  const int64_t width = kVectorBytes / value_size;
+  const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes; };
   const auto first = offset(*addresses.begin());
   const auto same = [&](const void* address) { return offset(address) == first; };
   if (!std::all_of(addresses.begin(), addresses.end(), same) || first % value_size != 0) return false;
@@ -100,10 +104,12 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
   return aligned || g.inner >= 4 * width;  // shorter rows are mostly ends
 }
 
-inline Planar split_planar(const Geometry& g, int64_t width, bool aligned, Limits limits) {
+inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Limits limits) {
   Planar plan{g.batch, g.channels, g.inner, 0, 1, 1, 1, 1};
+  const bool aligned = misaligned == 0 && g.inner % width == 0;
+  plan.misaligned = misaligned;
   plan.slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
-  const int64_t worth = g.batch * plan.slots / (kBlock * kBatch * kBatchesPerPart);
+  const int64_t worth = g.batch * plan.slots / (kThreads * kBatch * kBatchesPerPart);
   const int64_t wanted = std::min({limits.blocks / g.channels, limits.parts, worth});
   plan.along_batch = std::clamp<int64_t>(wanted, 1, g.batch);
   plan.along_inner = std::clamp<int64_t>(wanted / plan.along_batch, 1, plan.slots);
@@ -111,9 +117,9 @@ inline Planar split_planar(const Geometry& g, int64_t width, bool aligned, Limit
   plan.slots_of_part = {plan.slots, plan.along_inner};
   const int64_t part_slots = ceil_div(plan.slots, plan.along_inner);
   const int64_t part_rows = ceil_div(g.batch, plan.along_batch);
-  const int64_t threads = power_of_two(part_slots * part_rows, 32, kBlock);
-  plan.lanes = power_of_two(part_slots, 1, threads);
-  plan.rows = threads / plan.lanes;
+  const int64_t threads = power_of_two(part_slots * part_rows, kWarp, kThreads);
+  plan.columns = power_of_two(part_slots, 1, threads);
+  plan.rows = threads / plan.columns;
   plan.step = plan.rows * g.channels * g.inner;
   return plan;
 }
@@ -127,13 +133,13 @@ inline bool fits(const Planar& plan, int64_t width) {
 inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Limits limits) {
   Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
   const int64_t slots = ceil_div(g.channels, width);
-  plan.lanes = power_of_two(slots, 1, width == 1 ? 32 : kLine / (width * value_size));
-  plan.tiles = ceil_div(slots, plan.lanes);
-  const int64_t threads = power_of_two(plan.lanes * plan.height, 64, kBlock);  // one for each channel of a tile
-  plan.rows = threads / plan.lanes;
+  plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : kLineBytes / (width * value_size));
+  plan.tiles = ceil_div(slots, plan.columns);
+  const int64_t threads = power_of_two(plan.columns * plan.height, 64, kThreads);  // one for each channel of a tile
+  plan.rows = threads / plan.columns;
   const int64_t worth = plan.height / (plan.rows * kBatch * kBatchesPerPart);
-  plan.parts = std::max<int64_t>(1, std::min({limits.blocks / plan.tiles, limits.parts, worth}));
-  plan.rows_of_part = {plan.height, plan.parts};
+  plan.row_parts = std::max<int64_t>(1, std::min({limits.blocks / plan.tiles, limits.parts, worth}));
+  plan.rows_of_part = {plan.height, plan.row_parts};
   return plan;
 }
 

@@ -48,12 +48,11 @@ __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    planar_stats(const T* x, Planar plan, int misaligned, A* packed, double2* partials, uint32_t* tickets) {
+__global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x, A* packed, Scratch scratch) {
   constexpr int kHere = W == 8 ? 2 : kSlots<W>;  // 16 values in registers; 32 would halve the threads that fit
   constexpr int kValues = kHere * W;
   constexpr unsigned kAll = (1u << kValues) - 1;
-  PlanarWalk<W> walk(plan, misaligned, false);
+  PlanarWalk<W> walk(plan, false);
   Pack<T, W> packs[kHere];
   const auto load = [&] {
     unsigned valid = 0;
@@ -88,13 +87,13 @@ __global__ void __launch_bounds__(kThreads)
   const double origin = widen(x[walk.channel * plan.inner]);
   reduce_block(moments, count);
   Sums<double> sums = sums_about(origin, static_cast<double>(pivot) + moments.mean, moments.m2, count);
-  if (!merge_parts(sums, plan, walk.channel, walk.part, partials, tickets)) return;
+  if (!merge_parts(sums, plan, walk.channel, walk.part, scratch)) return;
   if (thread_index() == 0) write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner);
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    interleaved_stats(const T* x, Interleaved plan, A* packed, double2* partials, uint32_t* tickets) {
+    interleaved_stats(Interleaved plan, const T* x, A* packed, Scratch scratch) {
   InterleavedWalk<W> walk(plan, false);
   const T* first_row = x + walk.first_row() * plan.channels;
   A pivots[W];
@@ -132,38 +131,26 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Moments<A> sum = reduce_rows<W>(moments, count);
   const int64_t channel = walk.tile_begin + thread_index();
-  const bool has_channel = thread_index() < plan.lanes * W && channel < plan.channels;
+  const bool has_channel = thread_index() < plan.columns * W && channel < plan.channels;
   const double pivot = has_channel ? widen(first_row[channel]) : 0, origin = has_channel ? widen(x[channel]) : 0;
   Sums<double> sums = sums_about(origin, pivot + sum.mean, sum.m2, count);
-  if (!merge_parts(sums, plan, walk.tile_begin, W, walk.part, partials, tickets)) return;
+  if (!merge_parts(sums, plan, walk.tile_begin, W, walk.part, scratch)) return;
   write_stats(packed, plan.channels, channel, origin, sums, plan.height);
 }
 
 template <typename T, int W>
-const char* launch_stats(const T* x, const Geometry& g, Accumulate<T>* packed, Workspace& workspace, Stream stream) {
-  if (g.interleaved) {
-    const Interleaved plan = split_interleaved(g, W, sizeof(T), kReduction);
-    const Scratch scratch(workspace, plan.parts, g.channels);
-    return launch(interleaved_stats<T, W>, plan.blocks(), block_of(plan), stream, x, plan, packed, scratch.partials,
-                  scratch.tickets);
-  }
-  const int misaligned = misalignment<T, W>(x);
-  const Planar plan = split_planar(g, W, misaligned == 0 && g.inner % W == 0, kReduction);
-  if (!fits(plan, W)) return kTooLarge;
-  const Scratch scratch(workspace, plan.along_batch * plan.along_inner, g.channels);
-  return launch(planar_stats<T, W>, plan.blocks(), block_of(plan), stream, x, plan, misaligned, packed,
-                scratch.partials, scratch.tickets);
-}
+struct Stats {
+  static constexpr auto planar = planar_stats<T, W>;
+  static constexpr auto interleaved = interleaved_stats<T, W>;
+};
 
 }  // namespace
 
 const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, Workspace& workspace, Stream stream) {
-  return dispatch(dtype, [&](auto tag) {
-    using T = decltype(tag);
-    const bool vectors = takes_vectors(g, sizeof(T), {x});
-    return (vectors ? launch_stats<T, kVector<T>> : launch_stats<T, 1>)(static_cast<const T*>(x), g,
-                                                                        static_cast<Accumulate<T>*>(packed), workspace,
-                                                                        stream);
+  return dispatch(dtype, [&](auto value) {
+    using T = decltype(value);
+    return launch_reduction<Stats, T>(g, {x}, workspace, stream, static_cast<const T*>(x),
+                                      static_cast<Accumulate<T>*>(packed));
   });
 }
 

@@ -1,19 +1,19 @@
 // Values as they lie in memory and as they are computed.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <type_traits>
 
-#include "launch.cuh"
+#include "kernels.h"
+#include "split.h"
 
 namespace bagua_syncbn::cuda {
 
-// The type in which values of type T are computed: double for double, float for all others.
+// Values of type T in a vector.
 template <typename T>
-using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// Values of type T in 16 bytes, the widest load there is on all cards.
-template <typename T>
-constexpr int kVector = 16 / sizeof(T);
+constexpr int kVector = kVectorBytes / sizeof(T);
 
 __device__ __forceinline__ float widen(__half value) {
   return __half2float(value);
@@ -49,7 +49,7 @@ struct alignas(W * sizeof(T)) Pack {
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_pack(const T* address) {
   Pack<T, W> pack;
-  if constexpr (W * sizeof(T) == 16) {
+  if constexpr (W * sizeof(T) == kVectorBytes) {
     const uint4 bits = *reinterpret_cast<const uint4*>(address);
     memcpy(&pack, &bits, sizeof(bits));
   } else {
@@ -61,7 +61,7 @@ __device__ __forceinline__ Pack<T, W> load_pack(const T* address) {
 
 template <typename T, int W>
 __device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
-  if constexpr (W * sizeof(T) == 16) {
+  if constexpr (W * sizeof(T) == kVectorBytes) {
     uint4 bits;
     memcpy(&bits, &pack, sizeof(bits));
     *reinterpret_cast<uint4*>(address) = bits;
@@ -72,55 +72,47 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
 
 // Value c of a per-channel tensor, converted.
 template <typename A>
-__device__ __forceinline__ A read_channel(const Channels& channels, int64_t c) {
-  switch (channels.dtype) {
-    case DType::kHalf:
-      return static_cast<A>(widen(static_cast<const __half*>(channels.data)[c]));
-    case DType::kBFloat16:
-      return static_cast<A>(widen(static_cast<const __nv_bfloat16*>(channels.data)[c]));
-    case DType::kFloat:
-      return static_cast<A>(static_cast<const float*>(channels.data)[c]);
-    default:
-      return static_cast<A>(static_cast<const double*>(channels.data)[c]);
+__device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c) {
+  switch (tensor.dtype) {
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored) \
+  case DType::k##name:                                        \
+    return static_cast<A>(widen(static_cast<const Stored*>(tensor.data)[c]));
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
   }
+  __builtin_unreachable();
 }
 
-// Likewise, or `otherwise` if there is none.
+// Value c of a per-channel tensor, converted; `otherwise` if there is none.
 template <typename A>
-__device__ __forceinline__ A read_channel(const Channels& channels, int64_t c, A otherwise) {
-  return channels.data == nullptr ? otherwise : read_channel<A>(channels, c);
+__device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c, A otherwise) {
+  return tensor.data == nullptr ? otherwise : read_channel<A>(tensor, c);
 }
 
 template <typename A>
-__device__ __forceinline__ void write_channel(const Channels& channels, int64_t c, A value) {
-  switch (channels.dtype) {
-    case DType::kHalf:
-      static_cast<__half*>(channels.data)[c] = narrow<__half>(static_cast<float>(value));
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(channels.data)[c] = narrow<__nv_bfloat16>(static_cast<float>(value));
-      break;
-    case DType::kFloat:
-      static_cast<float*>(channels.data)[c] = static_cast<float>(value);
-      break;
-    default:
-      static_cast<double*>(channels.data)[c] = static_cast<double>(value);
+__device__ __forceinline__ void write_channel(const PerChannel& tensor, int64_t c, A value) {
+  switch (tensor.dtype) {
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)                                      \
+  case DType::k##name:                                                                             \
+    static_cast<Stored*>(tensor.data)[c] = narrow<Stored>(static_cast<Accumulate<Stored>>(value)); \
+    return;
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
   }
+  __builtin_unreachable();
 }
 
 // Calls `body(T())` for the type of `dtype`.
 template <typename Body>
 const char* dispatch(DType dtype, const Body& body) {
   switch (dtype) {
-    case DType::kHalf:
-      return body(__half());
-    case DType::kBFloat16:
-      return body(__nv_bfloat16());
-    case DType::kFloat:
-      return body(float());
-    default:
-      return body(double());
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored) \
+  case DType::k##name:                                        \
+    return body(Stored());
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
   }
+  __builtin_unreachable();
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -45,8 +45,8 @@ __device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot)
   return pack;
 }
 
-// The W values at `offset`; zeros if it is negative. As four registers until all loads of a batch are under way,
-// likewise.
+// The W values at `offset`; zeros if it is negative. As in load_slot, four registers until all loads of a batch are
+// under way.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_at(const T* x, int64_t offset) {
   Pack<T, W> pack;
@@ -73,9 +73,10 @@ __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack
 }
 
 // Planar: block (channel, part), blocks in the order of memory; `reversed`, from its end, where a pass over the same
-// tensor has just finished and left it in the cache. Threads go `lanes` slots along a row and `rows` samples at a time.
+// tensor has just finished and left it in the cache. Threads go `columns` slots along a row and `rows` samples at a
+// time.
 //
-//   part: samples n0 .. n1, slots k0 .. k1           lanes = 4, rows = 2
+//   part: samples n0 .. n1, slots k0 .. k1           columns = 4, rows = 2
 //     sample n0      | t0 t1 t2 t3 t0 t1 t2 t3 |
 //     sample n0 + 1  | t4 t5 t6 t7 t4 t5 t6 t7 |
 //     sample n0 + 2  | t0 t1 t2 t3 t0 t1 t2 t3 |
@@ -84,8 +85,7 @@ class PlanarWalk {
  public:
   int64_t channel, part;
 
-  // `misaligned`: by how many values the tensor begins after a multiple of 16 bytes.
-  __device__ PlanarWalk(const Planar& plan, int misaligned, bool reversed) : plan_(plan), misaligned_(misaligned) {
+  __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
     const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     channel = block % static_cast<unsigned>(plan.channels);
     part = block / static_cast<unsigned>(plan.channels);
@@ -126,11 +126,10 @@ class PlanarWalk {
  private:
   // How far into its slot the row that begins at `row` begins, or anything a number of slots after it.
   __device__ __forceinline__ int offset_in_slot(int64_t row) const {
-    return W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(row) + misaligned_) % W);
+    return W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(row) + plan_.misaligned) % W);
   }
 
   const Planar& plan_;
-  int misaligned_;
   int64_t first_value_;
   // What does not fit 32 bits is in the offset of the part in the row alone: next() is most of what a thread does.
   int64_t offset_;
@@ -138,9 +137,10 @@ class PlanarWalk {
   int slot_, slots_, left_;  // rows that are left
 };
 
-// Interleaved: block (tile, part), likewise. A thread has the same W channels in every row.
+// Interleaved: block (tile, part), blocks in the order of memory, or from its end. A thread has the same W channels in
+// every row.
 //
-//   part: rows r0 .. r1, tile of lanes * W channels  lanes = 2, rows = 2, W = 4
+//   part: rows r0 .. r1, tile of columns * W channels  columns = 2, rows = 2, W = 4
 //     row r0         | t0 t0 t0 t0 t1 t1 t1 t1 |
 //     row r0 + 1     | t2 t2 t2 t2 t3 t3 t3 t3 |
 //     row r0 + 2     | t0 t0 t0 t0 t1 t1 t1 t1 |
@@ -154,7 +154,7 @@ class InterleavedWalk {
   __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
     const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     part = block / static_cast<unsigned>(plan.tiles);
-    tile_begin = block % static_cast<unsigned>(plan.tiles) * plan.lanes * W;
+    tile_begin = block % static_cast<unsigned>(plan.tiles) * plan.columns * W;
     channel = tile_begin + threadIdx.x * W;
     active = channel < plan.channels;
     row_begin_ = plan.rows_of_part.begin_of(part);
@@ -178,14 +178,9 @@ class InterleavedWalk {
   int64_t row_begin_, row_end_, row_;
 };
 
-template <typename Plan>
-dim3 block_of(const Plan& plan) {
-  return dim3(static_cast<unsigned>(plan.lanes), static_cast<unsigned>(plan.rows));
-}
-
 // Channels of an interleaved tile at most.
 template <int W>
-constexpr int kTile = W == 1 ? kWarp : kLine / 16 * W;
+constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
 
 // Interleaved: the factors of the W channels of a thread, `read(channel)` of each. One thread reads those of a channel
 // for the whole block: the tensors they come from can be of any dtype, and code that decides that for each of W
@@ -193,7 +188,7 @@ constexpr int kTile = W == 1 ? kWarp : kLine / 16 * W;
 template <int W, typename F, typename Read>
 __device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, int64_t channels,
                                               const Read& read) {
-  __shared__ F tile[kTile<W>];
+  __shared__ F tile[kTileChannels<W>];
   const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
   if (thread < width && walk.tile_begin + thread < channels) tile[thread] = read(walk.tile_begin + thread);
   __syncthreads();
@@ -201,14 +196,6 @@ __device__ __forceinline__ void share_factors(F (&factors)[W], const Interleaved
 #pragma unroll
   for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
 }
-
-// By how many values `x` begins after a multiple of W values.
-template <typename T, int W>
-int misalignment(const T* x) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % W);
-}
-
-constexpr const char* kTooLarge = "more than 2^30 values or samples in a part of a channel";
 
 // Slots of a batch of W values each, such that a scalar batch is not too small.
 template <int W>

@@ -1,6 +1,7 @@
-// csrc/cuda/context.cpp for tests: device and stream are what a test says they are, and no guard is needed on a CPU.
+// csrc/cuda/torch/context.cpp for tests: device and stream are what a test says they are, and no guard is needed on a
+// CPU.
 
-#include "../../../csrc/cuda/context.h"
+#include "../../../csrc/cuda/torch/context.h"
 
 namespace {
 

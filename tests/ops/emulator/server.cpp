@@ -28,7 +28,7 @@ struct Buffer {
   void* base = nullptr;
   void* data = nullptr;
 
-  Channels channels() const { return {data, dtype}; }
+  PerChannel channels() const { return {data, dtype}; }
   int64_t* integers() const { return static_cast<int64_t*>(data); }
 };
 
@@ -90,8 +90,9 @@ const char* run(const std::vector<int64_t>& integers, const std::vector<double>&
       return elemt(b[0].data, b[1].data, dtype, g, {b[2].channels(), b[3].channels(), b[4].channels(), b[5].channels()},
                    nullptr);
     case 3:
-      return backward_reduce(b[0].data, b[1].data, dtype, g, b[2].channels(), b[3].channels(),
-                             {b[4].data, b[5].channels(), b[6].channels()}, workspace, nullptr);
+      return backward_reduce(b[0].data, b[1].data, dtype, g,
+                             {b[2].channels(), b[3].channels(), b[4].data, b[5].channels(), b[6].channels()}, workspace,
+                             nullptr);
     case 4:
       return backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
                             {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers()},

@@ -2,9 +2,9 @@
 
 #include <tuple>
 
-#include "../allocate.h"
-#include "../checks.h"
-#include "../geometry.h"
+#include "../../allocate.h"
+#include "../../checks.h"
+#include "../../geometry.h"
 #include "context.h"
 #include "workspace.h"
 
@@ -12,27 +12,29 @@ namespace bagua_syncbn::cuda {
 namespace {
 
 DType dtype_of(const Tensor& tensor) {
-  DType dtype = DType::kFloat;
-  dispatch_floating(scalar_type(tensor), "tensor", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (std::is_same_v<T, Half>) dtype = DType::kHalf;
-    if constexpr (std::is_same_v<T, BFloat16>) dtype = DType::kBFloat16;
-    if constexpr (std::is_same_v<T, double>) dtype = DType::kDouble;
-  });
-  return dtype;
+  switch (scalar_type(tensor)) {
+#define BAGUA_SYNCBN_CASE(name, ...) \
+  case ScalarType::name:             \
+    return DType::k##name;
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
+    default:
+      refuse("tensor", kDTypeNames, scalar_type(tensor));
+  }
 }
 
 // A per-channel argument, which outlives this: contiguous, and alive until the kernel is launched.
-class PerChannel {
+class PerChannelTensor {
  public:
-  explicit PerChannel(const Tensor& tensor) : channels_{nullptr, dtype_of(tensor)} {
+  explicit PerChannelTensor(const Tensor& tensor) : channels_{nullptr, dtype_of(tensor)} {
     if (!tensor.is_contiguous()) copy_ = torch::stable::contiguous(tensor);
     channels_.data = const_cast<void*>((copy_ ? *copy_ : tensor).const_data_ptr());
   }
-  explicit PerChannel(const std::optional<Tensor>& tensor) : PerChannel(tensor ? PerChannel(*tensor) : PerChannel()) {}
-  PerChannel() = default;
+  explicit PerChannelTensor(const std::optional<Tensor>& tensor)
+      : PerChannelTensor(tensor ? PerChannelTensor(*tensor) : PerChannelTensor()) {}
+  PerChannelTensor() = default;
 
-  operator Channels() const { return channels_; }
+  operator PerChannel() const { return channels_; }
 
   // What the kernel wrote, if it wrote to a copy.
   void copy_back(Tensor tensor) const {
@@ -41,7 +43,7 @@ class PerChannel {
 
  private:
   std::optional<Tensor> copy_;
-  Channels channels_{nullptr, DType::kFloat};
+  PerChannel channels_{nullptr, DType::kFloat};
 };
 
 }  // namespace
@@ -69,8 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum);
   const Context context(gathered);
   const bool tracks = running_mean && running_var;
-  const PerChannel mean_buffer = tracks ? PerChannel(*running_mean) : PerChannel();
-  const PerChannel var_buffer = tracks ? PerChannel(*running_var) : PerChannel();
+  const PerChannelTensor mean_buffer = tracks ? PerChannelTensor(*running_mean) : PerChannelTensor();
+  const PerChannelTensor var_buffer = tracks ? PerChannelTensor(*running_var) : PerChannelTensor();
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   const Tensor rows = dense(gathered);
   const int64_t channels = packed_channels(gathered.size(1));
@@ -96,7 +98,7 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
   const Context context(input);
   Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
-  const PerChannel means(mean), invstds(invstd), weights(weight), biases(bias);
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
   check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry,
                    {means, invstds, weights, biases}, context.stream()));
   return with_strides_of(output, laid, input);
@@ -117,14 +119,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
             torch::stable::new_zeros(input, {&channels, 1}, parameter),
             torch::stable::new_zeros(input, {&channels, 1}, parameter)};
   }
-  const PerChannel means(mean), invstds(invstd);
+  const PerChannelTensor means(mean), invstds(invstd);
   Tensor sums = allocate_vector(width, accumulate, input);
   Tensor grad_weight = allocate_vector(channels, parameter, input);
   Tensor grad_bias = allocate_vector(channels, parameter, input);
   TorchWorkspace workspace(input, context);
   check_cuda(backward_reduce(grads.const_data_ptr(), laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry,
-                             means, invstds,
-                             {sums.mutable_data_ptr(),
+                             {means,
+                              invstds,
+                              sums.mutable_data_ptr(),
                               {grad_weight.mutable_data_ptr(), dtype_of(grad_weight)},
                               {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)}},
                              workspace, context.stream()));
@@ -139,7 +142,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   const Tensor grads = laid_out_like(grad_output, laid);
   Tensor grad_input = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
-  const PerChannel means(mean), invstds(invstd), weights(weight), totals(sums);
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums);
   check_cuda(backward_elemt(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),
                             dtype_of(input), laid.geometry,
                             {means, invstds, weights, totals, static_cast<const int64_t*>(count.const_data_ptr())},

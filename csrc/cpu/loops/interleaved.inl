@@ -1,21 +1,22 @@
 // Interleaved: rows of one value for each channel.
 
 // Vectors whose pivots and sums stay in registers: AVX-512 has 32 of these, the others have 16.
-constexpr int kBlock = kBytes == 64 ? 4 : 2;
+constexpr int kVectorsAtOnce = kBytes == 64 ? 4 : 2;
 
 template <int n>
 struct Width {
   static constexpr int value = n;
 };
 
-// Calls body(width, j, load, store) for the columns of a row: kBlock vectors at a time, then one at a time, then a part
-// of one. `width` is the number of vectors, as a type.
+// Calls body(width, j, load, store) for the columns of a row: kVectorsAtOnce vectors at a time, then one at a time,
+// then a part of one. `width` is the number of vectors, as a type.
 template <typename A, typename Body>
 inline __attribute__((always_inline)) void for_each_block(int64_t channels, const Body& body) {
   const auto load = [](const auto* p) { return widen(p); };
   const auto store = [](auto* p, Vec<A> v) { narrow(p, v); };
   int64_t j = 0;
-  for (; j + kBlock * kWidth<A> <= channels; j += kBlock * kWidth<A>) body(Width<kBlock>(), j, load, store);
+  for (; j + kVectorsAtOnce * kWidth<A> <= channels; j += kVectorsAtOnce * kWidth<A>)
+    body(Width<kVectorsAtOnce>(), j, load, store);
   for (; j + kWidth<A> <= channels; j += kWidth<A>) body(Width<1>(), j, load, store);
   if (j == channels) return;
   const int64_t rest = channels - j;
@@ -143,8 +144,8 @@ inline __attribute__((always_inline)) void for_each_column(int64_t channels, con
 }
 
 template <bool kStream, typename T, typename A>
-void normalize_columns_to(const T* x, T* y, int64_t rows, int64_t channels, const Affine<A>& affine) {
-  const A *const mean = affine.mean, *const scale = affine.scale, *const shift = affine.shift;
+void normalize_columns_to(const T* x, T* y, int64_t rows, int64_t channels, const NormalizeFactors<A>& factors) {
+  const A *const mean = factors.mean, *const scale = factors.scale, *const shift = factors.shift;
   for (int64_t row = 0; row < rows; ++row, x += channels, y += channels) {
     for_each_column<A>(
         channels,
@@ -160,16 +161,17 @@ void normalize_columns_to(const T* x, T* y, int64_t rows, int64_t channels, cons
 }
 
 template <typename T, typename A = Accumulate<T>>
-void normalize_columns(const T* x, T* y, int64_t rows, int64_t channels, Affine<A> affine) {
-  if (!affine.stream) return normalize_columns_to<false>(x, y, rows, channels, affine);
-  normalize_columns_to<true>(x, y, rows, channels, affine);
+void normalize_columns(const T* x, T* y, int64_t rows, int64_t channels, NormalizeFactors<A> factors) {
+  if (!factors.stream) return normalize_columns_to<false>(x, y, rows, channels, factors);
+  normalize_columns_to<true>(x, y, rows, channels, factors);
   end_streaming();
 }
 
 template <bool kStream, typename T, typename A>
-void grad_columns_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, const GradAffine<A>& affine) {
-  const A *const mean = affine.mean, *const mean_dy = affine.mean_dy;
-  const A *const projection = affine.projection, *const scale = affine.scale;
+void grad_columns_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels,
+                     const GradientFactors<A>& factors) {
+  const A *const mean = factors.mean, *const mean_dy = factors.mean_dy;
+  const A *const projection = factors.projection, *const scale = factors.scale;
   for (int64_t row = 0; row < rows; ++row, dy += channels, x += channels, dx += channels) {
     for_each_column<A>(
         channels,
@@ -189,8 +191,8 @@ void grad_columns_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t chann
 }
 
 template <typename T, typename A = Accumulate<T>>
-void grad_columns(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradAffine<A> affine) {
-  if (!affine.stream) return grad_columns_to<false>(dy, x, dx, rows, channels, affine);
-  grad_columns_to<true>(dy, x, dx, rows, channels, affine);
+void grad_columns(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A> factors) {
+  if (!factors.stream) return grad_columns_to<false>(dy, x, dx, rows, channels, factors);
+  grad_columns_to<true>(dy, x, dx, rows, channels, factors);
   end_streaming();
 }

@@ -1,11 +1,12 @@
-// The inner loops, on plain memory. They are compiled once for each instruction set; spans() picks one at run time.
+// The inner loops, on plain memory. They are compiled once for each instruction set; loops() picks one at run time.
 //
 // All of them give the same bits: a span is added up in kLanes lanes, element j in lane j % kLanes, and without fused
 // multiply-adds, whatever the width of the vectors that hold the lanes.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
+
+#include "../dtypes.h"
 
 namespace bagua_syncbn {
 
@@ -16,10 +17,6 @@ struct HalfBits {
 struct BFloat16Bits {
   uint16_t bits;
 };
-
-// The type in which values of type T are computed: double for double, float for all others.
-template <typename T>
-using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr int kLanes = 64;
 
@@ -36,7 +33,7 @@ struct GradSums {
 
 // Per-channel factors: y = (x - mean) * scale + shift.
 template <typename A>
-struct Affine {
+struct NormalizeFactors {
   const A* mean;
   const A* scale;
   const A* shift;
@@ -45,7 +42,7 @@ struct Affine {
 
 // Per-channel factors: dx = ((dy - mean_dy) - (x - mean) * projection) * scale.
 template <typename A>
-struct GradAffine {
+struct GradientFactors {
   const A* mean;
   const A* mean_dy;
   const A* projection;
@@ -54,30 +51,31 @@ struct GradAffine {
 };
 
 template <typename T>
-struct Spans {
+struct Loops {
   using A = Accumulate<T>;
 
   // Planar: rows of n values of one channel, `stride` apart.
   Moments (*moments)(const T* x, int64_t rows, int64_t n, int64_t stride);
   GradSums (*grad_sums)(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride);
   // Planar: contiguous rows of n values; the channel of the first is given, and each row is of the next channel.
-  void (*normalize_rows)(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels, Affine<A>);
+  void (*normalize_rows)(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                         NormalizeFactors<A>);
   void (*grad_rows)(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                    GradAffine<A>);
+                    GradientFactors<A>);
 
   // Interleaved: rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and m2, or the
   // two sums, of these rows are written to `out`, 2 * channels values.
   void (*moments_columns)(const T* x, int64_t rows, int64_t channels, A* columns, double* out);
   void (*grad_sums_columns)(const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels, A* columns,
                             double* out);
-  void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, Affine<A>);
-  void (*grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradAffine<A>);
+  void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, NormalizeFactors<A>);
+  void (*grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A>);
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names
 // ("baseline", "avx2", "avx512") if the machine has it.
 template <typename T>
-const Spans<T>& spans();
+const Loops<T>& loops();
 
 // The name of that instruction set.
 const char* cpu_capability();

@@ -1,5 +1,5 @@
 // Picks the inner loops for the machine that this runs on.
-#include "spans.h"
+#include "loops.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -9,7 +9,7 @@ namespace bagua_syncbn {
 #define BAGUA_SYNCBN_DECLARE(isa) \
   namespace isa {                 \
   template <typename T>           \
-  const Spans<T>& table();        \
+  const Loops<T>& table();        \
   }
 BAGUA_SYNCBN_DECLARE(baseline)
 BAGUA_SYNCBN_DECLARE(avx2)
@@ -48,7 +48,7 @@ Capability capability() {
 }  // namespace
 
 template <typename T>
-const Spans<T>& spans() {
+const Loops<T>& loops() {
 #if defined(__x86_64__)
   if (capability() == Capability::kAvx512) return avx512::table<T>();
   if (capability() == Capability::kAvx2) return avx2::table<T>();
@@ -56,10 +56,9 @@ const Spans<T>& spans() {
   return baseline::table<T>();
 }
 
-template const Spans<float>& spans<float>();
-template const Spans<double>& spans<double>();
-template const Spans<HalfBits>& spans<HalfBits>();
-template const Spans<BFloat16Bits>& spans<BFloat16Bits>();
+#define BAGUA_SYNCBN_INSTANTIATE(name, torch_type, Stored, ...) template const Loops<Stored>& loops<Stored>();
+BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_INSTANTIATE)
+#undef BAGUA_SYNCBN_INSTANTIATE
 
 const char* cpu_capability() {
   switch (capability()) {

@@ -1,6 +1,6 @@
 // The inner loops for what every machine of this architecture has (SSE2 on x86-64, NEON on 64-bit Arm).
 #include "../../stable_abi.h"
-#include "../spans.h"
+#include "../loops.h"
 
 #define BAGUA_SYNCBN_ISA baseline
 #define BAGUA_SYNCBN_VECTOR_BYTES 16

@@ -5,8 +5,8 @@
 
 #include <optional>
 
-#include "../stable_abi.h"
-#include "kernels.h"
+#include "../../stable_abi.h"
+#include "../kernels.h"
 
 namespace bagua_syncbn::cuda {
 

@@ -1,4 +1,4 @@
-// Implementation of ../spans.h for one instruction set. Included with BAGUA_SYNCBN_ISA, the name of the namespace, and
+// Implementation of ../loops.h for one instruction set. Included with BAGUA_SYNCBN_ISA, the name of the namespace, and
 // BAGUA_SYNCBN_VECTOR_BYTES defined, inside a target pragma. Nothing here may be an inline function of another
 // header: the linker would keep one copy of it, perhaps that of an instruction set which the machine lacks.
 
@@ -21,18 +21,17 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 }  // namespace
 
 template <typename T>
-const Spans<T>& table() {
-  static constexpr Spans<T> loops = {
+const Loops<T>& table() {
+  static constexpr Loops<T> loops = {
       moments<T>,         grad_sums<T>,         normalize_rows<T>,    grad_rows<T>,
       moments_columns<T>, grad_sums_columns<T>, normalize_columns<T>, grad_columns<T>,
   };
   return loops;
 }
 
-template const Spans<float>& table<float>();
-template const Spans<double>& table<double>();
-template const Spans<HalfBits>& table<HalfBits>();
-template const Spans<BFloat16Bits>& table<BFloat16Bits>();
+#define BAGUA_SYNCBN_INSTANTIATE(name, torch_type, Stored, ...) template const Loops<Stored>& table<Stored>();
+BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_INSTANTIATE)
+#undef BAGUA_SYNCBN_INSTANTIATE
 
 }  // namespace BAGUA_SYNCBN_ISA
 }  // namespace bagua_syncbn

@@ -128,11 +128,11 @@ GradSums grad_sums(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int
 
 template <bool kStream, typename T, typename A>
 void normalize_rows_to(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                       const Affine<A>& affine) {
+                       const NormalizeFactors<A>& factors) {
   for (int64_t row = 0; row < rows; ++row, x += n, y += n) {
-    const Vec<A> mean = broadcast<A>(affine.mean[channel]);
-    const Vec<A> scale = broadcast<A>(affine.scale[channel]);
-    const Vec<A> shift = broadcast<A>(affine.shift[channel]);
+    const Vec<A> mean = broadcast<A>(factors.mean[channel]);
+    const Vec<A> scale = broadcast<A>(factors.scale[channel]);
+    const Vec<A> shift = broadcast<A>(factors.shift[channel]);
     for_each_vector<A>(
         n,
         [&](int, int64_t j) {
@@ -147,20 +147,21 @@ void normalize_rows_to(const T* x, T* y, int64_t rows, int64_t n, int64_t channe
 }
 
 template <typename T, typename A = Accumulate<T>>
-void normalize_rows(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels, Affine<A> affine) {
-  if (!affine.stream) return normalize_rows_to<false>(x, y, rows, n, channel, channels, affine);
-  normalize_rows_to<true>(x, y, rows, n, channel, channels, affine);
+void normalize_rows(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                    NormalizeFactors<A> factors) {
+  if (!factors.stream) return normalize_rows_to<false>(x, y, rows, n, channel, channels, factors);
+  normalize_rows_to<true>(x, y, rows, n, channel, channels, factors);
   end_streaming();
 }
 
 template <bool kStream, typename T, typename A>
 void grad_rows_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                  const GradAffine<A>& affine) {
+                  const GradientFactors<A>& factors) {
   for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
-    const Vec<A> mean = broadcast<A>(affine.mean[channel]);
-    const Vec<A> mean_dy = broadcast<A>(affine.mean_dy[channel]);
-    const Vec<A> projection = broadcast<A>(affine.projection[channel]);
-    const Vec<A> scale = broadcast<A>(affine.scale[channel]);
+    const Vec<A> mean = broadcast<A>(factors.mean[channel]);
+    const Vec<A> mean_dy = broadcast<A>(factors.mean_dy[channel]);
+    const Vec<A> projection = broadcast<A>(factors.projection[channel]);
+    const Vec<A> scale = broadcast<A>(factors.scale[channel]);
     for_each_vector<A>(
         n,
         [&](int, int64_t j) {
@@ -179,8 +180,8 @@ void grad_rows_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64
 
 template <typename T, typename A = Accumulate<T>>
 void grad_rows(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-               GradAffine<A> affine) {
-  if (!affine.stream) return grad_rows_to<false>(dy, x, dx, rows, n, channel, channels, affine);
-  grad_rows_to<true>(dy, x, dx, rows, n, channel, channels, affine);
+               GradientFactors<A> factors) {
+  if (!factors.stream) return grad_rows_to<false>(dy, x, dx, rows, n, channel, channels, factors);
+  grad_rows_to<true>(dy, x, dx, rows, n, channel, channels, factors);
   end_streaming();
 }

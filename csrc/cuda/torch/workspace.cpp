@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../allocate.h"
+#include "../../allocate.h"
 
 namespace bagua_syncbn::cuda {
 namespace {
