@@ -91,6 +91,8 @@ __global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x
   if (thread_index() == 0) write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner);
 }
 
+// A thread has moments of W channels over the same rows, so that one count and one division serve all of them. Each
+// channel has its own pivot, the value in the first row of the part.
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     interleaved_stats(Interleaved plan, const T* x, A* packed, Scratch scratch) {

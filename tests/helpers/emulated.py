@@ -85,7 +85,8 @@ def build_library(directory: Path, headers: Path) -> Path:
     plain = [f"-I{emulator}", f"-I{cuda}", "-isystem", str(headers), "-include", str(emulator / "emulator.h")]
     sources = {cuda / f"{name}.cu": plain for name in SOURCES}
     sources[emulator / "emulator.cpp"] = plain
-    sources |= dict.fromkeys((cuda / "torch" / "register.cpp", cuda / "torch" / "workspace.cpp", emulator / "context.cpp"), stable)
+    bindings = (cuda / "torch" / "register.cpp", cuda / "torch" / "workspace.cpp", emulator / "context.cpp")
+    sources |= dict.fromkeys(bindings, stable)
 
     def compile(source: Path) -> str:
         target = directory / f"{source.name}.o"

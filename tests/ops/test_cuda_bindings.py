@@ -1,7 +1,7 @@
-"""What stands between torch and the CUDA kernels: csrc/cuda/torch/register.cpp and workspace.cpp, run on CPU tensors.
+"""What stands between torch and the CUDA kernels: the files of csrc/cuda/torch, run on CPU tensors.
 
-The kernels below are emulated (``tests/ops/emulator``). Only csrc/cuda/torch/context.cpp, which asks for device and stream,
-is replaced: a test says which stream it is, and whether a graph is captured on it.
+The kernels below are emulated (``tests/ops/emulator``). context.cpp, which asks for device and stream, is replaced:
+a test says which stream it is, and whether a graph is captured on it.
 """
 
 import shutil

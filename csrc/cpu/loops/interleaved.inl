@@ -39,6 +39,9 @@ inline int64_t group_ahead(int64_t channels) {
   return kGroup * channels > kAhead ? kGroup * channels : kAhead;
 }
 
+// Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and the sum of their squared
+// deviations from it is sum(d^2) - sum(d)^2 / n, whatever p is. The difference cancels only by how far p is from the
+// mean, which is bounded: p is the mean of a group of the rows, and a tile has at most 32 groups.
 template <typename T>
 void moments_columns(const T* x, int64_t rows, int64_t channels, Accumulate<T>* columns, double* out) {
   using A = Accumulate<T>;
