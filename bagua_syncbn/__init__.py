@@ -4,6 +4,7 @@ from .communicators import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
+    patch_torch_converter,
     register_converter,
     revert_sync_batchnorm,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "conversion_report",
     "convert_sync_batchnorm",
+    "patch_torch_converter",
     "register_converter",
     "revert_sync_batchnorm",
     "sync_batch_norm",

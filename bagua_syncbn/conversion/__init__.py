@@ -4,7 +4,14 @@ This room knows the layer; the layer does not know it.
 """
 
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
+from .patching import patch_torch_converter
 from .registry import register_converter
 from .report import conversion_report
 
-__all__ = ["conversion_report", "convert_sync_batchnorm", "register_converter", "revert_sync_batchnorm"]
+__all__ = [
+    "conversion_report",
+    "convert_sync_batchnorm",
+    "patch_torch_converter",
+    "register_converter",
+    "revert_sync_batchnorm",
+]

@@ -74,9 +74,7 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
     _warn_of_synchronized_strangers(findings)
     with _restored_on_error(targets):
         for layer, (cls, name) in targets.items():
-            if not isinstance(layer, SyncBatchNorm):
-                _take_group(layer)
-            object.__setattr__(layer, "__class__", cls)
+            change_class(layer, cls)
             if name:
                 vars(layer)["name_in_model"] = name
             if process_group is not None:
@@ -126,6 +124,13 @@ def _forget_compiled_code(module: nn.Module) -> None:
     ):
         # torch's guards would see that a class has changed, but options of torch.compile can leave them out.
         torch.compiler.reset()
+
+
+def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
+    """Makes ``layer`` one of ``cls``, with the group that it has."""
+    if not isinstance(layer, SyncBatchNorm):
+        _take_group(layer)
+    object.__setattr__(layer, "__class__", cls)
 
 
 def _take_group(layer: nn.Module) -> None:

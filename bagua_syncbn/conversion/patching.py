@@ -1,0 +1,86 @@
+"""torch's converter and layer replaced, for trainers that call them in code of their own."""
+
+import functools
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from .classes import synchronized_class
+from .convert import change_class, convert_sync_batchnorm
+
+_TORCHS = {name: vars(nn.SyncBatchNorm)[name] for name in ("__init__", "convert_sync_batchnorm")}
+
+_patches: list["TorchConverterPatch"] = []
+
+
+class TorchConverterPatch:
+    """What :func:`patch_torch_converter` returns: in force until it is undone, or exited as a context manager."""
+
+    def __init__(self) -> None:
+        _patches.append(self)
+        _give_torch(_OURS)
+
+    def undo(self) -> None:
+        """Ends this patch. torch has its own again when no other one is in force."""
+        if self in _patches:
+            _patches.remove(self)
+        if not _patches:
+            _give_torch(_TORCHS)
+
+    def __enter__(self) -> "TorchConverterPatch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def patch_torch_converter() -> TorchConverterPatch:
+    """Makes trainers that call torch's converter, or build torch's layer, use those of this package.
+
+    ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
+    and what is built as ``torch.nn.SyncBatchNorm(...)``, or as a subclass of it, is a :class:`SyncBatchNorm`. The class
+    itself is changed, so it does not matter who has imported it before. As in every conversion
+    ``isinstance(layer, torch.nn.SyncBatchNorm)`` is False.
+
+    Holds for all threads from the call on, for good or for the ``with`` statement that it is called in. Calls may be
+    nested and repeated; models that were converted stay so. ``python -m bagua_syncbn.info`` has a line for it.
+
+    Returns:
+        The patch, with a method ``undo()``.
+
+    Example::
+
+        >>> bagua_syncbn.patch_torch_converter()
+        >>> lightning.Trainer(sync_batchnorm=True, ...).fit(model)
+
+        >>> with bagua_syncbn.patch_torch_converter():
+        ...     trainer.initialize()
+    """
+    return TorchConverterPatch()
+
+
+def is_torch_converter_patched() -> bool:
+    """Whether a patch of :func:`patch_torch_converter` is in force."""
+    return bool(_patches)
+
+
+@functools.wraps(_TORCHS["__init__"])
+def _init(layer: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
+    _TORCHS["__init__"](layer, *args, **kwargs)
+    change_class(layer, synchronized_class(type(layer)))
+
+
+@functools.wraps(_TORCHS["convert_sync_batchnorm"].__func__)
+def _convert(cls: type[nn.SyncBatchNorm], module: nn.Module, process_group: Any = None) -> nn.Module:
+    return convert_sync_batchnorm(module, process_group)
+
+
+_OURS = {"__init__": _init, "convert_sync_batchnorm": classmethod(_convert)}
+
+
+def _give_torch(functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        setattr(nn.SyncBatchNorm, name, function)

@@ -1,0 +1,108 @@
+"""Trainers that call torch's converter, or build torch's layer, train with ours under the patch."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import SyncBatchNorm as ImportedBefore
+from torch.nn.parallel import DistributedDataParallel
+from training import check, make_model, make_optimizer, train
+from user_layers import BatchNormReLU
+
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, patch_torch_converter, revert_sync_batchnorm
+from bagua_syncbn.info import collect_info
+
+# What trainers do, in their order.
+
+
+def of_nnunet(model):
+    model = torch.compile(model, backend="eager")
+    optimizer = make_optimizer(model)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return DistributedDataParallel(model), optimizer
+
+
+def of_detectors(model):
+    """As Pointcept, D-FINE, RT-DETR and Ultralytics' forks do, and Lightning with sync_batchnorm=True."""
+    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    return model, make_optimizer(model)
+
+
+class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
+    def forward(self, input):
+        return self.act(super().forward(input))
+
+
+def of_mmengine_and_timm(model):
+    """These have converters of their own, which build torch's layer or a subclass of it."""
+
+    def convert(module):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            cls = TimmsSyncBatchNormAct if isinstance(module, nn.BatchNorm1d) else nn.modules.batchnorm.SyncBatchNorm
+            twin = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            twin.weight, twin.bias = module.weight, module.bias
+            twin.running_mean, twin.running_var = module.running_mean, module.running_var
+            twin.num_batches_tracked = module.num_batches_tracked
+            twin.act = nn.Identity()
+            return twin
+        for name, child in module.named_children():
+            module.add_module(name, convert(child))
+        return module
+
+    model = DistributedDataParallel(convert(model))
+    return model, make_optimizer(model)
+
+
+def train_in(trainer, sizes):
+    with patch_torch_converter():
+        model, optimizer = trainer(make_model())
+    return train(model, optimizer, sizes, dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "prefix"),
+    [(of_nnunet, "module._orig_mod."), (of_detectors, "module."), (of_mmengine_and_timm, "module.")],
+)
+def test_trainers_train_synchronized(pool, trainer, prefix):
+    check(pool.run(train_in, 2, trainer, (1, 3)), (1, 3), prefix)
+
+
+def torchs():
+    return vars(nn.SyncBatchNorm)["__init__"], vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
+
+
+def test_the_patch_is_torchs_and_ends():
+    before = torchs()
+    signatures = [
+        inspect.signature(function) for function in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)
+    ]
+    with patch_torch_converter() as outer:
+        patched = torchs()
+        with pytest.raises(KeyError), patch_torch_converter():
+            raise KeyError
+        for_good = patch_torch_converter()
+        assert torchs() == patched
+        assert signatures == [
+            inspect.signature(function) for function in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)
+        ]
+        model = nn.Sequential(
+            nn.BatchNorm2d(2), BatchNormReLU(2), nn.SyncBatchNorm(2), ImportedBefore(2, process_group=1)
+        )
+        assert ImportedBefore.convert_sync_batchnorm(model) is model
+    outer.undo()
+    assert torchs() == patched
+    assert collect_info()["torch_converter"] == "patched"
+    for_good.undo()
+    assert torchs() == before
+    assert collect_info()["torch_converter"] == "torch's own"
+
+    assert type(model[0]) is SyncBatchNorm2d
+    assert isinstance(model[1], BatchNormReLU)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in model)
+    assert [layer.process_group for layer in model] == [None, None, None, 1]
+    revert_sync_batchnorm(model)
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, BatchNormReLU, nn.SyncBatchNorm, nn.SyncBatchNorm]
+    assert model[3].process_group == 1
+    assert type(nn.SyncBatchNorm(2)) is nn.SyncBatchNorm
