@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_syncbn.ops import reference
+
 
 class Kernels:
     """Calls of each, for the parameters and statistics of one layer.
@@ -31,63 +33,47 @@ class Kernels:
         )
 
     def elemt(self, x: Tensor, dy: Tensor) -> Any:
-        layer = self._layer
-        return self._functions.batch_norm_elemt(
-            x, layer["weight"], layer["bias"], layer["mean"], layer["invstd"], self._eps
-        )
+        factors = (self._layer[name] for name in ("weight", "bias", "mean", "invstd"))
+        return self._functions.batch_norm_elemt(x, *factors, self._eps)
 
     def backward_reduce(self, x: Tensor, dy: Tensor) -> Any:
-        layer = self._layer
-        return self._functions.batch_norm_backward_reduce(
-            dy, x, layer["mean"], layer["invstd"], layer["weight"], True, True, True
-        )
+        factors = (self._layer[name] for name in ("mean", "invstd", "weight"))
+        return self._functions.batch_norm_backward_reduce(dy, x, *factors, True, True, True)
 
     def backward_elemt(self, x: Tensor, dy: Tensor) -> Any:
-        layer = self._layer
-        sum_dy, sum_dy_xmu = layer["sums"].chunk(2)
-        return self._functions.batch_norm_backward_elemt(
-            dy, x, layer["mean"], layer["invstd"], layer["weight"], sum_dy, sum_dy_xmu, self._int_count
-        )
+        factors = (self._layer[name] for name in ("mean", "invstd", "weight"))
+        sums = self._layer["sums"].chunk(2)
+        return self._functions.batch_norm_backward_elemt(dy, x, *factors, *sums, self._int_count)
 
 
 class StandIn:
-    """The five in plain torch, for dry runs."""
+    """The five for dry runs on a CPU, by our own definitions of the ops."""
 
     @staticmethod
     def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        var, mean = torch.var_mean(x.float(), [d for d in range(x.dim()) if d != 1], correction=0)
+        packed = reference.batch_norm_stats(x)
+        mean, var = packed[: 2 * x.size(1)].chunk(2)
         return mean, (var + eps).rsqrt()
 
     @staticmethod
-    def batch_norm_gather_stats_with_counts(
-        x: Tensor, mean: Tensor, invstd: Tensor, running_mean: Tensor, running_var: Tensor,
-        momentum: float, eps: float, counts: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def batch_norm_gather_stats_with_counts(x: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return mean[0].clone(), invstd[0].clone()
 
     @staticmethod
     def batch_norm_elemt(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
-        mean, scale, bias = (across(t, x) for t in (mean, invstd * weight, bias))
-        return ((x.float() - mean) * scale + bias).to(x.dtype)
+        return reference.batch_norm_elemt(x, weight, bias, mean, invstd)
 
     @staticmethod
     def batch_norm_backward_reduce(
-        dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *needed: bool
-    ) -> tuple[Tensor, ...]:
-        dims = [d for d in range(x.dim()) if d != 1]
-        sum_dy = dy.float().sum(dims)
-        sum_dy_xmu = (dy.float() * (x.float() - across(mean, x))).sum(dims)
-        return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd, sum_dy.clone()
+        dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *_: bool
+    ) -> Any:
+        sums, *grads = reference.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
+        return *sums.chunk(2), *grads
 
     @staticmethod
     def batch_norm_backward_elemt(
-        dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor,
-        sum_dy: Tensor, sum_dy_xmu: Tensor, count: Tensor,
+        dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, sum_dy: Tensor, sum_dy_xmu: Tensor,
+        count: Tensor,
     ) -> Tensor:  # fmt: skip
-        mean_dy, projection = sum_dy / count, sum_dy_xmu / count * invstd.square()
-        centered = dy.float() - across(mean_dy, x) - (x.float() - across(mean, x)) * across(projection, x)
-        return (centered * across(invstd * weight, x)).to(x.dtype)
-
-
-def across(per_channel: Tensor, x: Tensor) -> Tensor:
-    return per_channel.view(-1, *[1] * (x.dim() - 2))
+        sums = torch.cat([sum_dy, sum_dy_xmu])
+        return reference.batch_norm_backward_elemt(dy, x, weight, mean, invstd, sums, count.long()[0])

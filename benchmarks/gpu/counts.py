@@ -39,7 +39,7 @@ def count(recorded: dict[str, Any]) -> dict[str, Any]:
     """Returns how many ``kernels``, ``copies`` and ``fills`` ran on the device, and how many ``collectives``, ``waits``
     and other calls of the CUDA ``runtime`` the call made, with the ``names`` of the kernels and waits.
 
-    Where the profiler cannot see the device, it sees no calls of the runtime either, and the counts mean nothing.
+    Where the profiler cannot see the device, ``runtime`` is 0, and the counts mean nothing.
     """
     events = [event for event in recorded["traceEvents"] if event.get("ph") == "X"]
     (counted,) = (e for e in events if e.get("cat") == "user_annotation" and e["name"] == _RANGE)

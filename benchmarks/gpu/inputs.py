@@ -4,8 +4,9 @@ import itertools
 from math import ceil
 
 import torch
-from shapes import Case
 from torch import Tensor
+
+from .shapes import Case
 
 # Of the cache, that lie between two uses of the same memory.
 _CACHES = 4
@@ -21,7 +22,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, cache: int, largest: int) -> None:
-        self._device = device
+        self.device = device
         self._cache = cache
         self._size = max(_CACHES * cache, largest) + 2**20
         self._dtype: torch.dtype | None = None
@@ -30,7 +31,7 @@ class Pool:
     def _fill(self, dtype: torch.dtype) -> None:
         self._values, self._dtype = [], dtype  # frees the old ones first
         count = self._size // dtype.itemsize
-        self._values = [torch.empty(count, dtype=dtype, device=self._device).normal_() for _ in range(2)]
+        self._values = [torch.empty(count, dtype=dtype, device=self.device).normal_() for _ in range(2)]
 
     def sets(self, case: Case) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of x and dy, each where an allocation of its own could begin."""
@@ -40,13 +41,9 @@ class Pool:
         stride = ceil(case.size / 512) * 512 // dtype.itemsize
         wanted = min(_MOST_SETS, ceil(_CACHES * self._cache / case.size))
         count = max(1, min(wanted, self._values[0].numel() // stride))
-        return [
-            tuple(lay_out(pool[i * stride : i * stride + case.values], case) for pool in self._values)  # type: ignore[misc]
-            for i in range(count)
-        ]
-
-    def cycle(self, case: Case) -> "Cycle":
-        return Cycle(self.sets(case))
+        starts = range(0, count * stride, stride)
+        x, dy = ([lay_out(pool[i : i + case.values], case) for i in starts] for pool in self._values)
+        return list(zip(x, dy, strict=True))
 
 
 def lay_out(values: Tensor, case: Case) -> Tensor:
@@ -61,7 +58,7 @@ class Cycle:
     """The sets one after another, and from the first again."""
 
     def __init__(self, sets: list[tuple[Tensor, Tensor]]) -> None:
-        self.sets = sets
+        self.first = sets[0]
         self._rest = itertools.cycle(sets)
 
     def next(self) -> tuple[Tensor, Tensor]:

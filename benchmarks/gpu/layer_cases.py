@@ -7,15 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from clock import Clock, Function, measure
-from counts import count, trace
-from inputs import Pool
-from one_rank import OneRankGroup
-from op_cases import EPS, MOMENTUM
-from shapes import Case
 from torch import Tensor
 
 import bagua_syncbn
+
+from ..core.timing import Function, no_wait
+from .counts import count, trace
+from .inputs import Cycle, Pool
+from .one_rank import OneRankGroup
+from .op_cases import EPS, MOMENTUM
+from .shapes import Case
+from .timer import measure
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -48,41 +50,36 @@ def make_torchs(channels: int, device: torch.device) -> tuple[Layer, list[Tensor
     return synced if device.type == "cuda" else stand_in, parameters
 
 
-def measure_layer(case: Case, pool: Pool, clock: Clock, communicator: OneRankGroup, seconds: float) -> dict[str, Any]:
+def measure_layer(case: Case, pool: Pool, communicator: OneRankGroup, seconds: float) -> dict[str, Any]:
     """Returns the samples of forward passes and of whole steps. The host's work is part of what is compared."""
-    sets = [(x.detach().requires_grad_(), dy) for x, dy in pool.sets(case)]
-    device, position = sets[0][0].device, -1
-
-    def next_set() -> tuple[Tensor, Tensor]:
-        nonlocal position
-        position = (position + 1) % len(sets)
-        return sets[position]
+    cycle = Cycle([(x.detach().requires_grad_(), dy) for x, dy in pool.sets(case)])
 
     def forward(layer: Layer) -> Function:
-        return lambda: layer(next_set()[0])
+        return lambda: layer(cycle.next()[0])
 
     def step(layer: Layer, parameters: list[Tensor]) -> Function:
         def run() -> None:
-            x, dy = next_set()
+            x, dy = cycle.next()
             torch.autograd.grad(layer(x), (x, *parameters), dy)
 
         return run
 
     functions: dict[str, Function] = {}
     for name, (layer, parameters) in {
-        "ours": make_ours(case.channels, device, communicator),
-        "torch": make_torchs(case.channels, device),
+        "ours": make_ours(case.channels, pool.device, communicator),
+        "torch": make_torchs(case.channels, pool.device),
     }.items():
         functions[f"{name} forward"] = forward(layer)
         functions[f"{name} step"] = step(layer, parameters)
-    samples, _ = measure(clock, functions, runs_ahead=False, seconds=seconds)
+    samples, _ = measure(functions, pool.device, runs_ahead=False, seconds=seconds)
     return {"kind": "layer", **case.record(), "microseconds": samples}
 
 
-def count_layer(case: Case, pool: Pool, clock: Clock, communicator: OneRankGroup) -> dict[str, Any]:
+def count_layer(case: Case, pool: Pool, communicator: OneRankGroup) -> dict[str, Any]:
     """Returns launches, collectives and waits of one forward and one backward pass, as the profiler sees them."""
     x, dy = pool.sets(case)[0]
     x = x.detach().requires_grad_()
+    wait = torch.cuda.synchronize if x.is_cuda else no_wait
     counted = {}
     for name, (layer, parameters) in {
         "ours": make_ours(case.channels, x.device, communicator),
@@ -90,7 +87,7 @@ def count_layer(case: Case, pool: Pool, clock: Clock, communicator: OneRankGroup
     }.items():
         for _ in range(2):  # memory, counters of the stream, kernels
             torch.autograd.grad(layer(x), (x, *parameters), dy)
-        counted[f"{name} forward"] = count(trace(partial(layer, x), clock.wait))
+        counted[f"{name} forward"] = count(trace(partial(layer, x), wait))
         backward = partial(torch.autograd.grad, layer(x), (x, *parameters), dy)
-        counted[f"{name} backward"] = count(trace(backward, clock.wait))
+        counted[f"{name} backward"] = count(trace(backward, wait))
     return {"kind": "counts", **case.record(), "counts": counted}

@@ -1,7 +1,7 @@
 """Measures the ops and whole layers on a device; writes one line of JSON for each case as soon as it is measured.
 
-    python benchmarks/gpu/measure.py --output cases.jsonl
-    python benchmarks/gpu/measure.py --device cpu --dry-run --output cases.jsonl    # the program, not the kernels
+    python -m benchmarks.gpu.measure --output cases.jsonl
+    python -m benchmarks.gpu.measure --device cpu --dry-run --output cases.jsonl    # the program, not the kernels
 
 What raises is recorded with its case and does not end the run; what does not fit the time is counted at the end.
 """
@@ -16,19 +16,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cache as cache_result
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import aten
-import shapes
 import torch
 import torch.distributed as dist
-from clock import Clock, CudaClock, HostClock
-from inputs import Pool
-from layer_cases import count_layer, measure_layer
-from one_rank import OneRankGroup
-from op_cases import measure_copy, measure_ops
+
+from . import shapes
+from .inputs import Pool
+from .layer_cases import count_layer, measure_layer
+from .one_rank import OneRankGroup
+from .op_cases import measure_copy, measure_ops
 
 Work = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -52,34 +52,21 @@ def join_alone(device: torch.device, store: str) -> OneRankGroup:
     return OneRankGroup()
 
 
-def plan(networks: dict[str, Any], device: torch.device, clock: Clock, store: str, seconds: float) -> Iterator[Work]:
+def plan(networks: dict[str, Any], device: torch.device, store: str, seconds: float) -> Iterator[Work]:
     """What is to be measured, the most telling first."""
     cases = list(shapes.cases(networks))
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**16
     largest = max(case.size for case in cases)
-    functions = torch if device.type == "cuda" else aten.StandIn
     pool = Pool(device, cache, largest)
     each = seconds / (2 * len(cases))
-    copied = max(8 * cache, largest)
-    yield "copy", partial(measure_copy, device, clock, copied, seconds / 50)
-    groups: list[OneRankGroup] = []
-
-    def alone() -> OneRankGroup:
-        if not groups:  # so that a failure is that of the case that needed it, and the ops are measured still
-            groups.append(join_alone(device, store))
-        return groups[0]
-
-    def layer(case: shapes.Case) -> dict[str, Any]:
-        return measure_layer(case, pool, clock, alone(), each)
-
-    def counts(case: shapes.Case) -> dict[str, Any]:
-        return count_layer(case, pool, clock, alone())
-
+    yield "copy", partial(measure_copy, device, max(8 * cache, largest), seconds / 50)
+    # Made by the first case that needs it: a failure is then that case's, and the ops are measured still.
+    alone = cache_result(partial(join_alone, device, store))
     for case in cases[:2] + cases[-2:]:
-        yield f"counts {case}", partial(counts, case)
+        yield f"counts {case}", lambda case=case: count_layer(case, pool, alone())  # type: ignore[misc]
     for case in cases:
-        yield f"ops {case}", partial(measure_ops, case, pool, clock, functions, each)
-        yield f"layer {case}", partial(layer, case)
+        yield f"ops {case}", partial(measure_ops, case, pool, each)
+        yield f"layer {case}", lambda case=case: measure_layer(case, pool, alone(), each)  # type: ignore[misc]
 
 
 def run(works: Iterator[Work], deadline: float, output: TextIO) -> int:
@@ -111,11 +98,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    clock = CudaClock() if device.type == "cuda" else HostClock()
     networks = shapes.TINY if arguments.dry_run else shapes.NETWORKS
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, arguments.output.open("w", encoding="utf-8") as output:
-        works = plan(networks, device, clock, f"{directory}/store", 0.8 * arguments.seconds)
+        works = plan(networks, device, f"{directory}/store", 0.8 * arguments.seconds)
         errors = run(works, deadline, output)
     # Without ending the job in order: all that counts is written, and destroying a communicator can hang.
     os._exit(min(errors, 1))

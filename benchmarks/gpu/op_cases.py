@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import aten
 import torch
-from clock import Clock, Function, measure
-from inputs import Pool
-from shapes import OPS, Case
 from torch import Tensor
 
 from bagua_syncbn import ops
+
+from ..core.timing import Function
+from . import aten
+from .inputs import Cycle, Pool
+from .shapes import OPS, Case
+from .timer import measure
 
 EPS, MOMENTUM = 1e-5, 0.1
 # Between kernels that add up and round in different ways, relative to the largest value.
@@ -80,31 +82,26 @@ def disagreements(case: Case, ours: Ours, theirs: aten.Kernels, x: Tensor, dy: T
     return [name for name, of_one in pairs.items() if any(far(*pair) for pair in of_one)]
 
 
-def measure_ops(case: Case, pool: Pool, clock: Clock, functions: Any, seconds: float) -> dict[str, Any]:
-    """Returns the samples of one case.
-
-    Args:
-        functions: of ATen, see :class:`aten.Kernels`.
-        seconds: to spend, about.
-    """
-    cycle = pool.cycle(case)
-    layer = make_layer(case, *cycle.sets[0])
+def measure_ops(case: Case, pool: Pool, seconds: float) -> dict[str, Any]:
+    """Returns the samples of one case, taken in about so many seconds."""
+    cycle, functions = Cycle(pool.sets(case)), torch if pool.device.type == "cuda" else aten.StandIn
+    layer = make_layer(case, *cycle.first)
     ours, theirs = Ours(layer), aten.Kernels(functions, layer, EPS, MOMENTUM)
 
     def on_next(call: Callable[[Tensor, Tensor], Any]) -> Function:
         return lambda: call(*cycle.next())
 
     with torch.no_grad():
-        wrong = disagreements(case, ours, theirs, *cycle.sets[0])
+        wrong = disagreements(case, ours, theirs, *cycle.first)
         calls = {f"{side} {name}": on_next(getattr(kernels, name))
                  for name in OPS for side, kernels in (("ours", ours), ("aten", theirs))}  # fmt: skip
-        samples, behind = measure(clock, calls, runs_ahead=True, seconds=seconds)
+        samples, behind = measure(calls, pool.device, runs_ahead=True, seconds=seconds)
     return {"kind": "ops", **case.record(), "microseconds": samples, "behind": behind, "disagreements": wrong}
 
 
-def measure_copy(device: torch.device, clock: Clock, size: int, seconds: float) -> dict[str, Any]:
+def measure_copy(device: torch.device, size: int, seconds: float) -> dict[str, Any]:
     """Copies ``size`` bytes within the device's memory: as fast as reading and writing get."""
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    samples, _ = measure(clock, {"copy": lambda: target.copy_(source)}, runs_ahead=True, seconds=seconds)
+    samples, _ = measure({"copy": lambda: target.copy_(source)}, device, runs_ahead=True, seconds=seconds)
     return {"kind": "copy", "bytes": 2 * size, "microseconds": samples}

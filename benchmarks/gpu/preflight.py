@@ -8,8 +8,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
-from importlib import metadata
+import time
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,11 @@ def first_line(command: list[str], having: str = "") -> str | None:
     return next((line.strip() for line in output.splitlines() if having in line), None)
 
 
-def version_of(package: str) -> tuple[int, ...] | None:
+def version_of(package: str) -> str | None:
     try:
-        parts = metadata.version(package).split(".")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-    return tuple(int(digits) for part in parts[:2] if (digits := "".join(filter(str.isdigit, part))))
 
 
 def bagua_version() -> str | None:
@@ -44,13 +45,15 @@ def bagua_version() -> str | None:
 
 
 def examine_torch() -> tuple[dict[str, Any], list[str]]:
+    start = time.monotonic()
     try:
         import torch
     except Exception as error:  # a broken installation raises other things than ImportError
         return {}, [f"torch ({type(error).__name__}: {error})"]
     facts: dict[str, Any] = {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    facts["import_seconds"] = round(time.monotonic() - start, 1)
     missing = []
-    if version_of("torch") < (2, 10):  # type: ignore[operator]
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         missing.append(f"torch 2.10 or later (this is {torch.__version__})")
     if torch.version.cuda is None:
         missing.append("a CUDA build of torch")
@@ -82,16 +85,15 @@ def examine() -> dict[str, Any]:
         "compiler": compiler and first_line([*compiler.split(), "--version"]),
         "compute_sanitizer": find_tool("compute-sanitizer"),
         "bagua": bagua_version(),
+        "pytest": version_of("pytest") if util.find_spec("pytest") else None,
     }
     needed = {
+        "Python 3.10 or later": sys.version_info >= (3, 10),
         "nvcc (set NVCC or CUDA_HOME)": nvcc,
         "a C++17 compiler (g++, or set CXX)": compiler,
         "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "setuptools 77 or later": (version_of("setuptools") or (0,)) >= (77,),
-        "pytest 8 or later": (version_of("pytest") or (0,)) >= (8,),
     }
-    missing += [name for name, found in needed.items() if not found]
-    return {"machine": facts, "missing": missing}
+    return {"machine": facts, "missing": missing + [name for name, found in needed.items() if not found]}
 
 
 if __name__ == "__main__":

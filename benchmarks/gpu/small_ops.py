@@ -1,7 +1,7 @@
 """One small input of each kind through each op, for compute-sanitizer: light and split, both layouts, all dtypes.
 
-    compute-sanitizer --tool memcheck python benchmarks/gpu/small_ops.py
-    python benchmarks/gpu/small_ops.py --device cpu
+    compute-sanitizer --tool memcheck python -m benchmarks.gpu.small_ops
+    python -m benchmarks.gpu.small_ops --device cpu
 
 Inputs are made and results are compared on the CPU, so that hardly any kernels run but ours.
 """
@@ -13,13 +13,14 @@ from itertools import product
 from typing import Any
 
 import torch
-from inputs import lay_out
-from shapes import Case
 from torch import Tensor
 
 import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.ops import reference
+
+from .inputs import lay_out
+from .shapes import Case
 
 # Rows that are aligned and rows that are not; channels that fill slots and channels that do not; more than one part.
 SHAPES = ((3, 2, 16, 16), (2, 3, 7, 7), (2, 8, 64, 64), (1, 2, 150, 151), (40, 24, 5, 5), (3, 2500, 1, 2))

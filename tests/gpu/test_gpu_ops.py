@@ -7,11 +7,11 @@ import pytest
 import torch
 from cases import laid_out
 from comparison import check_ops
-from counts import count, trace
 from tolerances import assert_close
 
 from bagua_syncbn import ops
 from bagua_syncbn.ops import reference
+from benchmarks.gpu.counts import count, trace
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +133,8 @@ def test_what_waits_is_counted():
     """Else to find no wait in the tests that count them would mean nothing."""
     ones = torch.ones(3, device="cuda")
     counted = count(trace(lambda: ones.sum().item(), torch.cuda.synchronize))
+    if not counted["runtime"]:
+        pytest.skip("torch's profiler does not see the device here")
     assert (counted["kernels"], counted["copies"], counted["fills"]) == (1, 1, 0), counted
     assert counted["waits"] >= 1, counted
 
@@ -160,4 +162,6 @@ def test_each_op_is_one_launch_and_does_not_wait(shape, layout):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         counted = count(trace(call, torch.cuda.synchronize))
+        if not counted["runtime"]:
+            pytest.skip("torch's profiler does not see the device here")
         assert (counted["kernels"], counted["copies"], counted["fills"], counted["waits"]) == (1, 0, 0, 0), counted

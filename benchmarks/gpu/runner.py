@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +19,7 @@ class Outcome:
 
     name: str
     outcome: str
-    seconds: float
+    seconds: float = 0.0
     details: str = ""
 
     @property
@@ -51,33 +52,41 @@ class Runner:
         self._log.write(line + "\n")
         self._log.flush()
 
-    def run(self, name: str, command: list[str], limit: float, environment: dict[str, str], directory: Path) -> Outcome:
-        """Runs ``command`` for at most ``limit`` seconds, less where less is left."""
-        limit = min(limit, self.left)
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        limit: float,
+        environment: dict[str, str],
+        directory: Path,
+        tick: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Runs ``command`` for at most ``limit`` seconds, and calls ``tick`` every second meanwhile."""
+        start = time.monotonic()
         self.say(f"== {name}: {' '.join(command)}")
         if limit <= 0:
-            return Outcome(name, "not run: no time left", 0.0)
-        start = time.monotonic()
+            return Outcome(name, "not run: no time left")
         try:
             process = subprocess.Popen(
                 command, cwd=directory, env=os.environ | environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            return Outcome(name, "failed", 0.0, str(error))
+            return Outcome(name, "failed", details=str(error))
         lines: list[str] = []
         reader = threading.Thread(target=self._copy, args=(process, lines), daemon=True)
         reader.start()
-        timed_out = False
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            timed_out = True
+        while process.poll() is None and time.monotonic() < start + limit:
+            try:
+                process.wait(min(1.0, max(0.0, start + limit - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                tick()
+        status = process.poll()
         _end_group(process)  # also what it may have left behind, which could hold the pipe open
         reader.join(_GRACE)
-        outcome = "timed out" if timed_out else "passed" if process.returncode == 0 else "failed"
+        outcome = "timed out" if status is None else "passed" if status == 0 else "failed"
         details = "" if outcome == "passed" else "\n".join(lines[-15:])
-        return Outcome(name, outcome, time.monotonic() - start, details)
+        return Outcome(name, outcome, round(time.monotonic() - start, 1), details)
 
     def _copy(self, process: "subprocess.Popen[str]", lines: list[str]) -> None:
         assert process.stdout is not None
@@ -87,15 +96,13 @@ class Runner:
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
-    """Ends all processes of the group that ``process`` leads."""
-    for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _GRACE)):
+    """Ends all processes of the group that ``process`` leads: asks, and makes them if that does not help."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
+            process.wait(_GRACE)
         except (ProcessLookupError, PermissionError):
             return
-        try:
-            process.wait(patience)
         except subprocess.TimeoutExpired:
             continue
-        if number == signal.SIGTERM:
-            time.sleep(0.05)  # for its children
+        time.sleep(0.05)  # for its children
