@@ -23,7 +23,7 @@ NATIVE := $(shell find csrc -type f)
 EMULATOR := $(shell find tests/ops/emulator -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
-# For `make gpu`: one that has a CUDA build of torch, setuptools and pytest; nothing is installed.
+# For `make gpu`: one that has a CUDA build of torch; nothing is installed.
 GPU_PYTHON ?= python3
 
 .PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel bagua-env demo-bagua \

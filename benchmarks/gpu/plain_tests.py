@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import os
 import re
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def raises(kind: Any, match: str = "") -> Iterator[Any]:
 
 def make_pytest() -> ModuleType:
     module = ModuleType("pytest")
-    mark = SimpleNamespace(parametrize=parametrize, gpu=None)
+    mark = SimpleNamespace(parametrize=parametrize, gpu="gpu")
     names = {"mark": mark, "fixture": fixture, "raises": raises, "skip": skip, "__file__": __file__}
     vars(module).update(names)
     return module
@@ -111,6 +112,9 @@ def run_file(path: Path) -> tuple[int, int]:
     specification.loader.exec_module(module)
     import torch
 
+    if getattr(module, "pytestmark", None) == "gpu" and not torch.cuda.is_available():
+        print(f"{path.name}: torch sees no CUDA device")
+        return 0, int("FAIL_WITHOUT_CUDA" in os.environ)
     passed = failed = 0
     fixtures = Fixtures(module)
     for name, test in list(vars(module).items()):

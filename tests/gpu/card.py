@@ -2,11 +2,9 @@
 
 While ``with on_card(...)`` is on, marked tensors say that they are on ``cuda:0``, and an op that is given one beside
 another that is not marked raises as torch does. The five ops go to the emulated CUDA kernels, and ATen's five to their
-stand-ins. Streams do all work at once and in order, and the profiler's trace is made of what was dispatched. Graphs are
-not there.
+stand-ins. The profiler's trace is made of what was dispatched. Streams and graphs are not there.
 """
 
-import itertools
 import json
 import time
 from contextlib import contextmanager
@@ -49,22 +47,6 @@ def tensors_in(*values):
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-class Stream:
-    """Has the handle of a stream and an id that no other one has."""
-
-    _ids = itertools.count(1)
-
-    def __init__(self, cuda_stream=None):
-        self.id = next(self._ids)
-        self.cuda_stream = 16 * self.id if cuda_stream is None else cuda_stream
-
-    def wait_stream(self, stream):
-        assert isinstance(stream, Stream)
-
-    def synchronize(self):
-        pass
-
-
 class Event:
     def __init__(self, enable_timing):
         assert enable_timing
@@ -85,12 +67,11 @@ class Event:
 class Card(TorchDispatchMode):
     """What is dispatched while the card is there."""
 
-    def __init__(self, kernels, emulate_stream):
+    def __init__(self, kernels):
         super().__init__()
         self.kernels = {f"bagua_syncbn::{name}": kernel for name, kernel in vars(kernels).items()}
         names = [name for name in shapes.OPS if name != "gather_stats"] + ["gather_stats_with_counts"]
         self.kernels |= {f"aten::batch_norm_{name}": getattr(aten.StandIn, f"batch_norm_{name}") for name in names}
-        self.emulate_stream, self.stream = emulate_stream, Stream(0)
         self.events, self.may_wait = [], True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -123,14 +104,6 @@ class Card(TorchDispatchMode):
             raise RuntimeError("called a synchronizing CUDA operation")
         self.happened("cuda_runtime", "cudaStreamSynchronize")
 
-    @contextmanager
-    def on_stream(self, stream):
-        before, self.stream = self.stream, stream
-        self.emulate_stream(stream.cuda_stream, stream.id, False)
-        yield
-        self.stream = before
-        self.emulate_stream(before.cuda_stream, before.id, False)
-
     def set_sync_debug_mode(self, mode):
         self.may_wait = mode == "default"
 
@@ -150,21 +123,18 @@ class Card(TorchDispatchMode):
 
 
 @contextmanager
-def on_card(kernels, emulate_stream):
-    """Args:
-    kernels: has the five ops for CPU tensors, by name.
-    emulate_stream: is told the handle and the id of the current stream, and whether it is being captured.
-    """
-    here = Card(kernels, emulate_stream)
+def on_card(kernels):
+    """``kernels`` has the five ops for CPU tensors, by name."""
+    here = Card(kernels)
 
-    def to(self, *args, **kwargs):
+    def to(self, *args, copy=False, **kwargs):
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         options = {} if memory_format is None else {"memory_format": memory_format}
         result = _to(self, self.dtype if dtype is None else dtype, **options)
         if device is None or is_card(device) == marked(self):
-            return result
+            return result.clone() if copy and result is self else result
         if not (non_blocking and is_card(device)):
             here.wait()
         with _disable_current_modes():
@@ -186,16 +156,12 @@ def on_card(kernels, emulate_stream):
         "to": to,
         "cuda": lambda self, non_blocking=False: self.to(CARD, non_blocking=non_blocking),
         "cpu": lambda self: self.to("cpu"),
-        "pin_memory": lambda self: self,
     }
     of_cuda = {
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "get_device_properties": lambda device: PROPERTIES,
         "synchronize": lambda: None,
-        "Stream": Stream,
-        "stream": here.on_stream,
-        "current_stream": lambda device=None: here.stream,
         "Event": Event,
         "set_sync_debug_mode": here.set_sync_debug_mode,
         "_sleep": lambda cycles: None,
@@ -208,5 +174,4 @@ def on_card(kernels, emulate_stream):
         patch.object(dist, "init_process_group", lambda backend, device_id=None, **rest: join("gloo", **rest)),
         here,
     ):
-        here.emulate_stream(here.stream.cuda_stream, here.stream.id, False)
         yield here
