@@ -52,10 +52,20 @@ class _Mmcv(_OwnForward, nn.Module):
 
 
 class _Trainer(SimpleNamespace):
-    """Of Lightning, and of detectron2, which has one that builds the model."""
+    """Lightning's, and detectron2's, which builds the model."""
 
     @classmethod
     def build_model(cls, cfg):
+        return nn.Sequential(nn.BatchNorm2d(8))
+
+
+class _Accelerator(SimpleNamespace):
+    def prepare(self, *objects):
+        return objects
+
+
+class _DetectionTrainer(SimpleNamespace):
+    def get_model(self, cfg=None, weights=None, verbose=True):
         return nn.Sequential(nn.BatchNorm2d(8))
 
 
@@ -73,6 +83,7 @@ def _checkpoint_wrapper(module):
 
 # By the name of the module, what it holds.
 _CONTENTS = {
+    "accelerate": {"Accelerator": _Accelerator},
     "apex.parallel": {"SyncBatchNorm": _named(_Apex, "SyncBatchNorm")},
     "detectron2.engine": {"DefaultTrainer": _Trainer},
     "detectron2.layers": {"NaiveSyncBatchNorm": _named(_Detectron2, "NaiveSyncBatchNorm")},
@@ -81,6 +92,10 @@ _CONTENTS = {
     "lightning.pytorch": {"Trainer": _Trainer},
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
     "mmcv.ops": {"SyncBatchNorm": _named(_Mmcv, "SyncBatchNorm")},
+    "mmengine.runner": {"Runner": SimpleNamespace},
+    "timm": {"create_model": lambda name: nn.Sequential(nn.BatchNorm2d(8))},
+    "transformers": {"Trainer": SimpleNamespace, "TrainingArguments": SimpleNamespace},
+    "ultralytics.models.yolo.detect": {"DetectionTrainer": _DetectionTrainer},
 }
 PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
 

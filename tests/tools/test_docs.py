@@ -142,21 +142,32 @@ def test_layers_of_other_packages_convert_as_their_row_says(package, module, nam
     torch.testing.assert_close(model(images), nn.BatchNorm2d(8)(images))
 
 
-def run_first_block(package: str) -> dict:
-    page = {"bagua_syncbn": bagua_syncbn}
-    block = next(block for block in read_blocks(ROOT / "docs" / "switching.md") if block.package == package)
+def run_recipe(package: str) -> dict:
+    page = {}
     with stand_in_for(package):
-        exec(block.code, page)
+        for block in read_blocks(ROOT / "docs" / "recipes.md"):
+            if block.marker is None or block.package == package:
+                exec(block.code, page)
     return page
 
 
 def test_the_plugin_for_lightning():
-    (plugin,) = run_first_block("lightning")["trainer"].plugins
+    (plugin,) = run_recipe("lightning")["trainer"].plugins
     model = plugin.apply(nn.Sequential(nn.BatchNorm2d(8)))
     assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
     assert type(plugin.revert(model)[0]) is nn.BatchNorm2d
 
 
-def test_the_trainer_for_detectron2():
-    model = run_first_block("detectron2")["Trainer"].build_model(None)
-    assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
+def test_the_trainers_that_build_their_model():
+    for model in (
+        run_recipe("detectron2")["Trainer"].build_model(None),
+        run_recipe("ultralytics")["SyncedTrainer"]().get_model(),
+    ):
+        assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
+
+
+@pytest.mark.parametrize("package", ["accelerate", "mmengine", "timm", "transformers"])
+def test_models_for_trainers_are_converted(package):
+    page = run_recipe(package)
+    model = getattr(page.get("runner", page.get("trainer")), "model", page["model"])
+    assert any(isinstance(layer, bagua_syncbn.SyncBatchNorm) for layer in model.modules())
