@@ -8,6 +8,7 @@ An HTML comment in the line before a block says how it is run:
     <!-- not run: needs Bagua -->  compiled only; likewise where CUDA is needed. bagua_job/test_bagua_docs.py runs it
 """
 
+import copy
 import os
 import re
 import sys
@@ -114,31 +115,39 @@ def test_linked_files_exist(page):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 
+RAISES, STAYS = "raise in the first training step", "as they were, with a warning"
+
+
 @pytest.mark.parametrize(
-    ("package", "module", "name", "before"),
+    ("package", "module", "name", "unregistered"),
     [
-        ("apex", "apex.parallel", "SyncBatchNorm", "refused"),
-        ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", "refused"),
-        ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", "refused"),
-        ("mmcv", "mmcv.ops", "SyncBatchNorm", "skipped"),
+        ("apex", "apex.parallel", "SyncBatchNorm", RAISES),
+        ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", RAISES),
+        ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", RAISES),
+        ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS),
     ],
 )
-def test_layers_of_other_packages_convert_as_their_row_says(package, module, name, before, monkeypatch):
+def test_layers_of_other_packages_convert_as_their_row_says(package, module, name, unregistered, monkeypatch):
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
-    assert {"refused": "refuses them", "skipped": "leaves them as they are"}[before] in row
+    assert unregistered in row
+    images = torch.randn(4, 8, 3, 3)
     monkeypatch.setattr(registry, "_converters", registry._converters.copy())
     with stand_in_for(package):
         layer = getattr(import_module(module), name)(8)
-        (found,) = bagua_syncbn.conversion_report(nn.Sequential(layer)).layers
-        assert found.action == before
+        if unregistered == STAYS:
+            with pytest.warns(UserWarning, match=name):
+                bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
+        else:
+            converted = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(copy.deepcopy(layer)))
+            with pytest.raises(RuntimeError, match=name):
+                converted(images)
         for block in read_blocks(page):
             if block.package == package and "register_converter" in block.code.co_names:
                 exec(block.code, {"bagua_syncbn": bagua_syncbn, "nn": nn})
         model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
     assert model[0] is layer
     assert isinstance(layer, bagua_syncbn.SyncBatchNorm)
-    images = torch.randn(4, 8, 3, 3)
     torch.testing.assert_close(model(images), nn.BatchNorm2d(8)(images))
 
 
