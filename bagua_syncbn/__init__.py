@@ -1,5 +1,6 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
+from .autograd import Repeatable
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
@@ -14,6 +15,7 @@ from .version import __version__
 from .with_bagua import with_bagua
 
 __all__ = [
+    "Repeatable",
     "SyncBatchNorm",
     "SyncBatchNorm1d",
     "SyncBatchNorm2d",

@@ -11,7 +11,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from . import ops
 from .autograd import (
     differentiable_batch_norm,
-    is_in_backward,
+    is_repetition,
     is_transforming,
     replicated_batch_norm,
     synchronized_batch_norm,
@@ -71,8 +71,8 @@ def sync_batch_norm(
             integer or float dtype.
         eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor, where
             ``eps`` may be 0 in training too.
-        layer: the module that calls. Its forward passes are told from those of others when activation checkpointing
-            repeats one in backward; all calls without a module count as one.
+        layer: the module that calls. Activation checkpointing repeats the calls of each module in their order; all
+            calls without a module count as those of one.
 
     Returns:
         (N, C, \*), of the dtype and memory format of ``input``.
@@ -209,7 +209,7 @@ def _batch_norm_alone(
     eps: float,
     num_batches_tracked: Tensor | None,
 ) -> Tensor:
-    if running_mean is not None and running_var is not None and is_in_backward():
+    if running_mean is not None and running_var is not None and is_repetition():
         # The batch was counted in the forward pass that this one repeats.
         num_batches_tracked = None
         with unseen_by_selective_checkpointing():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator
-from .checkpointing import Forward, forwards_of
+from .checkpointing import moments_of_call
 from .differentiable import differentiable_backward
 from .torch_private import unseen_by_selective_checkpointing
 
@@ -21,32 +21,17 @@ def synchronized_batch_norm(
     layer: nn.Module | None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
-    forward: Forward | None = None
     if torch.compiler.is_compiling():
         moments = _moments_in_graph(input, options, communicator)
     else:
-        forward = _forward_pass(input, options, communicator, layer)
-        moments = forward.moments
-    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator, forward)
-    # What ran in inference mode is not repeated, and could not be saved for backward.
-    if forward is not None and not output.requires_grad and not output.is_inference():
-        forwards_of(layer).hold(forward)
+        moments = moments_of_call(layer, lambda: _gathered_moments(input, options, communicator))
+    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator)
     return output
 
 
-def _forward_pass(
-    input: Tensor, options: ops.MergeOptions, communicator: Communicator, layer: nn.Module | None
-) -> Forward:
-    """Returns the statistics of ``input`` with the moments of all ranks: gathered now, or before if this repeats it."""
-    forwards, makes_graph = forwards_of(layer), torch.is_grad_enabled()
+def _gathered_moments(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.MergedStats:
     with torch.no_grad(), unseen_by_selective_checkpointing():
-        forward = Forward(ops.batch_norm_stats(input), options.eps, options.eps_mode, makes_graph)
-        moments = forwards.recall(forward)
-        if moments is None:
-            moments = ops.merge_stats(communicator.all_gather(forward.stats), options)
-    forward.moments = moments
-    forwards.remember(forward)
-    return forward
+        return ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)
 
 
 def _moments_in_graph(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.MergedStats:
@@ -71,11 +56,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         count: Tensor,
         clamped: Tensor | None,
         communicator: Communicator,
-        forward: Forward | None,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, invstd, count, clamped)
         ctx.communicator = communicator
-        ctx.forward = forward  # remembered as long as this graph lives, because that long it can be repeated
         output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
         return output
 
@@ -88,7 +71,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             grads = differentiable_backward(
                 grad_output, input, weight, ops.MergedStats(*moments), ctx.communicator, needs_grad
             )
-            return *grads, *[None] * 6
+            return *grads, *[None] * 5
         grad_output = _laid_out_as(input, grad_output)
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
         grad_input = None
@@ -97,7 +80,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if needs_grad[0]:
             sums = ops.clear_clamped(ctx.communicator.all_reduce(sums), clamped)
             grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
-        return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 6
+        return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 5
 
 
 def _laid_out_as(input: Tensor, grad_output: Tensor) -> Tensor:

@@ -1,18 +1,14 @@
 """What torch knows of itself and does not document: in one place, and missing where a torch has it not."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, checkpoint
-
-# The number of the backward pass that autograd runs in this thread.
-NO_GRAPH_TASK = -1
-graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: NO_GRAPH_TASK)
 
 _has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
@@ -22,26 +18,6 @@ _selective_modes = tuple(
     if hasattr(checkpoint, name)
 )
 _seen = nullcontext()
-
-# The number of the next node that autograd makes in this thread. Without torch's, they only tell what is newer.
-_has_numbers = hasattr(torch._C._autograd, "_get_sequence_nr") and hasattr(torch._C, "_current_autograd_node")
-next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr if _has_numbers else count().__next__
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread. Never while torch.compile traces."""
-    return not torch.compiler.is_compiling() and graph_task() != NO_GRAPH_TASK
-
-
-def running_node_number() -> int:
-    """The number that the node that autograd runs in this thread got where it was made; past all if it is not known."""
-    node = torch._C._current_autograd_node() if _has_numbers else None
-    return sys.maxsize if node is None else node._sequence_nr()
-
-
-def is_capturing() -> bool:
-    """Whether the work of this thread's current stream goes to a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_transforming() -> bool:
@@ -62,3 +38,69 @@ def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
         if isinstance(mode, _selective_modes):
             return torch._C._DisableTorchDispatch()
     return _seen
+
+
+def _knows_checkpoints() -> bool:
+    """Whether torch.utils.checkpoint is made as in the versions of torch that this was written for, 2.10 to 2.13."""
+    parts = (
+        ("_checkpoint_hook", "__init__", ["self", "frame"]),
+        ("_CheckpointFrame", "__init__", ["self", "recompute_fn"]),
+        ("CheckpointFunction", "forward", ["ctx", "run_function", "preserve_rng_state"]),
+    )
+    for cls, method, expected in parts:
+        function = getattr(getattr(checkpoint, cls, None), method, None)
+        if function is None or list(inspect.signature(function).parameters)[: len(expected)] != expected:
+            return False
+    return True
+
+
+_has_known_checkpoints = _knows_checkpoints()
+
+
+def observe_checkpoints(region: Callable[[], Any]) -> None:
+    """Makes torch.utils.checkpoint, in both of its forms, enter a ``region()`` of its own whenever it runs a function.
+
+    The same one for the first run and for all repetitions; the checkpoint holds it as long as it can repeat.
+    """
+    if not _has_known_checkpoints:
+        return
+
+    class ObservedHook(checkpoint._checkpoint_hook):
+        """Entered around the first run, use_reentrant=False."""
+
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            self.region = region()
+            repeat = frame.recompute_fn
+            frame.recompute_fn = self.region(repeat)
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.region.__enter__()
+
+        def __exit__(self, *args: object) -> None:
+            self.region.__exit__(*args)
+            super().__exit__(*args)
+
+    forward = checkpoint.CheckpointFunction.forward
+
+    def observed_forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """use_reentrant=True: what is called here, is called again in backward."""
+        return forward(ctx, region()(run_function), preserve_rng_state, *args)
+
+    checkpoint._checkpoint_hook = ObservedHook  # type: ignore[misc]
+    checkpoint.CheckpointFunction.forward = staticmethod(observed_forward)  # type: ignore[method-assign]
+
+
+def raise_if_under_unknown_checkpoint() -> None:
+    """Raises RuntimeError within torch.utils.checkpoint if that is another than :func:`observe_checkpoints` knows."""
+    if _has_known_checkpoints:
+        return
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_globals is vars(checkpoint):
+            raise RuntimeError(
+                "torch.utils.checkpoint: expected that of torch 2.10 to 2.13, with which synchronized layers know what "
+                f"is repeated; got that of torch {torch.__version__}. Use a bagua_syncbn for this torch, or no "
+                "activation checkpointing around synchronized layers"
+            )

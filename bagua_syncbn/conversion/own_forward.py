@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from ..autograd import is_in_backward, unseen_by_selective_checkpointing
+from ..autograd import is_repetition, unseen_by_selective_checkpointing
 from ..functional import sync_batch_norm
 from ..sync_batchnorm import SyncBatchNorm
 from ..tracing import Proxy, as_one_node
@@ -71,7 +71,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _batches_counted_once(layer: nn.Module) -> Iterator[None]:
     """Keeps a forward that counts batches itself, as torch's do, from counting again what it repeats in backward."""
     counted = getattr(layer, "num_batches_tracked", None)
-    if not isinstance(counted, Tensor) or not is_in_backward():
+    if not isinstance(counted, Tensor) or not is_repetition():
         yield
         return
     with unseen_by_selective_checkpointing():

@@ -1,9 +1,9 @@
 """A training step can be captured in a CUDA graph: nothing in it reads a device value on the host, and no shape
 depends on data. Shown without a device, by modes that forbid the one and have no data for the other."""
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ def plain(model, input):
 
 
 def checkpointed(model, input):
-    # Twice before backward, so that the repetition has to choose.
     outputs = [checkpoint(model, scale * input, use_reentrant=False) for scale in (1, 2)]
     return sum(output.square().mean() for output in outputs)
 
@@ -62,8 +61,6 @@ def test_nothing_is_read_on_the_host(pool, loss, sizes):
 
 # In a process of its own, because the group has to be the only one.
 WITHOUT_DATA = """
-import sys
-from pathlib import Path
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -79,7 +76,6 @@ print("steps without data")
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="c10d ops take tensors without data from torch 2.13 on")
 def test_no_shape_depends_on_data():
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DATA], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", WITHOUT_DATA], env=env, capture_output=True, text=True)
     assert result.stdout == "steps without data\n", result.stderr
