@@ -91,8 +91,7 @@ def sync_batch_norm(
     Each of these is raised before this rank communicates or writes to a buffer.
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check_tensors(input, tensors)
-    _check_counter(num_batches_tracked, input)
+    _check_tensors(input, tensors, num_batches_tracked)
     check_eps_mode(eps_mode)
     _check_eps(eps, positive=training and eps_mode == "plus")
     if not training:
@@ -143,8 +142,11 @@ def _check_eps(eps: float, positive: bool) -> None:
         raise ValueError(f"eps: expected {expected}, got {eps}")
 
 
-def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
+def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None], num_batches_tracked: Tensor | None) -> None:
     """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
+    kinds = _kinds(input, (*tensors.values(), num_batches_tracked))
+    if kinds in _found_right:
+        return
     if input.dtype not in _INPUT_DTYPES:
         raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
     check_dimensions(input)
@@ -161,6 +163,27 @@ def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None]) -> None:
         _check_device(name, tensor, input)
     if (tensors["running_mean"] is None) != (tensors["running_var"] is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
+    _check_counter(num_batches_tracked, input)
+    if kinds is not None:
+        if len(_found_right) == _MOST_KINDS:
+            _found_right.clear()
+        _found_right.add(kinds)
+
+
+# Dtype, device and size of all tensors of a call: what a check looks at. A layer's seldom change.
+_Kinds = tuple[object, ...]
+_found_right: set[_Kinds | None] = set()
+_MOST_KINDS = 2**12
+
+
+def _kinds(input: Tensor, tensors: tuple[Tensor | None, ...]) -> _Kinds | None:
+    """Returns all that :func:`_check_tensors` looks at; None where that is traced, or the tensors are of other types."""
+    if type(input) is not Tensor or torch.compiler.is_compiling() or is_tracing():
+        return None
+    parts: list[object] = [input.dtype, input.device, input.shape[1:2]]
+    for tensor in tensors:
+        parts += (None,) if tensor is None else (tensor.dtype, tensor.device, tensor.shape)
+    return tuple(parts)
 
 
 def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:

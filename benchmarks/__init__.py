@@ -1,7 +1,7 @@
 """What synchronization costs on this machine, and what the alternatives would cost: ``python -m benchmarks``.
 
     core/      timing, statistics, tables, counters, facts about the machine: what all share
-    cpu/       one process: sections ops and local
+    cpu/       one process: sections ops, local and host
     ranks/     jobs of several ranks: sections layers and training
     gpu/       ``make gpu``: builds, tests and measures the CUDA kernels
     peers/     the layers that are compared, one file each

@@ -2,7 +2,18 @@
 
 from statistics import median
 
-from ..core.cases import COPY_MOVES, MOVED, STEP_COPIES, elements, floor_ratios, key, milliseconds, of_section, ratios
+from ..core.cases import (
+    COPY_MOVES,
+    MOVED,
+    STEP_COPIES,
+    elements,
+    floor_ratios,
+    key,
+    milliseconds,
+    of_section,
+    ratios,
+    shape_of,
+)
 from ..core.tables import Case, Results, across_cases, spread, table
 
 _ELEMENT_SIZE = 4  # all inputs are float32
@@ -33,6 +44,20 @@ def local_table(results: Results) -> str:
 
     header = ["input", "layout", "threads", "computed by", "ours / torch", "floor / torch", "ours / floor"]
     return table([*header, "ours, ms", "torch, ms"], map(row, of_section(results, "local")))
+
+
+def host_table(results: Results) -> str:
+    """A step of so small an input that the host is what is timed: of the layer, and of a bare autograd function with
+    the same five ops. Least times, and the ratio within a round: median (minimum; quartiles).
+    """
+
+    def row(case: Case) -> list[str]:
+        least = [f"{min(case['microseconds'][name]):.1f}" for name in ("layer", "bare")]
+        ratio = float(least[0]) / float(least[1])
+        return [shape_of(case), *least, f"{ratio:.2f}", spread(ratios(case, "layer", "bare"))]
+
+    header = ["input", "layer, µs", "bare function, µs", "ratio of these", "ratio in a round"]
+    return table(header, map(row, of_section(results, "host")))
 
 
 def process_table(results: Results) -> str:

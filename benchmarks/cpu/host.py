@@ -1,0 +1,78 @@
+"""Section host: what a step costs the host beside its ops, as a layer and as a bare autograd function of them."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bagua_syncbn
+from bagua_syncbn import ops
+
+from ..core import disturbance, timing
+from ..core.batches import Shape
+from ..core.one_rank import EmptyPeer
+from ..core.timing import Workload
+
+# So small that the host is what is timed.
+SHAPES: tuple[Shape, ...] = ((8, 16, 4), (64, 256), (4, 32, 16, 16))
+
+
+class BareStep(torch.autograd.Function):
+    """The five ops and the two messages in as little Python as can be: no layer, no check, nothing but this case."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, batches: Tensor, peer: EmptyPeer
+    ) -> Tensor:
+        gathered = peer.all_gather(ops.batch_norm_stats(x))
+        moments = ops.batch_norm_gather_stats(gathered, mean, var, batches, 0.1, 1e-5)
+        ctx.save_for_backward(x, weight, *moments)
+        ctx.peer = peer
+        return ops.batch_norm_elemt(x, weight, bias, moments[0], moments[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
+        sums = ctx.peer.all_reduce(sums)
+        grad_input = ops.batch_norm_backward_elemt(dy, x, weight, mean, invstd, sums, count)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def make(shape: Shape) -> Workload:
+    """The layer and the bare function on the same input and communicator, as functions to be timed in turn."""
+    x, dy, peer = torch.randn(shape, requires_grad=True), torch.randn(shape), EmptyPeer()
+    layer = bagua_syncbn.SyncBatchNorm(shape[1], process_group=peer)
+    parameters = list(layer.parameters())
+    buffers = [buffer.clone() for buffer in layer.buffers()]
+
+    def step(normalize: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(normalize(x), (x, *parameters), dy)
+
+    return {"layer": step(layer), "bare": step(lambda x: BareStep.apply(x, *parameters, *buffers, peer))}
+
+
+def cases(job: dict[str, Any]) -> list[Shape]:
+    return list(SHAPES) if "host" in job["sections"] else []
+
+
+def measure(shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    workload = make(shape)
+    chosen = timing.plan(workload, job["seconds"], 3 * job["least"], 20 * job["most"])
+    load = disturbance.Load()
+    measured = timing.run(workload, chosen)
+    return {
+        "section": "host",
+        "shape": shape,
+        "foreign_cores": load.foreign_cores(load.own_seconds()),
+        **timing.record(measured, job["keeps_memory"]),
+    }
+
+
+def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    patience = disturbance.Patience(job["patience"])
+    for shape in cases(job):
+        yield disturbance.quietest(partial(measure, shape, job), job["attempts"], patience.wait)
