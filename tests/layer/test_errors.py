@@ -114,3 +114,14 @@ def test_convert_checks_the_group_before_it_changes_a_layer():
     with pytest.raises(TypeError, match="process_group: expected"):
         bagua_syncbn.convert_sync_batchnorm(model, "everyone")
     assert type(model[0]) is torch.nn.BatchNorm1d
+
+
+def test_what_was_right_once_is_checked_again_when_it_changes():
+    layer, input = SyncBatchNorm1d(3), torch.randn(4, 3)
+    layer(input)
+    layer.weight.data = torch.ones(4)  # the same parameter with another size
+    with pytest.raises(RuntimeError, match="weight: expected 3 elements"):
+        layer(input)
+    layer.weight.data = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="weight: expected a floating point tensor"):
+        layer(input)

@@ -33,7 +33,7 @@ def smoke(tmp_path_factory):
     """Results of a run on tiny inputs, their file, and what was printed."""
     output = tmp_path_factory.mktemp("bench") / "results.json"
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "1", "2"]
-    arguments += ["--sections", "ops", "local", "layers", "--output", str(output)]
+    arguments += ["--sections", "ops", "local", "host", "layers", "--output", str(output)]
     command = [sys.executable, "-m", "benchmarks", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stderr
