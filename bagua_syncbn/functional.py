@@ -57,7 +57,7 @@ def sync_batch_norm(
         input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format.
         running_mean: (C), of any float dtype, or None not to track; updated in place in training, except where all
             ranks together have fewer than two values per channel.
-        running_var: (C), likewise, with the unbiased variance.
+        running_var: (C), updated in the same way, with the unbiased variance.
         weight: (C), :math:`\gamma`, of any float dtype, or None for 1.
         bias: (C), :math:`\beta`, of any float dtype, or None for 0.
         training: whether to normalize by the statistics of the batch.
@@ -72,7 +72,7 @@ def sync_batch_norm(
         eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor, where
             ``eps`` may be 0 in training too.
         layer: the module that calls. Activation checkpointing repeats the calls of each module in their order; all
-            calls without a module count as those of one.
+            calls without a module count as calls of one module.
 
     Returns:
         (N, C, \*), of the dtype and memory format of ``input``.
@@ -202,7 +202,7 @@ def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
 
 
 def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether F.batch_norm takes this mixture of dtypes: one for all, or half input with all the others float32."""
+    """Whether F.batch_norm takes this mixture of dtypes: one for all, or half input with float32 tensors."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     return dtypes <= {input.dtype} or (dtypes == {torch.float32} and input.dtype in (torch.float16, torch.bfloat16))
 

@@ -1,4 +1,4 @@
-"""``python -m bagua_syncbn [--json]``: what this installation consists of, for bug reports."""
+"""``python -m bagua_syncbn [--json]``: versions, kernels, devices and engines of this installation, for bug reports."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Symbolic tracing by torch.fx, where layers are nodes of the graph."""
+"""Symbolic tracing by torch.fx: a synchronized layer becomes one node of the graph, as torch's own layers do."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +13,8 @@ __all__ = ["Proxy", "as_one_node"]
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Returns what a tracer returns for a layer of torch: one node that calls ``layer``, with ``proxy`` among ``args``.
 
-    Tracers see by the name of its module which layers are torch's, and enter all others. In these there is nothing to
-    be traced: they branch on the input, and what they call depends on the job.
+    A tracer makes one node of a layer whose module's name begins with ``torch.nn``, and looks into any other layer.
+    Synchronized layers cannot be looked into: they branch on the input, and what they call depends on the job.
 
     Raises:
         TraceError: ``layer`` itself is what is traced.
@@ -22,6 +22,6 @@ def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Map
     tracer: Any = proxy.tracer
     path = tracer.path_of_module(layer)
     if not path:
-        raise TraceError(f"{type(layer).__name__} is one node of a graph, and none of its own; trace a model of it")
+        raise TraceError(f"{type(layer).__name__} is one node of a graph; trace a model that contains it")
     node: Tensor = tracer.create_proxy("call_module", path, tuple(args), dict(kwargs))
     return node

@@ -1,12 +1,11 @@
-r"""The step in parts that can be differentiated any number of times, forwards as well as backwards.
+r"""The step once more, from parts that can be differentiated any number of times, in backward and in forward mode.
 
-All that crosses between ranks is in two functions, each of them written so that its derivatives are made of the two
-again::
+All that crosses between ranks is in two functions, and the derivatives of each are made of these two functions again::
 
     x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 
-and the rest is plain torch. This is the path of second derivatives, of forward-mode differentiation and of
-:mod:`torch.func`; it holds more intermediate tensors of the input's size than the step that runs in training.
+The rest is plain torch. Second derivatives, forward-mode differentiation and :mod:`torch.func` take this path; it holds
+more intermediate tensors of the input's size than the step that runs in training.
 """
 
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ def differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of input, weight and bias as functions of the first three arguments; None if not needed.
 
-    They are made by autograd from :func:`differentiable_batch_norm`, so that no formula stands twice.
+    Autograd makes them from :func:`differentiable_batch_norm`, so that no formula is written twice.
     """
     # A view, so that autograd ends at this use of the weight: the input may depend on it too.
     weight_view = None if weight is None else weight.view_as(weight)
@@ -68,8 +67,8 @@ class _Merged(torch.autograd.Function):
     r"""Mean and inverse deviation of all ranks' batches, as functions of this rank's.
 
     With N values per channel in all, :math:`\partial\mu / \partial x_i = 1 / N` and :math:`\partial\sigma^{-1} /
-    \partial x_i = -\sigma^{-3} (x_i - \mu) / N`. The other ranks' shares of the gradients of the two come in by an
-    all-reduce, and so do the other ranks' shares of their tangents.
+    \partial x_i = -\sigma^{-3} (x_i - \mu) / N`. An all-reduce adds up the
+    ranks' shares of the gradients of the two, and one the ranks' shares of their tangents.
     """
 
     @staticmethod

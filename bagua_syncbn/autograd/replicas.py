@@ -1,7 +1,7 @@
 """The step among replicas of one process: the same ops, and no collective in backward.
 
-Sums of gradients cross between replicas along edges of autograd's graph. Each replica has a node at either end and all
-of them share one in the middle::
+Sums of gradients cross between replicas along edges of autograd's graph. Each replica has its own ``_Statistics`` and
+``_Normalize``, and all replicas share one ``_Merge``::
 
     x --> _Statistics --> statistics --\\                  /--> merged --> _Normalize --> y
                \\                         >--> _Merge -->--<                          /
@@ -9,9 +9,9 @@ of them share one in the middle::
                  \\       the other replicas             the other replicas        /
                   \\--> x ----------------------------------------------------->--/
 
-Backward, an edge carries what the node at its far end needs rather than a gradient: from ``_Normalize`` to ``_Merge``
-go the replica's sums, from ``_Merge`` to ``_Statistics`` the sums of all, and along x goes the gradient of y. Autograd
-runs a node when all that it needs is there, with one thread for each device as well as with one for all replicas.
+In backward these edges do not carry gradients but what the next node needs: ``_Normalize`` passes the replica's sums to
+``_Merge``, ``_Merge`` passes the sums of all replicas to ``_Statistics``, and the gradient of y goes along x. Autograd
+runs a node when all of its inputs are there, whether it uses a thread for each device or one for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ def replicated_batch_norm(
     """Training of :func:`~bagua_syncbn.sync_batch_norm` in a replica. Only replica 0 updates its buffers."""
 
     def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
-        # Replica 0 may run without gradients where another does not.
+        # Replica 0 may run without gradients while another replica needs them.
         with torch.set_grad_enabled(any(packed.requires_grad for packed in statistics)):
             count, *merged = _Merge.apply(options, *statistics)
         return [(own, count) for own in merged]
 
     totals = _Totals()
-    # The weight for the gradient of the input. Detached: it gets its own gradient from _Normalize.
+    # _Statistics needs the weight for the gradient of the input only: the weight's own gradient is made in _Normalize.
     input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
     merged, count = replica.meet(statistics, merge)
     totals.merged, totals.count = merged.detach(), count

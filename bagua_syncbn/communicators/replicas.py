@@ -1,7 +1,7 @@
 """Replicas of one model in threads of one process, as torch.nn.DataParallel runs them.
 
-They meet in forward only. What has to cross between them in backward crosses in autograd's graph, where nothing waits:
-how many threads run a backward pass, and in which order they take the replicas, is autograd's affair.
+They meet in forward only. In backward nothing waits for another thread: sums cross between replicas along edges of
+autograd's graph, however many threads autograd uses and in whatever order it takes the replicas.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 TIMEOUT = 1800.0
-"""Seconds that a replica waits for others that neither arrive nor end, as long as torch.distributed with gloo."""
+"""Seconds that a replica waits for a replica that neither arrives nor ends: gloo's default in torch.distributed."""
 
 
 class ReplicaError(RuntimeError):
-    """What a replica raises that was waiting when another raised. The other's error is its cause."""
+    """Raised in a replica that was waiting for another one when that raised; the error of that one is its cause."""
 
 
 class _Sent(NamedTuple):
@@ -74,7 +74,7 @@ class Replicas:
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """The pass of one replica. Others that wait for it are freed with an error when it raises or ends."""
+        """The pass of one replica. When it raises or ends, replicas that wait for it are freed with an error."""
         with self._changed:
             nested = self._begun[rank] > self._ended[rank]  # a module that calls itself
             self._begun[rank] += not nested
@@ -95,10 +95,10 @@ class Replicas:
 
         Args:
             rank: index of this replica.
-            layer: what the others know the layer by, and errors name.
+            layer: the name of the layer, the same in all replicas.
             tensor: what this replica brings.
-            merge: turns what all have brought, in the order of ranks and on the device of replica 0, into tensors for
-                each of them. That of replica 0 is called, on its thread.
+            merge: turns the tensors of all replicas, in their order and on the device of replica 0, into the results
+                for each replica. Replica 0 calls its own ``merge``, on its thread.
 
         Returns:
             the tensors for this replica, on the device of ``tensor``.
@@ -199,14 +199,14 @@ class Replica:
         return self.replicas.size
 
     def meet(self, tensor: Tensor, merge: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-        """Meets the others in this layer, see :meth:`Replicas.meet`."""
+        """Waits for this layer in every replica, see :meth:`Replicas.meet`."""
         return self.replicas.meet(self.rank, self.layer, tensor, merge)
 
 
 class CallbackContext:
     """What the copies of one submodule share in one forward pass: any attributes that they set.
 
-    Those of this package are ``replicas`` and ``layer``, the name of the submodule in messages.
+    This package sets ``replicas``, and ``layer``, the name of the submodule in messages.
     """
 
     def __init__(self, replicas: Replicas, layer: str) -> None:

@@ -1,4 +1,4 @@
-"""The protocol by which the replicas of one model learn of each other, and of each other's end."""
+"""How the replicas of one model learn of each other, and when each of them ends."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
     Calls ``__data_parallel_replicate__(ctx, copy_id)`` on each submodule, of any class, that has such a method:
     ``copy_id`` is the index of the replica, and ``ctx`` a :class:`CallbackContext` that all copies of the submodule get
-    and on which they may set attributes. All of replica 0 are called first. A submodule that has several names in the
-    model is called once for each replica.
+    and on which they may set attributes. The submodules of replica 0 are called first. A submodule that has several
+    names in the model is called once for each replica.
 
-    Needed only by code that makes its own replicas. Call it after each replication, before the replicas run, each in
-    a thread of its own; the call of a replica is then its forward pass.
+    Only code that makes its own replicas needs this. Call it after each replication and before the replicas run, each
+    in a thread of its own. The call of a replica is its forward pass.
 
     Args:
         modules: the replicas, in order. Replica 0 must hold the buffers of the model itself, as with
@@ -51,7 +51,7 @@ def _describe(name: str, module: nn.Module) -> str:
 
 
 def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:
-    """Lets the others know when the call of ``module`` raises or ends, hooks included, so that they do not wait."""
+    """Tells ``replicas`` when the call of ``module`` raises or ends, hooks included, so that nobody waits for it."""
     compiled = module._compiled_call_impl
     reference = ref(module)  # a cycle would keep the copies of the parameters until the next garbage collection
 
@@ -67,7 +67,7 @@ def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:
 
 
 def first_error(replicas: Sequence[nn.Module], raised: Exception) -> BaseException:
-    """Returns the error that freed the others; ``raised``, that of the first replica, may be one of theirs."""
+    """Returns the first error that a replica raised; ``raised`` may be a ReplicaError that came of it."""
     group: Replicas | None = vars(replicas[0]).get("_bagua_syncbn_replicas")
     if group is None or group.error is None:
         return raised

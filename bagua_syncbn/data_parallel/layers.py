@@ -1,4 +1,4 @@
-"""Layers under the names, and with the arguments, that users of DataParallel know; and conversion to them."""
+"""Layers with the names and arguments of Synchronized-BatchNorm-PyTorch, and conversion to them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,8 +38,8 @@ class _SynchronizedBatchNorm(SyncBatchNorm):
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, SyncBatchNorm1d):
     r"""Batch normalization over (N, C) or (N, C, L) with the statistics of all replicas.
 
-    A :class:`~bagua_syncbn.SyncBatchNorm1d` with the arguments of :class:`torch.nn.BatchNorm1d`. Parameters, buffers
-    and state dict are those of that class, too.
+    A :class:`~bagua_syncbn.SyncBatchNorm1d` with the arguments, parameters, buffers and state dict of
+    :class:`torch.nn.BatchNorm1d`.
 
     Args:
         num_features: C, the number of channels.
@@ -86,8 +86,8 @@ _SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 def convert_model(module: _Module) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
-    As :func:`bagua_syncbn.convert_sync_batchnorm`, with all that it says, but :class:`torch.nn.BatchNorm2d` becomes
-    :class:`SynchronizedBatchNorm2d`, and where ``module`` is or holds a :class:`torch.nn.DataParallel`, that gets
+    As :func:`bagua_syncbn.convert_sync_batchnorm`, but :class:`torch.nn.BatchNorm2d` becomes
+    :class:`SynchronizedBatchNorm2d`, and each :class:`torch.nn.DataParallel` in ``module`` goes through
     :func:`patch_replication_callback`.
 
     Args:

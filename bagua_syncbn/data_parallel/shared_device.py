@@ -14,7 +14,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def replica(network: _Module, device: torch.device, rank: int) -> _Module:
     """Returns a copy of ``network`` on ``device`` whose parameters pass their gradients on to those of ``network``.
 
-    Replica 0 has the buffers of ``network`` and so updates them; the others have copies.
+    Replica 0 has the buffers of ``network`` and so updates them; replicas 1, 2, … have copies.
     """
 
     def copied(tensor: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def parallel_apply(
     kwargs: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """Calls each replica in a thread of its own; raises what the first that raises does, when all have ended."""
+    """Calls each replica in a thread of its own; when all have ended, raises the error of the first that raised."""
 
     def call(rank: int) -> Any:
         with modes[rank]():

@@ -19,11 +19,9 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
     Each forward splits the batch into chunks, runs a replica of ``module`` on each, in a thread, and concatenates their
     outputs. Layers of this package normalize by the statistics of the whole batch; after backward, the gradients of
     ``module`` and of the input are those of ``module`` on the whole batch, and so are its running statistics. Other
-    layers can have a part in it by the protocol of :func:`execute_replication_callbacks`.
+    layers can communicate too, see :func:`execute_replication_callbacks`.
 
-    Replicas can share a device, which also simulates the ranks of a larger job in one process: with a device named
-    more than once, or with ``"cpu"``, they are made, run and gathered by this class as ``torch.nn.DataParallel`` does
-    it on devices of their own.
+    Replicas can share a device: name it more than once, or ``"cpu"``. That simulates the ranks of a job in one process.
 
     Args:
         module: the model, on the first of the devices.
@@ -37,7 +35,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         RuntimeError: in forward, a layer is called a different number of times by different replicas.
         ValueError: in forward, on a shared device, tensors among the inputs split into different numbers of chunks.
 
-    In forward, what a replica raises is raised, the others being freed.
+    If a replica raises in forward, the call raises that error, and replicas that wait for it are freed.
 
     Example::
 
@@ -60,7 +58,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         nn.Module.__init__(self)
         self.dim = dim
         self.module = module
-        # Of torch.device, by which _shares_devices tells them from the numbers that torch's own class holds.
+        # As torch.device: torch's own class holds numbers, and _shares_devices tells the two apart.
         self.device_ids: list[Any] = [torch.empty(0, device=device).device for device in devices]
         self.output_device: Any = self.device_ids[0] if output_device is None else torch.device(output_device)
         self.src_device_obj = self.device_ids[0]
@@ -100,7 +98,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
             return super().parallel_apply(replicas, inputs, kwargs)
         except Exception as error:
             failure = first_error(replicas, error)
-        # Not in the handler, where it would be given another context.
+        # Outside of the handler, where Python would add `error` as its context.
         raise failure
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
@@ -111,7 +109,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
 
 def _are_shared(devices: Sequence[int | str | torch.device]) -> bool:
     """Whether replicas on ``devices`` share one, or are on the CPU, which torch's own class does not take."""
-    # By the numbers that it gives them, GPU or not, and -1 for the CPU: 0 and "cuda:0" are one device.
+    # As torch numbers devices, with -1 for the CPU: 0 and "cuda:0" are one device.
     numbers = [_get_device_index(device, optional=True, allow_cpu=True) for device in devices]
     return len(set(numbers)) < len(numbers) or -1 in numbers
 

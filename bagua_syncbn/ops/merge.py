@@ -38,7 +38,7 @@ class MergedStats(NamedTuple):
 
 
 def merge_stats(gathered: Tensor, options: MergeOptions) -> MergedStats:
-    """Calls ``batch_norm_gather_stats``, and makes of what it returns that of ``eps_mode``."""
+    """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
     counter = options.num_batches_tracked
     if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
         whole = counter.to(torch.int64)
