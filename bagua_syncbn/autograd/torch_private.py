@@ -41,7 +41,7 @@ def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
 
 
 def _knows_checkpoints() -> bool:
-    """Whether torch.utils.checkpoint is made as in the versions of torch that this was written for, 2.10 to 2.13."""
+    """Whether torch.utils.checkpoint is made as in the versions of torch that this was written for, 2.10 to 2.14."""
     parts = (
         ("_checkpoint_hook", "__init__", ["self", "frame"]),
         ("_CheckpointFrame", "__init__", ["self", "recompute_fn"]),
@@ -100,7 +100,7 @@ def raise_if_under_unknown_checkpoint() -> None:
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_globals is vars(checkpoint):
             raise RuntimeError(
-                "torch.utils.checkpoint: expected that of torch 2.10 to 2.13, with which synchronized layers know what "
+                "torch.utils.checkpoint: expected that of torch 2.10 to 2.14, with which synchronized layers know what "
                 f"is repeated; got that of torch {torch.__version__}. Use a bagua_syncbn for this torch, or no "
                 "activation checkpointing around synchronized layers"
             )
