@@ -145,7 +145,7 @@ def _check_eps(eps: float, positive: bool) -> None:
 def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None], num_batches_tracked: Tensor | None) -> None:
     """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
     kinds = _kinds(input, (*tensors.values(), num_batches_tracked))
-    if kinds in _found_right:
+    if kinds is not None and kinds in _found_right:
         return
     if input.dtype not in _INPUT_DTYPES:
         raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
@@ -172,12 +172,12 @@ def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None], num_batches
 
 # Dtype, device and size of all tensors of a call: what a check looks at. A layer's seldom change.
 _Kinds = tuple[object, ...]
-_found_right: set[_Kinds | None] = set()
+_found_right: set[_Kinds] = set()
 _MOST_KINDS = 2**12
 
 
 def _kinds(input: Tensor, tensors: tuple[Tensor | None, ...]) -> _Kinds | None:
-    """Returns all that :func:`_check_tensors` looks at; None where that is traced, or the tensors are of other types."""
+    """Returns all that :func:`_check_tensors` looks at; None while something traces, and for subclasses of tensors."""
     if type(input) is not Tensor or torch.compiler.is_compiling() or is_tracing():
         return None
     parts: list[object] = [input.dtype, input.device, input.shape[1:2]]
