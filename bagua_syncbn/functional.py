@@ -1,5 +1,8 @@
 """Synchronized batch normalization as a function: it checks what it is given, and decides who computes."""
 
+import functools
+import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -106,6 +109,8 @@ def sync_batch_norm(
         return replicated_batch_norm(input, weight, bias, options, process_group)
     communicator = resolve_communicator(process_group)
     if communicator.size == 1:
+        if process_group is None and not torch.compiler.is_compiling():
+            _warn_if_launched_with_others()
         if not is_tracing() and input.numel() == input.size(1) > 0:
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
@@ -122,6 +127,18 @@ def sync_batch_norm(
     if is_transforming():
         return differentiable_batch_norm(input, weight, bias, options, communicator)
     return synchronized_batch_norm(input, weight, bias, options, communicator, layer)
+
+
+@functools.cache
+def _warn_if_launched_with_others() -> None:
+    """Warns, once in a process, where a launcher has started several ranks and nothing has made them a job."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        warnings.warn(
+            f"batch normalization is not synchronized: WORLD_SIZE is {size}, and no process group of several ranks was "
+            "initialized; call torch.distributed.init_process_group() or bagua.torch_api.init_process_group()",
+            stacklevel=2,
+        )
 
 
 def check_dimensions(input: Tensor) -> None:

@@ -16,7 +16,7 @@ from .communicators import (
     held_weakly,
     resolve_communicator,
 )
-from .functional import check_dimensions, sync_batch_norm
+from .functional import check_dimensions, check_eps_mode, sync_batch_norm
 from .tracing import Proxy, as_one_node
 
 
@@ -56,6 +56,8 @@ class SyncBatchNorm(_BatchNorm):
         device: of parameters and buffers.
         dtype: of parameters and buffers.
         bias: with ``affine``, whether there is a :math:`\beta`.
+        eps_mode: ``"plus"`` to divide by :math:`\sqrt{\mathrm{Var}[x] + \epsilon}`, as torch does, or ``"clamp"`` to
+            divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
 
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
@@ -63,6 +65,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         TypeError, ValueError: ``process_group`` is of no known kind, or excludes this rank.
+        ValueError: ``eps_mode`` is neither of the two.
 
     Example::
 
@@ -104,12 +107,15 @@ class SyncBatchNorm(_BatchNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
+        eps_mode: str = "plus",
     ) -> None:
         check_process_group(process_group)
+        check_eps_mode(eps_mode)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self.process_group = process_group
+        self.eps_mode = eps_mode
 
     @property
     def process_group(self) -> Any:

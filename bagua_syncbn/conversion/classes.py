@@ -1,7 +1,8 @@
 """The classes of converted layers, and the way back from them."""
 
 import copy
-from typing import Any, cast
+import sys
+from typing import Any, TypeVar, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
@@ -25,6 +26,8 @@ _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     BatchNorm: SyncBatchNorm,
 }
 
+_Class = TypeVar("_Class", bound=nn.Module)
+
 # Neither side is kept alive.
 _derived_classes: WeakKeyDictionary[type[nn.Module], ReferenceType[type[SyncBatchNorm]]] = WeakKeyDictionary()
 _replacing_classes: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm]] = {}
@@ -34,6 +37,8 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     """Returns the class that layers of class ``cls`` get without a converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
+    if _is_sharded_class(cls):
+        return _sharded_class(cls, synchronized_class(cls.__bases__[1]))
     if cls in _STANDARD_CLASSES:
         return _STANDARD_CLASSES[cls]
     if cls is nn.SyncBatchNorm:
@@ -57,6 +62,8 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
     """
     if _is_parametrized_class(cls):
         return _class_before_parametrized(cls)
+    if _is_sharded_class(cls):
+        return _sharded_class(cls, class_before_conversion(cls.__bases__[1]))
     if "local_class" not in vars(cls):
         raise TypeError(
             f"module: expected layers whose class names its local_class, got {full_name(cls)}; "
@@ -145,6 +152,20 @@ def _deepcopy_parametrized(layer: SyncBatchNorm, memo: dict[int, Any]) -> SyncBa
     memo[id(layer)] = replica
     replica.__dict__ = copy.deepcopy(SyncBatchNorm.__getstate__(layer), memo)
     return replica
+
+
+# Layers to which fully_shard was applied. torch gives them a class made of FSDPModule and theirs, in this order.
+
+
+def _is_sharded_class(cls: type) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, not used
+    return fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
+
+
+def _sharded_class(cls: type, base: type[_Class]) -> type[_Class]:
+    """The sharded class ``cls`` with another layer's class as its second base."""
+    namespace = {name: value for name, value in vars(cls).items() if name in ("__module__", "__deepcopy__")}
+    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), namespace)
 
 
 # Pickling. A derived class cannot be imported by name: a file holds the classes that it was made from.

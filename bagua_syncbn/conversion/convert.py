@@ -20,11 +20,14 @@ from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion
 from .findings import Filter, Finding, check_module, examine, where_is
 from .registry import groups_of
+from .report import summary
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter: Filter | None = None) -> _Module:
+def convert_sync_batchnorm(
+    module: _Module, process_group: Any = None, *, filter: Filter | None = None, verbose: bool = False
+) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
     The layers stay the same objects and only change their class, so optimizers may be made before or after, and
@@ -44,6 +47,7 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
         filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
             stays as it is. Likewise asked for what would be refused. A layer of several names is converted if one of
             them is accepted.
+        verbose: whether to print, in one line, how many layers were converted.
 
     Returns:
         ``module``, the same object.
@@ -51,11 +55,13 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
     Raises:
         TypeError: ``module`` is no module, holds a batch normalization layer that conversion cannot synchronize, or is
             TorchScript; ``process_group`` is of no known kind; ``filter`` is not callable.
-        ValueError: this rank is not in ``process_group``, or that describes groups which the job does not have.
+        ValueError: this rank is not in ``process_group``, or that describes groups which the job does not have;
+            ``module`` holds a layer of PyG with ``allow_single_element``.
         RuntimeError: ``module`` is data parallel or compiled already.
 
-    If it raises, ``module`` is unchanged. It warns of layers that stay as they are and synchronize by themselves, of a
-    class that neither derives from torch's nor is known by :func:`register_converter`.
+    If it raises, ``module`` is unchanged. It warns if there was nothing to convert, and of layers that stay as they are
+    and synchronize by themselves, of a class that neither derives from torch's nor is known by
+    :func:`register_converter`.
 
     Example::
 
@@ -80,6 +86,11 @@ def convert_sync_batchnorm(module: _Module, process_group: Any = None, *, filter
             if process_group is not None:
                 layer.process_group = process_group
     _forget_compiled_code(module)
+    told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
+    if verbose:
+        print(told)
+    if not targets:
+        warnings.warn(f"{told}; conversion_report tells why", stacklevel=2)
     return module
 
 

@@ -106,6 +106,12 @@ def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
     if is_data_parallel(module):
         where = where_is(module, name)
         return RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
+    if getattr(module, "allow_single_element", False) is True and _holds_batch_norm(module):
+        return ValueError(
+            f"module: expected allow_single_element=False, got True in {where_is(module, name)}: a rank with a single "
+            "element would not take part, and the other ranks would wait for it; a synchronized layer works with one "
+            "element on a rank, so set it to False"
+        )
     return None
 
 
@@ -126,9 +132,15 @@ def _why_not_concerned(module: nn.Module) -> str | None:
     """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
     if isinstance(module, _NormBase):
         return "not batch normalization: it normalizes each sample by itself"
-    if "batchnorm" in type(module).__name__.lower() or _has_running_stats(module):
+    is_named_so = "batchnorm" in type(module).__name__.lower() and not _holds_batch_norm(module)
+    if is_named_so or _has_running_stats(module):
         return "not derived from torch's batch normalization; register_converter makes it known"
     return None
+
+
+def _holds_batch_norm(module: nn.Module) -> bool:
+    """Whether ``module`` leaves the work to a layer in it, as the one of PyG does."""
+    return any(is_candidate(child) for child in module.children())
 
 
 def _has_running_stats(module: nn.Module) -> bool:

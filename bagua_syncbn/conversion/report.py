@@ -1,11 +1,12 @@
 """What conversion does with a model, as data and to be read."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from .findings import Action, Filter, examine
+from .findings import Action, Filter, Finding, examine
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,14 @@ class ConversionReport:
     layers: tuple[LayerReport, ...]
 
     def __str__(self) -> str:
-        counts = Counter(layer.action for layer in self.layers)
-        actions: tuple[Action, ...] = ("converted", "skipped", "refused")
-        summary = ", ".join(f"{counts[action]} {action}" for action in actions)
-        return "\n".join([summary, *map(str, self.layers)])
+        return "\n".join([summary(self.layers), *map(str, self.layers)])
+
+
+def summary(layers: Iterable[LayerReport | Finding]) -> str:
+    """Returns how many layers are converted, skipped and refused."""
+    counts = Counter(layer.action for layer in layers)
+    actions: tuple[Action, ...] = ("converted", "skipped", "refused")
+    return ", ".join(f"{counts[action]} {action}" for action in actions)
 
 
 def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> ConversionReport:

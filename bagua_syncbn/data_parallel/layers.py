@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..conversion import convert_sync_batchnorm
-from ..functional import check_eps_mode
 from ..sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .wrapper import patch_replication_callback
 
@@ -24,41 +23,16 @@ class _SynchronizedBatchNorm(SyncBatchNorm):
         track_running_stats: bool = True,
         device: Any = None,
         dtype: Any = None,
-        *,
-        bias: bool = True,
-        eps_mode: str = "plus",
+        **options: Any,
     ) -> None:
-        check_eps_mode(eps_mode)
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, bias=bias
-        )
-        self.eps_mode = eps_mode
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, None, device, dtype, **options)
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, SyncBatchNorm1d):
     r"""Batch normalization over (N, C) or (N, C, L) with the statistics of all replicas.
 
-    A :class:`~bagua_syncbn.SyncBatchNorm1d` with the arguments, parameters, buffers and state dict of
-    :class:`torch.nn.BatchNorm1d`.
-
-    Args:
-        num_features: C, the number of channels.
-        eps: :math:`\epsilon`.
-        momentum: weight of the new statistics in the running ones; None for the average over all batches.
-        affine: whether there are parameters :math:`\gamma` and :math:`\beta`.
-        track_running_stats: whether to keep running statistics.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
-        bias: with ``affine``, whether there is a :math:`\beta`.
-        eps_mode: ``"plus"`` to divide by :math:`\sqrt{\mathrm{Var}[x] + \epsilon}`, as torch does, or ``"clamp"`` to
-            divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
-
-    Shape:
-        - Input: (N, C) or (N, C, L), float16, bfloat16, float32 or float64
-        - Output: as the input, in its memory format
-
-    Raises:
-        ValueError: ``eps_mode`` is neither of the two.
+    A :class:`~bagua_syncbn.SyncBatchNorm1d`, with all that it says, that takes its arguments in the order of
+    :class:`torch.nn.BatchNorm1d`: without ``process_group``.
     """
 
     local_class = nn.BatchNorm1d

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 from user_layers import BatchNormReLU, Doubled
 
@@ -490,6 +492,27 @@ def test_copies_of_converted_models(copied):
     assert torch.equal(twin.eval()(input), model.eval()(input))
     assert twin[1].weight is not model[1].weight
     assert type(revert_sync_batchnorm(twin)[2][0]) is BatchNormReLU
+
+
+def means_of_sharded_layers(convert_first):
+    """Names of the classes, and what synchronized and other layers make of each rank's own number."""
+    model = nn.Sequential(nn.BatchNorm2d(2, momentum=1.0), BatchNormReLU(2))
+    if convert_first:
+        convert_sync_batchnorm(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    results = []
+    for change in (convert_sync_batchnorm, revert_sync_batchnorm, convert_sync_batchnorm):
+        change(model)(torch.full((2, 2, 2, 2), float(dist.get_rank()))).square().sum().backward()
+        results.append(([type(layer).__name__ for layer in model], model[0].running_mean[0].item()))
+    return results
+
+
+@pytest.mark.parametrize("convert_first", [True, False])
+def test_sharded_layers(pool, convert_first):
+    synchronized = ["FSDPSyncBatchNorm2d", "FSDPSyncBatchNormReLU"], 0.5
+    for rank, results in enumerate(pool.run(means_of_sharded_layers, 2, convert_first)):
+        assert results == [synchronized, (["FSDPBatchNorm2d", "FSDPBatchNormReLU"], rank), synchronized]
 
 
 def torch_layer_keeps_its_group():

@@ -86,6 +86,41 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
     assert str(again).splitlines()[1] == "converted  (the model itself)  SyncBatchNorm1d: synchronized already"
 
 
+class OfPyG(nn.Module):
+    """As torch_geometric.nn.BatchNorm: a layer in a layer."""
+
+    def __init__(self, allow_single_element):
+        super().__init__()
+        self.module = nn.BatchNorm1d(2)
+        self.allow_single_element = allow_single_element
+
+
+OfPyG.__name__ = "BatchNorm"
+
+
+def test_a_layer_in_a_layer_is_reported_once_and_must_let_all_ranks_take_part():
+    model = nn.Sequential(OfPyG(False), OfPyG(True))
+    inner, refused = conversion_report(model).layers
+    assert (inner.names, inner.action) == (("0.module",), "converted")
+    assert (refused.names, refused.action) == (("1",), "refused")
+    with pytest.raises(ValueError, match="allow_single_element=False, got True in BatchNorm at '1'"):
+        convert_sync_batchnorm(model)
+    model[1].allow_single_element = False
+    assert type(convert_sync_batchnorm(model)[1].module) is SyncBatchNorm1d
+
+
+def test_what_was_converted_is_told(capsys):
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm2d(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_sync_batchnorm(model)
+        convert_sync_batchnorm(model, verbose=True)
+    assert capsys.readouterr().out == "convert_sync_batchnorm: Sequential: 1 converted, 1 skipped, 0 refused\n"
+    with pytest.warns(UserWarning, match="InstanceNorm2d: 0 converted, 1 skipped, 0 refused") as caught:
+        convert_sync_batchnorm(model[1])
+    assert caught[0].filename == __file__
+
+
 class StrangeSyncBN(nn.Module):
     """Synchronizes by itself, and has nothing of torch's class, as in mmcv and inplace_abn."""
 
@@ -111,5 +146,5 @@ def test_strangers_that_stay_synchronized_by_themselves_are_named():
         bagua_syncbn.register_converter(StrangeSyncBN, None)
         convert_sync_batchnorm(model, filter=lambda name, layer: not isinstance(layer, StrangeSyncBN))
         unsynchronized = type("ABN", (StrangeSyncBN,), {})()
-        convert_sync_batchnorm(nn.Sequential(unsynchronized))
+        convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2), unsynchronized))
     assert "not derived" in conversion_report(unsynchronized).layers[0].reason

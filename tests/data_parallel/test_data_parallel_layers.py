@@ -46,7 +46,8 @@ def test_layers_have_the_arguments_and_the_state_of_torchs(cls, torchs):
 def test_eps_mode_is_checked():
     with pytest.raises(ValueError, match=r'eps_mode: expected "plus" or "clamp", got \'clmap\''):
         SynchronizedBatchNorm1d(3, eps_mode="clmap")
-    layer = SynchronizedBatchNorm1d(3)
+    layer = bagua_syncbn.SyncBatchNorm1d(3, eps_mode="clamp")
+    assert layer.eps_mode == "clamp"
     layer.eps_mode = "max"
     with pytest.raises(ValueError, match="got 'max'"):
         layer(torch.randn(4, 3))

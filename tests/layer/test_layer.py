@@ -1,6 +1,7 @@
 """The layer in one process: torch's batch norm, to the bit where it is the same computation."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tolerances import assert_close
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
+from bagua_syncbn.functional import _warn_if_launched_with_others
 
 pytestmark = pytest.mark.reference_too
 
@@ -50,9 +52,9 @@ def test_signature():
     parameters = inspect.signature(SyncBatchNorm).parameters
     assert list(parameters) == [
         *("num_features", "eps", "momentum", "affine", "track_running_stats", "process_group", "device", "dtype"),
-        "bias",
+        *("bias", "eps_mode"),
     ]
-    assert parameters["bias"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameters["bias"].kind is parameters["eps_mode"].kind is inspect.Parameter.KEYWORD_ONLY
     torchs = list(inspect.signature(torch.nn.functional.batch_norm).parameters)
     ours = list(inspect.signature(sync_batch_norm).parameters)
     assert ours[: len(torchs)] == torchs
@@ -103,6 +105,20 @@ def test_functional_needs_no_layer():
     output = sync_batch_norm(input, running_mean, running_var)
     torch.testing.assert_close(output, torch.nn.functional.batch_norm(input, None, None, training=True))
     torch.testing.assert_close(running_mean, input.mean((0, 2)) * 0.1)
+
+
+def test_ranks_that_were_launched_together_and_not_joined_are_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _warn_if_launched_with_others.cache_clear()
+    layer, input = SyncBatchNorm1d(3), torch.randn(4, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer.eval()(input)
+        assert not caught
+        for _ in range(2):
+            layer.train()(input)
+    (warning,) = caught
+    assert "WORLD_SIZE is 2, and no process group of several ranks was initialized" in str(warning.message)
 
 
 def test_repr_names_the_group():
