@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bagua_syncbn import ops
 from bagua_syncbn.communicators import resolve_communicator
 
 from ..core.batches import Shape, layouts, make_batch
@@ -89,6 +90,21 @@ class TimedStep:
         return parts
 
 
+def make_ops(x: Tensor, dy: Tensor) -> Callable[[], object]:
+    """The five ops of a step, one after another, without autograd and messages."""
+    weight, running = torch.ones(x.size(1), device=x.device), torch.zeros(2, x.size(1), device=x.device)
+    batches = torch.tensor(0, device=x.device)
+
+    def run() -> Tensor:
+        gathered = ops.batch_norm_stats(x)[None]
+        mean, invstd, count = ops.batch_norm_gather_stats(gathered, *running, batches, 0.1, 1e-5)
+        ops.batch_norm_elemt(x, weight, weight, mean, invstd)
+        sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
+        return ops.batch_norm_backward_elemt(dy, x, weight, mean, invstd, sums, count)
+
+    return run
+
+
 def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.device, clock: CollectiveClock) -> Any:
     """Returns the workload, and the layers with their input for counting."""
     x = make_batch(shape, layout).to(device).requires_grad_()
@@ -100,6 +116,7 @@ def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.devi
     communicator = resolve_communicator(None)
     packed, sums = torch.zeros(2 * shape[1] + 2, device=device), torch.zeros(2 * shape[1], device=device)
     workload["collectives"] = lambda: (communicator.all_gather(packed), communicator.all_reduce(sums))
+    workload["ops"] = make_ops(source, grad_output)
     return workload, steps
 
 

@@ -62,7 +62,9 @@ def layers_table(results: Results) -> str:
 
 
 def phases_table(results: Results) -> str:
-    """Forward + backward in milliseconds, and the share of both that the host spent in collectives."""
+    """Forward + backward in milliseconds, and the share of both that the host spent in collectives. Last, what of our
+    step is neither in them nor in the five ops on their own.
+    """
     peers = ["local", *measured_peers(results)]
 
     def cell(case: Case, name: str) -> str:
@@ -81,10 +83,22 @@ def phases_table(results: Results) -> str:
     def row(case: Case) -> list[str]:
         alone = milliseconds(case, "collectives") if case["ranks"] > 1 else ""
         shown = [cell(case, name) for name in peers]
-        return [_marked(case["ranks"], results), shape_of(case), case["layout"], *shown, alone]
+        return [_marked(case["ranks"], results), shape_of(case), case["layout"], *shown, alone, _rest(case)]
 
     single = [case for case in of_section(results, "layers") if case["threads"] == 1]
-    return table(["ranks", "input of each", "layout", *peers, "our collectives alone"], map(row, single))
+    return table(
+        ["ranks", "input of each", "layout", *peers, "our collectives alone", "ours: neither, ms"], map(row, single)
+    )
+
+
+def _rest(case: Case) -> str:
+    """Milliseconds of our step in neither collectives nor ops: from the layer's call to the backend's and back."""
+    times = case["microseconds"]
+    if "ops" not in times or case["ranks"] == 1:
+        return ""
+    names = ("ours forward collectives", "ours backward collectives", "ops")
+    rest = [total - sum(parts) for total, *parts in zip(times["ours"], *(times[n] for n in names), strict=True)]
+    return f"{median(rest) / 1e3:.3f} ({min(rest) / 1e3:.3f})"
 
 
 def counts_table(results: Results) -> str:

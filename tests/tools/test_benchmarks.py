@@ -73,7 +73,8 @@ def test_parts_of_a_step_and_what_it_sends(smoke):
                 assert both[0] <= forward * 1.01
                 assert both[1] <= backward * 1.01
         for which, size in (("forward", 2 * case["shape"][1] + 2), ("backward", 2 * case["shape"][1])):
-            assert (counts[which]["collectives"], counts[which]["payload"]) == (sent, sent * 4 * size)
+            assert counts[which]["collectives"] == sent
+            assert 0 <= counts[which]["payload"] - sent * 4 * size <= sent * 24  # the words that say who speaks
             written = counts[which]["written"]  # threads that wake each other write some bytes too
             assert written is None or (written > counts[which]["payload"] if sent else written < 100)
 
@@ -134,7 +135,8 @@ def test_what_tables_make_of_samples():
             {**case, "section": "ops", "microseconds": op_times},
             {**case, "section": "local", "microseconds": {"ours": [500.0], "torch": [1000.0], "copy": [75.0]}},
             {**case, "section": "layers", "ranks": 2,
-             "microseconds": {**rank_times, "copy": [50.0] * 2, "collectives": [100.0] * 2}},
+             "microseconds": {**rank_times, "copy": [50.0] * 2, "collectives": [100.0] * 2, "ops": [70.0] * 2,
+                              "ours forward collectives": [200.0] * 2, "ours backward collectives": [100.0] * 2}},
             {"section": "training", "ranks": 2, "losses": {"ours": losses, "local": [1.0] * 30},
              "milliseconds": {"ours": [100.0] * 20, "local": [1.0] * 30}},
         ],
@@ -155,6 +157,7 @@ def test_what_tables_make_of_samples():
     layers = only_row(ranks_report.layers_table)
     assert layers["ranks"] == "2*"  # they share a core
     assert (layers["ours / local"], layers["ours / naive"]) == ("2.10 (2.00; 2.05-2.15)", "0.50")
+    assert ranks_report._rest(recorded["cases"][2]) == "0.260 (0.230)"
     assert layers["floor / ours"] == f"{(300 / 600 + 300 / 660) / 2:.2f}"
     seconds = [ranks_report.seconds_to_target(recorded["cases"][-1], name) for name in ("ours", "local")]
     assert seconds == [pytest.approx(1.9), None]
