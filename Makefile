@@ -3,8 +3,9 @@
 VENV ?= .venv
 # torch as pip names it; `make test TORCH=torch==2.10.0` tries another.
 TORCH ?= torch==2.13.0
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
-	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
+# One that can make environments; Debian's own cannot without the package python3-venv.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3 "$$HOME"/.pyenv/versions/3.*/bin/python; do \
+	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
 # For installations in $(VENV): one architecture and its PTX, which every later card can run. The wheel has them all.
 CUDA_ARCHS ?= 75
@@ -12,7 +13,7 @@ CUDA_ARCHS ?= 75
 # Bagua has an environment of its own: its wheel is for one Python, with the CUDA build of torch, some 5 GB on disk.
 BAGUA_VENV ?= .venv-bagua
 BAGUA_PYTHON ?= $(shell for python in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python; do \
-	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null && echo "$$python" && break; done)
+	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 BAGUA_RANKS ?= 2
 # Bagua's library is linked against that of NCCL, which it finds by itself only where torch was imported before.
 BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packages/nvidia/nccl/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
@@ -26,8 +27,8 @@ SOURCES := pyproject.toml setup.py $(NATIVE)
 # For `make gpu`: one that has a CUDA build of torch; nothing is installed.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel bagua-env demo-bagua \
-	test-bagua lint format docs clean
+.PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel test-installs bagua-env \
+	demo-bagua test-bagua lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
@@ -37,7 +38,9 @@ help:
 	@echo 'make bench-results   measures what docs/benchmarks.md shows, on a quiet machine; make bench-docs only writes it'
 	@echo 'make gpu     on a machine with an NVIDIA GPU: build, test, check and measure the CUDA kernels: build/gpu/'
 	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
-	@echo 'make wheel   the wheel, checked: dist/; make test-wheel tests it beside several versions of Python and torch'
+	@echo 'make wheel   the wheel for manylinux and the sdist, checked: dist/'
+	@echo 'make test-wheel  tests the wheel beside several versions of Python and torch, and all ways of installing'
+	@echo 'make test-installs   all ways of installing: imports and trains after each, in some five minutes'
 	@echo 'make demo-bagua  the same training script under the launcher of Bagua; make test-bagua tests on Bagua without a GPU'
 	@echo 'make bagua-env   the environment of both: Python 3.10, Bagua and this wheel; downloads some gigabytes'
 	@echo 'make lint    formatting, lint and types'
@@ -94,18 +97,24 @@ bench-docs: $(VENV)/installed-bench
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu/prove.py --output "$${OUT:-build/gpu}" $(ARGS)
 
-# One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA.
+# One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA. torch's libraries stay out
+# of it: they are those of the torch that imports it.
 wheel: dist/checked
 dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
-	rm -rf dist build/lib* build/bdist* build/temp*
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(BIN)/python tests/tools/check_wheel.py dist/*.whl
+	rm -rf dist build/lib* build/bdist* build/temp* build/wheel *.egg-info
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python setup.py -q sdist
+	$(BIN)/python tests/tools/check_wheel.py dist/*.whl dist/*.tar.gz
 	@touch $@
 
 # Installs it beside each Python and torch that is named, and tests it there.
 WHEEL_ENVIRONMENTS ?= python3.11:torch==2.13.0 python3.10:torch==2.10.0 python3.13:torch==2.13.0
-test-wheel: wheel
+test-wheel: test-installs
 	tests/tools/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
+
+test-installs: wheel
+	$(BIN)/python tests/tools/installs.py $(ARGS)
 
 bagua-env: $(BAGUA_VENV)/installed
 

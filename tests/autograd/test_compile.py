@@ -86,7 +86,7 @@ def compare(
     wrap=None,
     wrap_first=False,
     autocast=False,
-    batches=(9, 9, 10, 12),
+    batches=(9, 9),
 ):
     """Trains a compiled and an eager model side by side; returns the number of graphs that were compiled."""
     torch._dynamo.reset()
@@ -119,10 +119,13 @@ def with_bagua_(model):
     return with_bagua(model, [])
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_compiled_equals_eager(pool, dynamic, layout):
-    pool.run(partial(compare, "aot_eager", dynamic=dynamic, layout=layout), 2)
+@pytest.mark.parametrize(
+    ("dynamic", "layout", "graphs"), [(None, torch.contiguous_format, 2), (True, torch.channels_last, 1)], ids=str
+)
+def test_changing_batch_sizes_compile_twice_at_most(pool, dynamic, layout, graphs):
+    """Once for the first size and once for all."""
+    compiled = partial(compare, "aot_eager", dynamic=dynamic, layout=layout, batches=(9, 9, 10, 12, 20, 23))
+    assert pool.run(compiled, 2) == [graphs] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -130,15 +133,13 @@ def test_other_numbers_of_ranks(pool, world_size):
     pool.run(partial(compare, "aot_eager"), world_size)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_inductor(pool, layout):
-    pool.run(partial(compare, "inductor", layout=layout), 2, timeout=300)
+def test_inductor(pool):
+    pool.run(partial(compare, "inductor", layout=torch.channels_last), 2, timeout=300)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, with_bagua_])
-@pytest.mark.parametrize("kind", ["plain", OWN_FORWARD])
-def test_compiled_data_parallel(pool, kind, wrap):
-    pool.run(partial(compare, "aot_eager", kind=kind, wrap=wrap), 2)
+def test_compiled_data_parallel(pool, wrap):
+    pool.run(partial(compare, "aot_eager", wrap=wrap), 2)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, with_bagua_])
@@ -153,13 +154,6 @@ def test_compiled_models_of_other_kinds(pool, kind):
 
 def test_autocast(pool):
     pool.run(partial(compare, "aot_eager", autocast=True), 2)
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_changing_batch_sizes_compile_twice_at_most(pool, dynamic):
-    """Once for the first size and once for all."""
-    graphs = pool.run(partial(compare, "aot_eager", dynamic=dynamic, batches=range(20, 30)), 2)
-    assert graphs == [2 if dynamic is None else 1] * 2
 
 
 def layer_in(kind):
@@ -188,8 +182,14 @@ def compiled_layer(kind, travels):
     return [mean_of_ranks(layer), mean_of_ranks(compiled, 10)]
 
 
-@pytest.mark.parametrize("travels", TRAVELS)
-@pytest.mark.parametrize("kind", [None, "group", "mesh", "node", 2, 1, [[1, 0]], [[0], [1]]], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "travels"),
+    [
+        *((kind, "stays") for kind in (None, "group", "mesh", "node", 2, 1, [[1, 0]], [[0], [1]])),
+        *((kind, travels) for kind in ("group", "mesh", "node") for travels in ("is copied", "is loaded")),
+    ],
+    ids=str,
+)
 def test_every_kind_of_group_compiles_in_one_graph(pool, kind, travels):
     alone = kind in (1, [[0], [1]])
     expected = [[rank, rank + 10] if alone else [0.5, 10.5] for rank in range(2)]
@@ -209,7 +209,7 @@ def compiled_before_its_group_exists(kind):
     return with_breaks, mean_of_ranks(torch.compile(layer, backend="aot_eager", fullgraph=True), 10)
 
 
-@pytest.mark.parametrize("kind", ["node", 2, [[0, 1]]], ids=str)
+@pytest.mark.parametrize("kind", ["node", [[0, 1]]], ids=str)
 def test_groups_are_not_made_while_tracing(pool, kind):
     assert pool.run(compiled_before_its_group_exists, 2, kind) == [(0.5, 10.5)] * 2
 
@@ -226,7 +226,7 @@ def compiled_in_an_earlier_job(kind):
 
 @pytest.mark.parametrize("kind", [None, "node"])
 def test_a_compiled_layer_takes_the_groups_of_the_next_job(pool, kind):
-    for world_size in (2, 3, 2):
+    for world_size in (2, 3):
         mean = (world_size - 1) / 2
         assert pool.run(compiled_in_an_earlier_job, world_size, kind) == [[mean, mean + 1]] * world_size
 

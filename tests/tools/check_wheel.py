@@ -1,48 +1,66 @@
-"""``python tests/tools/check_wheel.py dist/NAME.whl``: the promises of the one wheel, read from the file."""
+"""``python tests/tools/check_wheel.py dist/NAME.whl dist/NAME.tar.gz``: what the files promise, read from them."""
 
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
-
-def undefined_symbols(library: Path) -> list[str]:
-    lines = subprocess.run(["nm", "-D", "-C", "--undefined-only", library], capture_output=True, text=True, check=True)
-    return [line.split(maxsplit=1)[1] for line in lines.stdout.splitlines()]
-
-
-def needed_libraries(library: Path) -> list[str]:
-    lines = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"NEEDED.*\[(.*)\]", lines)
+ROOT = Path(__file__).resolve().parents[2]
+# Not libtorch_cuda, libc10 or libpython: the file loads beside a torch without CUDA, and any Python.
+LIBRARIES = re.compile(r"(libtorch_cpu|libstdc\+\+|libm|libgcc_s|libc|ld-linux\S*|librt|libdl|libpthread)\.so")
 
 
-def check(wheel: Path) -> list[str]:
-    """Returns what is wrong with ``wheel``."""
-    problems = []
-    if "-cp310-abi3-" not in wheel.name:
-        problems.append(f"name: expected a cp310-abi3 wheel, got {wheel.name}")
+def printed(*command: object) -> str:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+
+
+def check_library(library: Path) -> Iterator[str]:
+    for symbol in printed("nm", "-D", "-C", "--undefined-only", library).splitlines():
+        if "at::" in symbol or "c10::" in symbol:
+            yield f"symbols: expected none of at:: and c10::, got {symbol}"
+    for needed in re.findall(r"NEEDED.*\[(.*)\]", printed("readelf", "-d", library)):
+        if not LIBRARIES.match(needed):
+            yield f"libraries: expected libtorch_cpu and those of the system, got {needed}"
+
+
+def check_wheel(wheel: Path) -> Iterator[str]:
+    """Yields what is wrong with ``wheel``."""
+    if not re.search(r"-cp310-abi3-manylinux_\d+_\d+_", wheel.name):
+        yield f"name: expected a cp310-abi3 wheel for manylinux, got {wheel.name}"
     with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        if "bagua_syncbn/build_info.json" not in names or "bagua_syncbn/py.typed" not in names:
-            problems.append("contents: expected build_info.json and py.typed, got neither or one of them")
-        library = Path(archive.extract("bagua_syncbn/_C.abi3.so", directory))
-        for symbol in undefined_symbols(library):
-            if "at::" in symbol or "c10::" in symbol:
-                problems.append(f"symbols: expected none of at:: and c10::, got {symbol}")
-        for needed in needed_libraries(library):
-            # Not libtorch_cuda, libc10 or libpython: the file loads beside a torch without CUDA, and any Python.
-            if not re.match(
-                r"(libtorch_cpu|libstdc\+\+|libm|libgcc_s|libc|ld-linux\S*|librt|libdl|libpthread)\.so", needed
-            ):
-                problems.append(f"libraries: expected libtorch_cpu and those of the system, got {needed}")
+        names = set(archive.namelist())
+        for name in {"bagua_syncbn/build_info.json", "bagua_syncbn/py.typed"} - names:
+            yield f"contents: expected {name}"
+        for name in (name for name in names if ".so" in name and name != "bagua_syncbn/_C.abi3.so"):
+            yield f"contents: expected no library but _C, got {name}"
+        yield from check_library(Path(archive.extract("bagua_syncbn/_C.abi3.so", directory)))
     audit = subprocess.run([sys.executable, "-m", "abi3audit", "--strict", wheel], capture_output=True, text=True)
     if audit.returncode:
-        problems.append(f"abi3audit: {audit.stdout}{audit.stderr}")
-    return problems
+        yield f"abi3audit: {audit.stdout}{audit.stderr}"
+
+
+def check_sdist(sdist: Path) -> Iterator[str]:
+    """Yields what is wrong with ``sdist``. That it builds and trains is seen by installs.py."""
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = [*ROOT.glob("csrc/**/*.*"), *ROOT.glob("bagua_syncbn/**/*.py"), ROOT / "setup.py", ROOT / "LICENSE"]
+    for name in {str(path.relative_to(ROOT)) for path in wanted} - names:
+        yield f"contents: expected {name}"
+    for name in (name for name in names if name.endswith((".so", "build_info.json"))):
+        yield f"contents: expected sources only, got {name}"
+
+
+def main() -> None:
+    found = []
+    for path in map(Path, sys.argv[1:]):
+        problems = check_wheel(path) if path.suffix == ".whl" else check_sdist(path)
+        found += [f"{path.name}: {problem}" for problem in problems]
+    sys.exit("\n".join(found) if found else 0)
 
 
 if __name__ == "__main__":
-    found = check(Path(sys.argv[1]))
-    sys.exit("\n".join(found) if found else 0)
+    main()

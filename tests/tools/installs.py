@@ -1,0 +1,145 @@
+"""``python tests/tools/installs.py [NAME...]``: installs the package in every way, imports it and trains.
+
+Each way in :data:`INSTALLS` goes into an environment that sees the torch of the one that runs this. Then a layer trains
+outside of the sources, and in their folder, where they come before what pip installed. The kernels are built without
+optimization and for one CUDA architecture: a build takes half a minute of two cores, all of them together some five.
+"""
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "bagua_syncbn", "csrc")
+FAST_BUILD = {"BAGUA_SYNCBN_CXXFLAGS": "-O0", "BAGUA_SYNCBN_CUDA_ARCHS": "90"}
+NO_COMPILER = {"CXX": "no-such-compiler"}
+
+TRAIN = """
+import torch, bagua_syncbn
+model = bagua_syncbn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = model[1].weight.clone()
+for size in (2, 4096):  # of the second the native kernels are faster than torch's
+    model(torch.randn(size, 3, 5, 5)).square().mean().backward()
+    model[1].weight.grad += 1
+    optimizer.step()
+assert (model[1].weight - before).abs().min() > 0
+assert model[1].num_batches_tracked == 2
+print(bagua_syncbn.ops.KERNELS)
+"""
+
+
+class Install(NamedTuple):
+    """A way of installing: what pip is given, and what is to come of it."""
+
+    source: str  # "wheel", "sdist", or "folder"
+    build: str  # the kind that is to be built: "python", "cpu" or "cuda"
+    environment: dict[str, str] = {}  # noqa: RUF012 - never changed
+    options: tuple[str, ...] = ("--no-build-isolation",)
+    editable: bool = False
+    sees_torch: bool = True  # while it is built
+
+
+def force(build: str) -> dict[str, str]:
+    return FAST_BUILD | {"BAGUA_SYNCBN_BUILD": build}
+
+
+BEST = "cuda" if shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists() else "cpu"
+INSTALLS = {
+    "wheel": Install("wheel", BEST),
+    "sdist": Install("sdist", "cpu", force("cpu")),
+    "isolated build": Install("folder", "cpu", force("cpu"), options=()),
+    "editable": Install("folder", "cpu", force("cpu"), editable=True),
+    "cuda": Install("folder", "cuda", force("cuda")),
+    "python": Install("folder", "python", force("python")),
+    "editable python": Install("folder", "python", force("python"), editable=True),
+    "no compiler": Install("folder", "python", NO_COMPILER),
+    "no torch": Install("sdist", "python", sees_torch=False),
+}
+
+
+def make_environment(directory: Path) -> tuple[Path, Path]:
+    """Makes an environment that sees all packages of this one but torch; returns its Python and where torch goes."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    python = directory / "bin" / "python"
+    query = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
+    folder = Path(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip())
+    others = directory / "others"
+    others.mkdir()
+    for path in (path for packages in site.getsitepackages() for path in Path(packages).iterdir()):
+        if not path.name.startswith(("torch-", "bagua_syncbn", "__editable__")) and path.name != "torch":
+            others.joinpath(path.name).symlink_to(path)
+    folder.joinpath("others.pth").write_text(f"{others}\n")
+    return python, folder / "torch"
+
+
+def copy_sources(directory: Path) -> Path:
+    built = shutil.ignore_patterns("*.so", "build_info.json", "__pycache__")
+    directory.mkdir()
+    for name in SOURCES:
+        path = ROOT / name
+        shutil.copytree(path, directory / name, ignore=built) if path.is_dir() else shutil.copy(path, directory)
+    return directory
+
+
+def run(command: list[str | Path], folder: Path, **environment: str) -> str:
+    """Runs ``command`` in ``folder``; returns what it printed, warnings included."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CXX", "NVCC", "PYTHONPATH")}
+    done = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: expected exit status 0\n{done.stdout}{done.stderr}")
+    return done.stderr + done.stdout
+
+
+def check(install: Install, directory: Path) -> None:
+    """Installs as ``install`` says in a new environment in ``directory``, and trains there."""
+    python, place_of_torch = make_environment(directory / "environment")
+    sources, outside = copy_sources(directory / "sources"), directory / "outside"
+    outside.mkdir()
+    files = {"wheel": "dist/*.whl", "sdist": "dist/*.tar.gz"}
+    what = sources if install.source == "folder" else next(ROOT.glob(files[install.source]))
+    if install.sees_torch:
+        place_of_torch.symlink_to(Path(torch.__file__).parent)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *install.options]
+    run([*pip, *(["--editable"] if install.editable else []), what], outside, **install.environment)
+    if not install.sees_torch:
+        place_of_torch.symlink_to(Path(torch.__file__).parent)
+
+    info = json.loads(run([python, "-W", "ignore", "-m", "bagua_syncbn", "--json"], outside))
+    assert info["build"] == install.build, info
+    expected = "reference" if install.build == "python" else "native"
+    kernels = run([python, "-W", "error::RuntimeWarning", "-c", TRAIN], outside)
+    assert kernels.startswith(expected), kernels
+    assert ("cuda" in kernels) == (install.build == "cuda"), kernels
+    # In their folder the sources come first: those of an editable installation are built, and those of others say so.
+    inside = run([python, "-c", TRAIN], sources)
+    if install.editable:
+        assert inside.splitlines()[-1].startswith(expected), inside
+        assert "imported from its sources" not in inside
+    else:
+        assert inside.splitlines()[-1] == "reference", inside
+        assert "imported from its sources" in inside
+
+
+def main() -> None:
+    for name in sys.argv[1:] or INSTALLS:
+        install, start = INSTALLS[name], time.monotonic()
+        if install.build == "cuda" and BEST != "cuda":
+            print(f"{name}: not tried, there is no nvcc")
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            check(install, Path(directory))
+        print(f"{name}: installs and trains, {install.build} build, {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
