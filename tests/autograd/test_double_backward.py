@@ -14,8 +14,6 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.autograd.differentiable import _AllReduce
 from bagua_syncbn.communicators import resolve_communicator
 
-pytestmark = pytest.mark.reference_too
-
 
 def arguments(splits, shape, differentiable):
     """Returns input, weight, bias and grad_output of each rank. The parameters are equal, but each rank has its own."""

@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
 from bagua_syncbn.communicators import resolve_communicator
 
-pytestmark = pytest.mark.reference_too
-
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)
 

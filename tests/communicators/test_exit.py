@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import bagua_syncbn
 
-pytestmark = pytest.mark.reference_too
-
 
 def groups_of_each_kind():
     """What a layer may be given, and the group that stands behind it."""

@@ -15,9 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, c10d, groups, resolve_communicator
 
-pytestmark = pytest.mark.reference_too
-
-
 # Groups by description
 
 

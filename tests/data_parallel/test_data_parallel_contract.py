@@ -20,7 +20,7 @@ from bagua_syncbn.data_parallel import (
     convert_model,
 )
 
-pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+pytestmark = pytest.mark.usefixtures("single_threaded")
 # With the mark in this file: prove.py looks for it in the files, to run them on a GPU.
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 
@@ -41,8 +41,7 @@ def check(place, count, samples, cls, eps_mode="plus", steps=2, **options):
 
 
 # Of 4 replicas, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
-@pytest.mark.parametrize("samples", [9, 8, 7, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "samples"), [(1, 7), (2, 7), (3, 8), (4, 9), (4, 7), (4, 3)])
 @pytest.mark.parametrize("place", PLACES)
 def test_replicas_equal_the_full_batch(place, count, samples):
     check(place, count, samples, SynchronizedBatchNorm2d)
@@ -52,26 +51,22 @@ def test_replicas_equal_the_full_batch(place, count, samples):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"momentum": None},
-        {"momentum": 1.0},
         {"affine": False},
         {"track_running_stats": False},
         {"eps": 0.5},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_options(place, count, options, eps_mode):
-    check(place, count, 7, SynchronizedBatchNorm1d, eps_mode, 3, **options)
+def test_options(place, options, eps_mode):
+    check(place, 3, 7, SynchronizedBatchNorm1d, eps_mode, 3, **options)
 
 
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
 @pytest.mark.parametrize("cls", PAIRS)
 @pytest.mark.parametrize("place", PLACES)
-def test_dimensions(place, cls, eps_mode):
-    check(place, 2, 5, cls, eps_mode)
+def test_dimensions(place, cls):
+    check(place, 2, 5, cls, "clamp")
 
 
 def test_one_sample_of_one_value_in_each_replica():
@@ -85,7 +80,7 @@ def test_one_sample_of_one_value_in_each_replica():
 
 
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_are_those_of_finite_differences(place, count, eps_mode):
     model = build(SynchronizedBatchNorm1d, eps=1e-3, eps_mode=eps_mode, track_running_stats=False)
@@ -192,7 +187,7 @@ def test_a_replica_that_is_partly_outside_of_the_graph(place, detached):
     assert_close(actual.module.layer.weight.grad.cpu(), expected.weight.grad, "weight.grad")
 
 
-@pytest.mark.parametrize("frozen", [("input",), ("weight",), ("bias",), ("weight", "bias"), ("input", "weight")])
+@pytest.mark.parametrize("frozen", [("input",), ("weight", "bias"), ("input", "weight")])
 @pytest.mark.parametrize("place", PLACES)
 def test_frozen(place, frozen):
     batch, grad_output = torch.randn(2, 5, 3, 4, dtype=torch.float64)
@@ -290,41 +285,6 @@ def test_training_and_checkpoints(place):
         assert model[0].num_batches_tracked in (3, 6)
     for name, value in expected.state_dict().items():
         assert_close(restored.state_dict()[name].double(), value.double(), name, roundings=100)
-
-
-@pytest.mark.parametrize("shape", [(16, 10), (16, 10, 16, 16)], ids=str)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("place", PLACES)
-def test_numeric_comparison_of_the_other_package(place, count, training, shape):
-    # Its tests: uniform float32 input, loss the sum of outputs, rtol 1e-3 and atol 1e-5. Here 100 and 2 times closer.
-    torchs, ours = {2: (nn.BatchNorm1d, SynchronizedBatchNorm1d), 4: (nn.BatchNorm2d, SynchronizedBatchNorm2d)}[
-        len(shape)
-    ]
-    batch = torch.rand(shape)
-    expected, layer = torchs(10, eps=1e-5, affine=False), ours(10, eps=1e-5, affine=False)
-    model = parallel(layer, place, count)
-    results = []
-    for net in (model, expected):
-        net.train(training)
-        input = batch.clone().requires_grad_()
-        output = net(input)
-        output.sum().backward()
-        results.append([output.cpu(), input.grad, *(buffer.cpu() for buffer in net.buffers())])
-    for actual, reference in zip(*results, strict=True):
-        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=5e-6)
-
-
-def test_statistics_by_the_formula():
-    # The other package's second comparison, with formulas in place of torch's layer: momentum 1, no parameters.
-    batch = torch.rand(16, 10)
-    layer = SynchronizedBatchNorm1d(10, momentum=1, eps=1e-5, affine=False, eps_mode="clamp")
-    output = parallel(layer, "cpu", 2)(batch)
-    var, mean = torch.var_mean(batch, 0, correction=0)
-    options = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(output, (batch - mean) / var.clamp(min=1e-5).sqrt(), **options)
-    torch.testing.assert_close(layer.running_mean, mean, **options)
-    torch.testing.assert_close(layer.running_var, batch.var(0), **options)
 
 
 def test_one_replica_is_torchs_batch_norm():

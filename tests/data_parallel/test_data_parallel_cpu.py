@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from bagua_syncbn import data_parallel as dp
-from bagua_syncbn.communicators import CallbackContext, replicas
 from bagua_syncbn.data_parallel import DataParallelWithCallback, SynchronizedBatchNorm1d
 
-pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+pytestmark = pytest.mark.usefixtures("single_threaded")
 ROOT = Path(__file__).resolve().parents[2]
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -23,11 +22,9 @@ Pair = namedtuple("Pair", ["a", "b"])
     [
         ([0, 0], True),
         ([0, "cuda:0"], True),
-        ([torch.device("cuda", 1), 1], True),
         (["cuda:0", "cpu"], True),
         (["cpu"], True),
         ([0, 1], False),
-        (["cuda:0", torch.device("cuda", 1), 2], False),
         ([], False),
     ],
     ids=str,
@@ -146,9 +143,3 @@ def test_the_example(monkeypatch, capsys):
     example = importlib.import_module("data_parallel_cpu")
     example.main(["--replicas", "3", "--steps", "4", "--batch-size", "50"])
     assert "largest difference" in capsys.readouterr().out
-
-
-def test_context_holds_any_attribute():
-    ctx = CallbackContext(replicas.Replicas(1), "layer")
-    ctx.anything = 1
-    assert ctx.anything == 1

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d
 
-pytestmark = [pytest.mark.reference_too, pytest.mark.usefixtures("single_threaded")]
+pytestmark = pytest.mark.usefixtures("single_threaded")
 
 
 class OwnError(Exception):
@@ -24,8 +23,7 @@ class OwnError(Exception):
         self.detail = detail
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("after", ["nothing", "early", "late"])
+@pytest.mark.parametrize(("failing", "after"), [(0, "nothing"), (0, "early"), (2, "early"), (1, "late")])
 def test_a_replica_that_raises_frees_the_others(failing, after):
     def script(module, copy_id, input):
         for name in ("nothing", "early", "late"):
@@ -64,20 +62,6 @@ def test_a_hook_of_the_model_that_raises_frees_the_others(error):
     assert len(module.freed) == 1
 
 
-def test_a_layer_that_raises_frees_the_others():
-    def script(module, copy_id, input):
-        return module.late(input[0] if copy_id == 1 else input)
-
-    with pytest.raises(ValueError, match="expected 2D or 3D input"):
-        promptly(parallel(Steps(script), "cpu", 2), torch.randn(4, 2))
-    with pytest.raises(ValueError, match="mine"):
-        promptly(parallel(Steps(lambda *_: raise_(ValueError("mine"))), "cpu", 2), torch.randn(4, 2))
-
-
-def raise_(error):
-    raise error
-
-
 def test_replicas_with_different_channels():
     def script(module, copy_id, input):
         module.late.weight = module.late.bias = module.late.running_mean = module.late.running_var = None
@@ -103,24 +87,15 @@ def test_different_numbers_of_calls(more, then):
     assert not isinstance(caught.value, replicas.ReplicaError)
 
 
-def test_a_replica_that_skips_a_layer():
-    def script(module, copy_id, input):
-        return input if copy_id == 2 else module.late(input)
-
-    with pytest.raises(RuntimeError, match=r"at 'late': expected the same number of calls .* when replica 2 ended"):
-        promptly(parallel(Steps(script), "cpu", 3), torch.randn(6, 2))
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_replicas_that_wait_already_are_woken(raises):
+@pytest.mark.parametrize("wait", [0, 0.1])
+def test_a_replica_that_skips_a_layer(wait):
     def script(module, copy_id, input):
         if copy_id < 2:
             return module.late(input)
-        time.sleep(0.1)  # the others get there first
-        return input.missing if raises else input
+        time.sleep(wait)  # the others get there first
+        return input
 
-    error, text = (AttributeError, "missing") if raises else (RuntimeError, "when replica 2 ended")
-    with pytest.raises(error, match=text):
+    with pytest.raises(RuntimeError, match=r"at 'late': expected the same number of calls .* when replica 2 ended"):
         promptly(parallel(Steps(script), "cpu", 3), torch.randn(6, 2))
 
 
@@ -152,18 +127,6 @@ def test_replicas_that_never_run(monkeypatch):
     first, _ = model.replicate(model.module, model.device_ids)
     with pytest.raises(RuntimeError, match=r"at '0': .* got \[1, 0\] .* no more in 0.1 seconds"):
         first(inputs_of(nn.BatchNorm1d, 2))
-
-
-def test_replicas_that_are_called_by_their_parts():
-    # Not watched, because they are not called themselves. What a layer finds out still reaches the others.
-    model = parallel(Steps(None), "cpu", 2)
-    first, second = model.replicate(model.module, model.device_ids)
-    with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(first.early, torch.randn(2, 2))
-        time.sleep(0.1)
-        error = promptly(pool.submit(second.late, torch.randn(2, 2)).exception)
-        assert "same layers in the same order" in str(error)
-        assert promptly(waiting.exception).__cause__ is error
 
 
 def test_replicas_that_run_twice():

@@ -57,13 +57,13 @@ BEST = "cuda" if shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists
 INSTALLS = {
     "wheel": Install("wheel", BEST),
     "sdist": Install("sdist", "cpu", force("cpu")),
-    "isolated build": Install("folder", "cpu", force("cpu"), options=()),
+    "isolated-build": Install("folder", "cpu", force("cpu"), options=()),
     "editable": Install("folder", "cpu", force("cpu"), editable=True),
     "cuda": Install("folder", "cuda", force("cuda")),
     "python": Install("folder", "python", force("python")),
-    "editable python": Install("folder", "python", force("python"), editable=True),
-    "no compiler": Install("folder", "python", NO_COMPILER),
-    "no torch": Install("sdist", "python", sees_torch=False),
+    "editable-python": Install("folder", "python", force("python"), editable=True),
+    "no-compiler": Install("folder", "python", NO_COMPILER),
+    "no-torch": Install("sdist", "python", sees_torch=False),
 }
 
 

@@ -82,10 +82,6 @@ def test_synchronized_ranks_under_torchrun_train_like_one_process(run_script, re
     assert synced.stdout.count("final loss") == 1  # rank 0 alone reports
 
 
-def test_unsynchronized_ranks_under_torchrun_do_not(run_script, reference):
-    assert largest_gap(run_script(TORCHRUN, "--no-sync"), reference) > 1e-2
-
-
 def test_the_order_of_samples_depends_on_the_seed_alone(train_digits):
     def epoch(seed, batch_size):
         batches = train_digits.global_batches(20, batch_size, seed)
@@ -94,18 +90,14 @@ def test_the_order_of_samples_depends_on_the_seed_alone(train_digits):
     assert sorted(epoch(0, 4)) == list(range(20))
     assert epoch(0, 4) == epoch(0, 10)
     assert epoch(0, 4) != epoch(1, 4)
-
-
-def test_incomplete_batches_are_left_out(train_digits):
     batches = train_digits.global_batches(10, 4, seed=0)
-    assert [len(next(batches)) for _ in range(5)] == [4] * 5
+    assert [len(next(batches)) for _ in range(5)] == [4] * 5  # incomplete ones are left out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--batch-size", "8"], "--batch-size: expected a multiple of 3, the number of ranks, up to 1437, .* got 8"),
-        (["--batch-size", "0"], "--batch-size: expected a multiple of 3, .* got 0"),
         (["--batch-size", "3000"], "--batch-size: expected a multiple of 3, .* got 3000"),
         (["--batch-size", "9", "--steps", "0"], "--epochs, --steps: expected at least one step, got 0"),
     ],
@@ -128,11 +120,9 @@ BAGUA = {"BAGUA_SERVICE_PORT": "29501"}
     ("launcher", "cuda_devices", "device", "calls"),
     [
         pytest.param(None, 0, "cpu", [], id="python"),
-        pytest.param(None, 1, "cuda:0", [("set_device", "cuda:0")], id="python, CUDA"),
         pytest.param({}, 0, "cpu", [("torch", "gloo")], id="torchrun"),
         pytest.param({}, 2, "cuda:1", [("set_device", "cuda:1"), ("torch", "nccl")], id="torchrun, CUDA"),
         pytest.param({}, 1, "cpu", [("torch", "gloo")], id="torchrun, fewer devices than ranks"),
-        pytest.param(BAGUA, 0, "cpu", [("torch", "gloo")], id="Bagua's launcher"),
         pytest.param(BAGUA, 2, "cuda:1", [("set_device", "cuda:1"), ("bagua",)], id="Bagua's launcher, CUDA"),
     ],
 )
@@ -157,34 +147,25 @@ def test_the_launcher_decides_the_engine(train_digits, monkeypatch, launcher, cu
 
 def test_loss_gaps(demo):
     assert demo.loss_gaps([1.0, 2.0, 3.5], [1.0, 2.5, 3.0]) == [0.0, 0.5, 0.5]
-
-
-def test_a_loss_that_is_not_finite_is_infinitely_far(demo):
-    assert demo.loss_gaps([math.nan, math.inf, 1.0], [1.0, 1.0, math.nan]) == [math.inf] * 3
-    assert demo.loss_gaps([math.inf], [math.inf]) == [math.inf]
-
-
-def test_curves_of_different_length_are_not_compared(demo):
+    assert demo.loss_gaps([math.nan, math.inf, 1.0], [1.0, math.inf, math.nan]) == [math.inf] * 3
     with pytest.raises(ValueError, match="losses: expected 2 steps, as in reference, got 1"):
         demo.loss_gaps([1.0], [1.0, 2.0])
 
 
-def test_equal_and_different_as_promised_is_no_failure(demo):
-    assert demo.find_failures(0.0, 1.0) == []
-    assert demo.find_failures(demo.SYNCED_BOUND, demo.UNSYNCED_MINIMUM) == []
-    assert demo.find_failures(0.0, math.inf) == []
-
-
-@pytest.mark.parametrize("gap", [2e-9, 1.0, math.inf, math.nan])
-def test_a_synced_curve_off_the_reference_is_a_failure(demo, gap):
-    (failure,) = demo.find_failures(gap, 1.0)
-    assert failure == f"synced: expected a largest gap of at most 1e-09, got {gap:.1e}"
-
-
-@pytest.mark.parametrize("gap", [0.0, 9e-3, math.nan])
-def test_an_unsynced_curve_on_the_reference_is_a_failure(demo, gap):
-    (failure,) = demo.find_failures(0.0, gap)
-    assert failure.startswith(f"unsynced: expected a largest gap of at least 1e-02, got {gap:.1e}")
+@pytest.mark.parametrize(
+    ("synced", "unsynced", "failures"),
+    [
+        (0.0, math.inf, []),
+        (1e-9, 1e-2, []),
+        (2e-9, 1.0, ["synced: expected a largest gap of at most 1e-09, got 2.0e-09"]),
+        (math.nan, 1.0, ["synced: expected a largest gap of at most 1e-09, got nan"]),
+        (0.0, 9e-3, ["unsynced: expected a largest gap of at least 1e-02, got 9.0e-03"]),
+        (0.0, math.nan, ["unsynced: expected a largest gap of at least 1e-02, got nan"]),
+    ],
+)
+def test_what_is_a_failure(demo, synced, unsynced, failures):
+    found = demo.find_failures(synced, unsynced)
+    assert [failure[: len(start)] for failure, start in zip(found, failures, strict=True)] == failures
 
 
 def run_demo(demo, monkeypatch, directory, losses):
@@ -216,7 +197,7 @@ def test_the_demo_fails_and_still_writes_what_it_measured(demo, monkeypatch, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "loss.png"}
 
 
-@pytest.mark.parametrize(("cuda_devices", "visible"), [(0, ""), (1, ""), (4, None)])
+@pytest.mark.parametrize(("cuda_devices", "visible"), [(1, ""), (4, None)])
 def test_the_demo_runs_the_script_in_three_ways_on_equal_terms(demo, monkeypatch, tmp_path, cuda_devices, visible):
     commands = []
 
@@ -237,11 +218,3 @@ def test_the_demo_runs_the_script_in_three_ways_on_equal_terms(demo, monkeypatch
     assert [command[2:5] == four_ranks for command in commands] == [False, True, True]
     assert ["--no-sync" in command for command in commands] == [False, False, True]
     assert all(str(SCRIPT) in command and command[command.index("--dtype") + 1] == "float64" for command in commands)
-
-
-def test_the_demo_names_the_run_that_failed(demo, monkeypatch, tmp_path):
-    (tmp_path / "failing.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(demo, "OUTPUT", tmp_path)
-    monkeypatch.setitem(demo.RUNS, "synced", ("fails", [str(tmp_path / "failing.py")], ["--sync"]))
-    with pytest.raises(SystemExit, match=r"synced: expected exit status 0, got 3 from .*train_digits\.py.* --sync"):
-        demo.train("synced")
