@@ -181,7 +181,7 @@ class SyncBatchNorm(_BatchNorm):
         return self._replica
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        """Makes this copy of a layer know the others, see :mod:`bagua_syncbn.data_parallel`."""
+        """Makes this copy of a layer know the copies in other replicas, see :mod:`bagua_syncbn.data_parallel`."""
         if not isinstance(ctx, CallbackContext):
             raise TypeError(
                 "ctx: expected a bagua_syncbn.data_parallel.CallbackContext, as execute_replication_callbacks makes "

@@ -85,7 +85,7 @@ def with_bagua(
     if algorithm not in (None, _GRADIENT_ALLREDUCE):
         raise ValueError(
             f'algorithm: expected None or "{_GRADIENT_ALLREDUCE}", the only one without Bagua, got {algorithm!r}; '
-            "the others need bagua.torch_api.init_process_group() first"
+            "any other needs bagua.torch_api.init_process_group() first"
         )
     if dist.is_available() and dist.is_initialized():
         _replicate(module, optimizers, to_torch_group(process_group))

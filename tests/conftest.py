@@ -1,3 +1,5 @@
+"""What all tests share: the pool of worker processes."""
+
 import os
 import sys
 from pathlib import Path

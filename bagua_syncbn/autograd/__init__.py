@@ -5,7 +5,7 @@
 ``differentiable``     the same step in parts that can be differentiated any number of times and in both directions
 ``checkpointing``      which call activation checkpointing repeats, and what that call gathered
 ``replicas``           the step among replicas in one process
-``torch_private``      what the others have to know of torch that torch does not document
+``torch_private``      what the files above use of torch that torch does not document
 =====================  ================================================================================================
 """
 

@@ -1,4 +1,4 @@
-"""What torch knows of itself and does not document: in one place, and missing where a torch has it not."""
+"""What this package uses of torch that torch does not document, in one place."""
 
 import inspect
 import sys

@@ -42,11 +42,11 @@ def convert_sync_batchnorm(
         process_group: the ranks to synchronize with: a :class:`torch.distributed.ProcessGroup` or a
             ``BaguaProcessGroup``; an int for that many consecutive ranks, ``"node"`` for those of this host, a list of
             lists of ranks or a 1-D ``DeviceMesh``, see :func:`sync_group`; or a
-            :class:`~bagua_syncbn.communicators.Communicator`. None leaves layers that have a group with theirs, and
-            gives the others the default group.
+            :class:`~bagua_syncbn.communicators.Communicator`. None leaves layers that have a group as they are;
+            layers without one synchronize with all ranks of the job.
         filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
-            stays as it is. Likewise asked for what would be refused. A layer of several names is converted if one of
-            them is accepted.
+            stays as it is. It is also asked for layers that would be refused. A layer with several names is converted
+            if it returns True for one of them.
         verbose: whether to print, in one line, how many layers were converted.
 
     Returns:

@@ -1,8 +1,8 @@
 """Layers with a forward of their own: what it asks of torch's batch normalization is done over all ranks.
 
 Such a forward may call ``super().forward``, torch's forward by its name, or ``F.batch_norm``. The first leads to
-:class:`SyncBatchNorm` by itself. The others are seen by a mode that intercepts torch's functions, on only while the
-forward of such a layer runs in training.
+:class:`SyncBatchNorm` by itself. The two other calls are caught by a mode that intercepts torch's functions, and
+that is on only while the forward of such a layer runs in training.
 """
 
 import functools

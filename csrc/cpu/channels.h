@@ -1,4 +1,4 @@
-// Per-channel tensors, of any float dtype, as plain arrays of the dtype in which is computed.
+// Per-channel tensors of any float dtype as plain arrays of the type that the loops compute in.
 #pragma once
 
 #include "../stable_abi.h"
@@ -6,7 +6,8 @@
 
 namespace bagua_syncbn::cpu {
 
-// The values of a tensor, which outlives this, as an array of type A: where they are if they are one, else converted.
+// The values of a tensor as an array of type A: its own memory if that is one, else a converted copy. The tensor must
+// outlive this.
 template <typename A>
 class ChannelArray {
  public:
@@ -19,7 +20,7 @@ class ChannelArray {
     }
   }
 
-  // Likewise, or `channels` times `otherwise` if there is none.
+  // The same of a tensor that may be missing: then `channels` times `otherwise`.
   ChannelArray(const std::optional<Tensor>& tensor, int64_t channels, A otherwise)
       : ChannelArray(tensor ? ChannelArray(*tensor) : ChannelArray(channels, otherwise)) {}
 

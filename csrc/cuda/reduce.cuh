@@ -94,7 +94,7 @@ __device__ void reduce_block(S& value, A& count) {
   __syncthreads();  // before the next call writes there
 }
 
-// Whether this block is the last of `parts` to arrive at `ticket`. Then it sees what the others wrote before.
+// Whether this block is the last of `parts` to arrive at `ticket`. Then it sees what all other blocks wrote before.
 //
 // Why the fences suffice: each thread orders its own partial results before the barrier (first fence), the barrier
 // orders them before thread 0's increment, and increments of one counter are ordered among all blocks. The block that

@@ -1,6 +1,6 @@
 // Interleaved: rows of one value for each channel.
 
-// Vectors whose pivots and sums stay in registers: AVX-512 has 32 of these, the others have 16.
+// Vectors whose pivots and sums stay in registers: AVX-512 has 32 of these, AVX2 and the baseline have 16.
 constexpr int kVectorsAtOnce = kBytes == 64 ? 4 : 2;
 
 template <int n>

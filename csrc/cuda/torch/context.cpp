@@ -1,3 +1,4 @@
+// Asks torch for the device and the stream that an op runs on.
 #include "context.h"
 
 #include <dlfcn.h>

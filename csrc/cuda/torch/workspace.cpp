@@ -1,3 +1,4 @@
+// The memory of split reductions: parts for one call, counters for each stream and each graph.
 #include "workspace.h"
 
 #include <map>
