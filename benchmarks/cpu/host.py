@@ -12,7 +12,7 @@ from bagua_syncbn import ops
 
 from ..core import disturbance, timing
 from ..core.batches import Shape
-from ..core.one_rank import EmptyPeer
+from ..core.one_rank import Twin
 from ..core.timing import Workload
 
 # So small that the host is what is timed.
@@ -24,7 +24,7 @@ class BareStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, batches: Tensor, peer: EmptyPeer
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, batches: Tensor, peer: Twin
     ) -> Tensor:
         gathered = peer.all_gather(ops.batch_norm_stats(x))
         moments = ops.batch_norm_gather_stats(gathered, mean, var, batches, 0.1, 1e-5)
@@ -43,7 +43,7 @@ class BareStep(torch.autograd.Function):
 
 def make(shape: Shape) -> Workload:
     """The layer and the bare function on the same input and communicator, as functions to be timed in turn."""
-    x, dy, peer = torch.randn(shape, requires_grad=True), torch.randn(shape), EmptyPeer()
+    x, dy, peer = torch.randn(shape, requires_grad=True), torch.randn(shape), Twin()
     layer = bagua_syncbn.SyncBatchNorm(shape[1], process_group=peer)
     parameters = list(layer.parameters())
     buffers = [buffer.clone() for buffer in layer.buffers()]

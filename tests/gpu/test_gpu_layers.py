@@ -27,7 +27,9 @@ def nccl(tmp_path_factory):
 
 
 def reference(layer, steps):
-    """torch's layer in float64 over the same steps; returns outputs and gradients of the last, and the layer."""
+    """torch's layer in float64 over the same steps, each batch twice, as the ranks of :class:`OneRankGroup` have it;
+    returns outputs and gradients of the last, and the layer.
+    """
     wide = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, dtype=torch.float64, device="cuda")
     with torch.no_grad():
         for target, source in zip(wide.parameters(), layer.parameters(), strict=True):
@@ -35,9 +37,9 @@ def reference(layer, steps):
     for input, grad_output in steps:
         wide.zero_grad()
         x = input.double().detach().requires_grad_()
-        output = wide(x)
-        output.backward(grad_output.double())
-    return output.detach(), x.grad, wide
+        output = wide(torch.cat([x, x]))
+        output.backward(grad_output.double().repeat(2, 1, 1, 1) / 2)
+    return output.detach()[: len(x)], x.grad, wide
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -79,16 +81,17 @@ def test_launches_collectives_and_waits(nccl, shape, layout, momentum):
     input, grad_output = (laid_out(torch.randn(shape).half().cuda(), layout) for _ in range(2))
     input.requires_grad_()
     parameters = (input, *layer.parameters())
-    torch.autograd.grad(layer(input), parameters, grad_output)  # makes the counters of the stream
+    for _ in range(2):  # makes the counters of the stream, and all that is made once
+        torch.autograd.grad(layer(input), parameters, grad_output)
     outputs = []
     forward = count(trace(lambda: outputs.append(layer(input)), torch.cuda.synchronize))
     backward = count(trace(lambda: torch.autograd.grad(outputs[0], parameters, grad_output), torch.cuda.synchronize))
     if not forward["runtime"]:
         pytest.skip("torch's profiler does not see the device here")
-    for counted, kernels in ((forward, 3), (backward, 2)):
+    for counted, kernels in ((forward, 3), (backward, 3)):  # one of them is of the communicator
         # NCCL copies where a group has one rank, or does nothing.
         assert counted["kernels"] <= kernels, counted
-        assert counted["copies"] <= 1, counted
+        assert counted["copies"] <= 2, counted
         assert (counted["fills"], counted["collectives"], counted["waits"]) == (0, 1, 0), counted
 
 
@@ -96,7 +99,8 @@ def test_nothing_waits_for_the_device(nccl):
     layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None, process_group=nccl, device="cuda")
     input, grad_output = torch.randn(2, 4, 6, 9, 9, device="cuda").unbind()
     input.requires_grad_()
-    layer(input).backward(grad_output)
+    for _ in range(2):
+        layer(input).backward(grad_output)
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(input).backward(grad_output)

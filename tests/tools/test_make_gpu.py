@@ -150,8 +150,9 @@ def test_the_report_of_recorded_cases():
     times |= {f"ours {op}": [passes * size / 1.5e6 / 0.9] for op, passes in shapes.PASSES.items()}
     case = shapes.Case("made up", (8, 64, 100, 100), "float32", "planar").record()
     small = shapes.Case("made up", (2, 64, 8, 8), "float32", "planar").record()
-    passes = {f"{side} {part}": {"kernels": 3, "copies": 1, "fills": 0, "collectives": 1, "waits": 0, "runtime": 9}
-              for side in ("ours", "torch") for part in ("forward", "backward")}  # fmt: skip
+    counted = {"copies": 1, "fills": 0, "collectives": 1, "waits": 0, "runtime": 9}
+    launches = {"forward": 3, "backward": 4}
+    passes = {f"{side} {p}": {"kernels": n, **counted} for side in ("ours", "torch") for p, n in launches.items()}
     steps = {"ours step": [10.0], "torch step": [29.0], "ours forward": [1.0], "torch forward": [2.0]}
     recorded = {
         "machine": {"l2_bytes": 1_000_000},
