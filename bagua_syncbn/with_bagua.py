@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .communicators import bagua, check_process_group, resolve_communicator, to_torch_group
-from .conversion.findings import is_data_parallel
+from .conversion.findings import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 
 # The module, which a function of the same name hides from an import statement.
@@ -62,7 +62,8 @@ def with_bagua(
         ``module``, the same object.
 
     Raises:
-        TypeError: ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of none of these kinds.
+        TypeError: ``module`` is no module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of
+            none of these kinds.
         ValueError: Bagua has no ``algorithm`` of that name; torch runs the job, or nothing does, and it is not
             ``"gradient_allreduce"``; this rank is not in ``process_group``.
         RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
@@ -74,6 +75,7 @@ def with_bagua(
         >>> model = bagua_syncbn.convert_sync_batchnorm(model)
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
+    check_module(module)
     optimizers = _checked_optimizers(optimizers)
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:

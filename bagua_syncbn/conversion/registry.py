@@ -37,10 +37,6 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
         >>> register_converter(fairscale.experimental.nn.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
 
-        >>> # These two weigh ranks or samples alike; after conversion it is the elements of the batch.
-        >>> register_converter(detectron2.layers.NaiveSyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm2d)
-        >>> register_converter(mmcv.ops.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
-
         >>> class FromApex(bagua_syncbn.SyncBatchNorm):
         ...     channel_last = fuse_relu = False  # where its version has no such options
         ...
