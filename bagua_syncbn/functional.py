@@ -89,7 +89,8 @@ def sync_batch_norm(
             ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; this rank is not in
             ``process_group``.
         RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, or one of them is
-            on another device than ``input``; :func:`torch.jit.trace` runs in training over several ranks.
+            on another device than ``input``; :func:`torch.jit.trace` runs in training over several ranks; a checkpoint
+            repeats more than it ran, or repeats under forward-mode differentiation.
 
     Each of these is raised before this rank communicates or writes to a buffer.
     """
@@ -125,6 +126,11 @@ def sync_batch_norm(
             "its to_local() and give its mesh as process_group"
         )
     if is_transforming():
+        if is_repetition():
+            raise RuntimeError(
+                "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
+                "activation checkpointing repeats; take the checkpoint away"
+            )
         return differentiable_batch_norm(input, weight, bias, options, communicator)
     return synchronized_batch_norm(input, weight, bias, options, communicator, layer)
 

@@ -11,8 +11,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from bagua_syncbn.autograd.differentiable import _AllReduce
-from bagua_syncbn.communicators import resolve_communicator
 
 
 def arguments(splits, shape, differentiable):
@@ -117,39 +115,6 @@ def test_third_derivatives(pool, splits, eps_mode):
     check(pool, splits, order=3, eps_mode=eps_mode)
 
 
-def with_loss(compute_loss):
-    """Checks by finite differences, which know no formula: along a random line through the inputs of all ranks."""
-    rank = dist.get_rank()
-    layer = SyncBatchNorm(3, eps=EPS, dtype=torch.float64)
-    input, direction = (draw(7, 3, 2, seed=seed).split((2, 5))[rank] for seed in (1, 2))
-
-    def loss(step):
-        total = compute_loss(layer, (input + step * direction).requires_grad_())
-        total = total.detach().clone()
-        dist.all_reduce(total)
-        return total
-
-    step = 1e-5
-    numeric = (loss(step) - loss(-step)) / (2 * step)
-    leaf = input.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(compute_loss(layer, leaf), leaf)
-    analytic = (grad * direction).sum()
-    dist.all_reduce(analytic)
-    return numeric.item(), analytic.item()
-
-
-def gradient_penalty(layer, input):
-    weights = draw(7, 3, 2, seed=3).split((2, 5))[dist.get_rank()]
-    (grad,) = torch.autograd.grad((layer(input).sin() * weights).sum(), input, create_graph=True)
-    return (grad.flatten(1).norm(dim=1) - 1).square().sum()
-
-
-def test_second_derivatives_by_finite_differences(pool):
-    for numeric, analytic in pool.run(with_loss, 2, gradient_penalty):
-        assert analytic == pytest.approx(numeric, rel=1e-7)
-        assert abs(numeric) > 0.1
-
-
 def local(input, weight, bias):
     buffers = torch.zeros(3), torch.ones(3)
     # Without momentum one process takes the path of the ranks too.
@@ -195,33 +160,15 @@ def wgan_gp(model, splits, rank=None):
     return model.state_dict()
 
 
-def energy_and_forces(model, splits, rank=None):
-    """A step of a model of energies that learns from forces, their gradients by position. Returns its parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    positions, forces = draw(8, 2, 7, seed=1), draw(8, 2, 7, seed=2)
-    if rank is not None:
-        positions, forces = positions.split(splits)[rank], forces.split(splits)[rank]
-    positions.requires_grad_()
-    energies = model(positions)
-    (grad,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
-    ((-grad - forces).square().sum() + energies.square().sum()).backward()
-    if rank is not None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-    optimizer.step()
-    return model.state_dict()
+def train_on_rank(splits):
+    return wgan_gp(convert_sync_batchnorm(critic()), splits, dist.get_rank())
 
 
-def train_on_rank(train, splits):
-    return train(convert_sync_batchnorm(critic()), splits, dist.get_rank())
-
-
-@pytest.mark.parametrize("train", [wgan_gp, energy_and_forces])
 @pytest.mark.parametrize("splits", [(4, 4), (3, 5), (2, 5, 1)], ids=str)
-def test_training_with_gradients_of_gradients(pool, train, splits):
-    expected = train(critic(), splits)
+def test_training_with_gradients_of_gradients(pool, splits):
+    expected = wgan_gp(critic(), splits)
     unchanged = critic().state_dict()
-    for state in pool.run(train_on_rank, len(splits), train, splits):
+    for state in pool.run(train_on_rank, len(splits), splits):
         for name, value in state.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10, msg=name)
     assert not torch.allclose(expected["0.weight"], unchanged["0.weight"])
@@ -248,21 +195,6 @@ def test_input_that_depends_on_the_weight(pool):
     for rank, (rank_grad, rank_second) in enumerate(pool.run(shared_weight, 2)):
         torch.testing.assert_close(rank_grad, grad[rank])
         torch.testing.assert_close(rank_second, second.sum(0))
-
-
-def all_reduced():
-    packed = draw(4, seed=dist.get_rank()).requires_grad_()
-    before = packed.detach().clone()
-    total = _AllReduce.apply(packed, resolve_communicator())
-    (grad,) = torch.autograd.grad(total, packed, draw(4, seed=5 + dist.get_rank()))
-    return torch.equal(packed, before), total.detach(), grad
-
-
-def test_all_reduce_leaves_its_argument(pool):
-    for unchanged, total, grad in pool.run(all_reduced, 2):
-        assert unchanged
-        torch.testing.assert_close(total, draw(4, seed=0) + draw(4, seed=1))
-        torch.testing.assert_close(grad, draw(4, seed=5) + draw(4, seed=6))
 
 
 def profiled_backward(create_graph):

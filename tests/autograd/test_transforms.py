@@ -9,6 +9,7 @@ from observed import collectives
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
 from bagua_syncbn.communicators import resolve_communicator
@@ -159,6 +160,15 @@ def test_one_process_has_all_that_torch_has():
         hessian(lambda x: layer(x, *primals[1:]).sin().sum())(primals[0]),
         hessian(lambda x: reference(x, *primals[1:]).sin().sum())(primals[0]),
     )
+
+
+def test_forward_mode_through_a_repetition_is_refused_by_name():
+    layer, input = SyncBatchNorm(3, momentum=None), torch.randn(4, 3, requires_grad=True)
+    with fwd.dual_level():
+        output = checkpoint(layer, fwd.make_dual(input, torch.randn(4, 3)), use_reentrant=False)
+        with pytest.raises(RuntimeError, match=r"sync_batch_norm: expected no .* forward-mode differentiation through"):
+            output.sin().sum().backward()
+    assert layer.num_batches_tracked == 1
 
 
 def test_large_input_in_one_process():
