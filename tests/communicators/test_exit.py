@@ -48,18 +48,11 @@ def destroy_while_everything_lives(kind):
     return messages, len(converted)
 
 
-@pytest.fixture
-def own_pool():
-    from workers import WorkerPool  # jobs that end must not be those of other tests
-
-    workers = WorkerPool()
-    yield workers
-    workers.close()
-
-
 @pytest.mark.parametrize("kind", ["default", "explicit", "communicator", "description", "mesh"])
-def test_outputs_layers_and_graphs_keep_no_group_alive(own_pool, kind):
-    for messages, _ in own_pool.run(destroy_while_everything_lives, 2, kind):
+def test_outputs_layers_and_graphs_keep_no_group_alive(pool, kind):
+    results = pool.run(destroy_while_everything_lives, 2, kind)
+    pool.forget_job()
+    for messages, _ in results:
         assert "destroyed" in messages[0], messages
 
 

@@ -59,6 +59,10 @@ class WorkerPool:
             self.close()
             raise
 
+    def forget_job(self) -> None:
+        """For functions that leave theirs: the next call starts another, in the same processes."""
+        self._world_size = 0
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()
