@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .communicators import bagua
 from .conversion.patching import is_torch_converter_patched
-from .ops import KERNELS
+from .ops import KERNELS, cuda_problem
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -27,12 +27,19 @@ def collect_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "kernels": KERNELS,
+        "cuda_kernels": _cuda_kernels(),
         **_build_info(),
         "devices": ["cpu", *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))],
         "torch_distributed_backends": backends,
         "bagua": bagua.installed_version(),
         "torch_converter": "patched" if is_torch_converter_patched() else "torch's own",
     }
+
+
+def _cuda_kernels() -> list[str]:
+    """Whether the CUDA kernels run on each device; empty without kernels or devices."""
+    indices = range(torch.cuda.device_count()) if KERNELS.endswith("cuda") else ()
+    return [f"cuda:{index}: {cuda_problem(index) or 'run'}" for index in indices]
 
 
 def _build_info() -> dict[str, Any]:

@@ -2,6 +2,9 @@
 #include <Python.h>
 
 #include "cpu/loops.h"
+#if defined(BAGUA_SYNCBN_CUDA)
+#include "cuda/kernels.h"
+#endif
 
 namespace {
 
@@ -17,9 +20,22 @@ PyObject* has_cuda(PyObject*, PyObject*) {
 #endif
 }
 
+#if defined(BAGUA_SYNCBN_CUDA)
+PyObject* cuda_support(PyObject*, PyObject* device) {
+  const long index = PyLong_AsLong(device);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  using namespace bagua_syncbn::cuda;
+  const int support = static_cast<int>(support_of(static_cast<int32_t>(index)));
+  return Py_BuildValue("(iii)", support, versions().runtime, versions().driver);
+}
+#endif
+
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
     {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
+#if defined(BAGUA_SYNCBN_CUDA)
+    {"cuda_support", cuda_support, METH_O, "Support of a device, and the CUDA versions of library and driver."},
+#endif
     {nullptr, nullptr, 0, nullptr},
 };
 

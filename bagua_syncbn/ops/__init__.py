@@ -3,6 +3,7 @@
 import torch
 
 from . import reference
+from .fallback import cuda_problem
 from .merge import EPS_MODES, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .reference import per_channel, reduced_dims
@@ -27,6 +28,7 @@ __all__ = [
     "batch_norm_stats",
     "beat_torch",
     "clear_clamped",
+    "cuda_problem",
     "merge_stats",
     "per_channel",
     "reduced_dims",

@@ -1,8 +1,60 @@
-// What context.cpp needs of the CUDA runtime, so that it needs no CUDA headers.
+// What torch/ needs of the CUDA runtime, so that it needs no CUDA headers.
 
-#include "launch.cuh"
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+
+#include "kernels.h"
 
 namespace bagua_syncbn::cuda {
+namespace {
+
+// Compiled for the same cards as the others.
+template <typename T>
+__global__ void do_nothing() {}
+
+Support find_support(int32_t device) {
+  const Versions here = versions();
+  if (here.driver / 1000 < here.runtime / 1000) return Support::kOldDriver;
+  int32_t before = 0;
+  cudaFuncAttributes attributes;
+  cudaGetDevice(&before);
+  cudaSetDevice(device);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, do_nothing<float>);
+  cudaSetDevice(before);
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+      cudaGetLastError();  // so that it is not reported once more by the next one to look
+      return Support::kNoImage;
+    default:
+      return Support::kRuns;  // any other error is for the op to report
+  }
+}
+
+}  // namespace
+
+Versions versions() {
+  Versions result{0, 0};
+  cudaRuntimeGetVersion(&result.runtime);
+  cudaDriverGetVersion(&result.driver);
+  return result;
+}
+
+Support support_of(int32_t device) {
+  constexpr int32_t kDevices = 64;
+  static std::atomic<int32_t> found[kDevices];  // one more than the Support, 0 as long as it is not known
+  if (device < 0 || device >= kDevices) return find_support(device);
+  int32_t known = found[device].load(std::memory_order_relaxed);
+  if (known == 0) {
+    known = static_cast<int32_t>(find_support(device)) + 1;
+    found[device].store(known, std::memory_order_relaxed);
+  }
+  return static_cast<Support>(known - 1);
+}
 
 const char* set_device(int32_t device) {
   const cudaError_t error = cudaSetDevice(device);

@@ -24,6 +24,18 @@ struct PerChannel {
 // Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
 const char* set_device(int32_t device);
 
+// Whether the kernels in this library run on a device, and if not, why: the driver is older than the CUDA runtime that
+// the library was built with, or there is no machine code for the device, nor any that the driver can compile for it.
+enum class Support : int32_t { kRuns, kOldDriver, kNoImage };
+Support support_of(int32_t device);
+
+// Of CUDA, as 1000 * major + 10 * minor: what the library was built with, and what the driver is for (0: no driver).
+struct Versions {
+  int32_t runtime;
+  int32_t driver;
+};
+Versions versions();
+
 // Whether work on `stream` is being recorded into a graph.
 const char* is_capturing(Stream stream, bool& result);
 

@@ -108,11 +108,13 @@ class Library(NamedTuple):
     Attributes:
         ops: the five by name, which are torch.ops.bagua_syncbn_emulated.
         emulate_stream: sets handle and id of the stream, and whether a graph is captured on it.
+        emulate_support: sets whether the kernels run on the device: 0, or what ``_C.cuda_support`` gives besides.
     """
 
     path: Path
     ops: SimpleNamespace
     emulate_stream: Callable[[int, int, bool], None]
+    emulate_support: Callable[[int], None]
 
 
 _definitions: list[torch.library.Library] = []  # they last as long as these objects
@@ -124,12 +126,14 @@ def load_library(path: Path) -> Library:
     for schema in schemas.SCHEMAS:
         _definitions[-1].define(schema)
     torch.ops.load_library(path)
-    emulate_stream = ctypes.CDLL(str(path)).emulate_stream
+    library = ctypes.CDLL(str(path))
+    emulate_stream, emulate_support = library.emulate_stream, library.emulate_support
     emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
-    emulate_stream.restype = None
+    emulate_support.argtypes = (ctypes.c_int32,)
+    emulate_stream.restype = emulate_support.restype = None
     names = [schema.partition("(")[0] for schema in schemas.SCHEMAS]
     ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in names})
-    return Library(path, ops, emulate_stream)
+    return Library(path, ops, emulate_stream, emulate_support)
 
 
 class EmulationError(AssertionError):

@@ -5,6 +5,7 @@ a test says which stream it is, and whether a graph is captured on it.
 """
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
 from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
-from bagua_syncbn.ops import reference
+from bagua_syncbn.ops import fallback, reference
 
 pytestmark = pytest.mark.skipif(
     find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
@@ -185,3 +186,34 @@ def test_each_stream_has_counters_of_its_own_which_are_made_once(ops, library):
     emulate_stream(400, 11, False)
     assert aten_calls(lambda: ops.batch_norm_stats(torch.randn(2, 3, 4))).count("aten::new_zeros") == 0
     assert sets_made(400, 11) == 1
+
+
+@pytest.mark.parametrize(("support", "message"), [
+    (1, r"CUDA 13\.0, which needs an NVIDIA driver for CUDA 13 \(580 or later\); the one here is for CUDA 12\.8"),
+    (2, "CUDA 13.0 for other cards. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS"),
+], ids=["old driver", "no machine code"])  # fmt: skip
+def test_where_the_kernels_do_not_run_torch_computes_and_says_so_once(ops, library, monkeypatch, support, message):
+    monkeypatch.setattr(fallback, "cuda_problem", lambda device: fallback.describe(support, 13000, 12080))
+    monkeypatch.setattr(fallback, "_warned", set())
+    input, grad_output = tensors(SPLIT, torch.float16)
+    expected = torch.ops.bagua_syncbn.batch_norm_stats.default(input.double())
+    library.emulate_support(support)
+    try:
+        with pytest.warns(RuntimeWarning, match=message):
+            stats = ops.batch_norm_stats(input)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            buffers = torch.zeros(1), torch.ones(1), torch.tensor(4)
+            ops.batch_norm_gather_stats(stats[None], *buffers, None, 1e-5)
+        assert aten_calls(ops.batch_norm_stats, input) != []
+        check_ops(ops, input, grad_output, torch.float32)
+    finally:
+        library.emulate_support(0)
+    assert_close(stats, expected, "stats")
+    assert_close(buffers[0], expected[:1] / 5, "running_mean")
+    assert buffers[2] == 5
+    assert aten_calls(ops.batch_norm_stats, input) == []
+
+
+def test_a_driver_and_a_card_that_will_do_are_no_problem():
+    assert fallback.describe(0, 13000, 13010) is None

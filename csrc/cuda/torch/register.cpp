@@ -150,16 +150,36 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   return with_strides_of(grad_input, laid, input);
 }
 
+namespace {
+
+// Runs `kernel`; or, where the kernels of this library do not run, the op `fallback`, of the same schema, which
+// computes in plain torch and says why (bagua_syncbn/ops/fallback.py). The first argument of every op is a tensor.
+void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const char* fallback, StableIValue* stack,
+                      uint64_t arguments, uint64_t results) {
+  int32_t device = 0;
+  const auto input = torch::stable::detail::to<AtenTensorHandle>(stack[0]);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(input, &device));
+  if (support_of(device) == Support::kRuns) return kernel(stack, arguments, results);
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(fallback, "", stack, TORCH_ABI_VERSION));
+}
+
+}  // namespace
 }  // namespace bagua_syncbn::cuda
+
+#define BAGUA_SYNCBN_REGISTER(name)                                                                                    \
+  m.impl(#name, [](StableIValue* stack, uint64_t arguments, uint64_t results) {                                        \
+    bagua_syncbn::cuda::run_or_fall_back(TORCH_BOX(&bagua_syncbn::cuda::name), "bagua_syncbn_fallback::" #name, stack, \
+                                         arguments, results);                                                          \
+  })
 
 #if defined(BAGUA_SYNCBN_EMULATOR)  // tests run all of this on CPU tensors
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn_emulated, CPU, m) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CUDA, m) {
 #endif
-  m.impl("batch_norm_stats", TORCH_BOX(&bagua_syncbn::cuda::batch_norm_stats));
-  m.impl("batch_norm_gather_stats", TORCH_BOX(&bagua_syncbn::cuda::batch_norm_gather_stats));
-  m.impl("batch_norm_elemt", TORCH_BOX(&bagua_syncbn::cuda::batch_norm_elemt));
-  m.impl("batch_norm_backward_reduce", TORCH_BOX(&bagua_syncbn::cuda::batch_norm_backward_reduce));
-  m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cuda::batch_norm_backward_elemt));
+  BAGUA_SYNCBN_REGISTER(batch_norm_stats);
+  BAGUA_SYNCBN_REGISTER(batch_norm_gather_stats);
+  BAGUA_SYNCBN_REGISTER(batch_norm_elemt);
+  BAGUA_SYNCBN_REGISTER(batch_norm_backward_reduce);
+  BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt);
 }

@@ -11,13 +11,23 @@ struct Place {
   bool capturing = false;
 } place;
 
+bagua_syncbn::cuda::Support support = bagua_syncbn::cuda::Support::kRuns;
+
 }  // namespace
 
 extern "C" void emulate_stream(uint64_t handle, uint64_t id, bool capturing) {
   place = {reinterpret_cast<bagua_syncbn::cuda::Stream>(handle), id, capturing};
 }
 
+extern "C" void emulate_support(int32_t value) {
+  support = static_cast<bagua_syncbn::cuda::Support>(value);
+}
+
 namespace bagua_syncbn::cuda {
+
+Support support_of(int32_t) {
+  return support;
+}
 
 Context::Context(const Tensor& input) : device_(input.get_device_index()), stream_(place.stream) {}
 
