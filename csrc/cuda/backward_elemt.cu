@@ -15,32 +15,35 @@ struct GradientFactors {
   A mean, mean_dy, projection, scale;
 
   GradientFactors() = default;
-  __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c,
-                                             A inverse_count) {
-    const A invstd = read_channel<A>(arguments.invstd, c);
-    mean = read_channel<A>(arguments.mean, c);
-    mean_dy = read_channel<A>(arguments.sums, c) * inverse_count;
-    projection = read_channel<A>(arguments.sums, channels + c) * inverse_count * invstd * invstd;
-    scale = invstd * read_channel<A>(arguments.weight, c, A(1));
+  __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c) {
+    const ChannelValue loaded_mean = load_channel(arguments.mean, c), loaded_invstd = load_channel(arguments.invstd, c);
+    const ChannelValue sum_dy = load_channel(arguments.sums, c), dy_xmu = load_channel(arguments.sums, channels + c);
+    const ChannelValue weight = load_channel(arguments.weight, c);
+    const A inverse_count = A(1) / static_cast<A>(*arguments.count), invstd = loaded_invstd.as<A>();
+    mean = loaded_mean.as<A>();
+    mean_dy = sum_dy.as<A>() * inverse_count;
+    projection = dy_xmu.as<A>() * inverse_count * invstd * invstd;
+    scale = invstd * (arguments.weight.data == nullptr ? A(1) : weight.as<A>());
   }
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
 };
-
-template <typename A>
-__device__ __forceinline__ A inverse_of(const int64_t* count) {
-  return A(1) / static_cast<A>(*count);
-}
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     planar_backward_elemt(Planar plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
                           BackwardElemtArguments arguments) {
   PlanarWalk<W> walk(plan, true);
-  const GradientFactors<A> factors(arguments, plan.channels, walk.channel, inverse_of<A>(arguments.count));
-  while (!walk.done()) {
-    Slot<W> slots[kPairs<W>];
-    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
-    load_pairs(walk, dy, x, slots, grads, values);
+  Slot<W> slots[kPairs<W>];
+  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+  const auto load = [&] {
+    next_slots(walk, slots);
+    load_slots(walk, dy, slots, grads);
+    load_slots(walk, x, slots, values);
+  };
+  bool more = !walk.done();
+  load();
+  const GradientFactors<A> factors(arguments, plan.channels, walk.channel);  // waited for with the first batch
+  while (more) {
 #pragma unroll
     for (int u = 0; u < kPairs<W>; ++u) {
 #pragma unroll
@@ -49,6 +52,8 @@ __global__ void __launch_bounds__(kThreads)
       }
       store_slot(dx, slots[u], values[u]);
     }
+    more = !walk.done();
+    load();
   }
 }
 
@@ -57,20 +62,19 @@ __global__ void __launch_bounds__(kThreads)
     interleaved_backward_elemt(Interleaved plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
                                BackwardElemtArguments arguments) {
   InterleavedWalk<W> walk(plan, true);
-  GradientFactors<A> factors[W];
-  share_factors(factors, walk, plan.channels, [&](int64_t c) {
-    return GradientFactors<A>(arguments, plan.channels, c, inverse_of<A>(arguments.count));
-  });
-  while (!walk.done()) {
-    int64_t offsets[kPairs<W>];
-    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
-#pragma unroll
-    for (int u = 0; u < kPairs<W>; ++u) {
-      offsets[u] = walk.next();
-      if (offsets[u] < 0) continue;
-      grads[u] = load_pack<W>(dy + offsets[u]);
-      values[u] = load_pack<W>(x + offsets[u]);
-    }
+  int64_t offsets[kPairs<W>];
+  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+  const auto load = [&] {
+    next_offsets(walk, offsets);
+    load_offsets(dy, offsets, grads);
+    load_offsets(x, offsets, values);
+  };
+  bool more = !walk.done();
+  load();
+  GradientFactors<A> factors[W];  // waited for together with the first batch
+  share_factors(factors, walk, plan.channels,
+                [&](int64_t c) { return GradientFactors<A>(arguments, plan.channels, c); });
+  while (more) {
 #pragma unroll
     for (int u = 0; u < kPairs<W>; ++u) {
       if (offsets[u] < 0) break;
@@ -80,6 +84,8 @@ __global__ void __launch_bounds__(kThreads)
       }
       store_pack(dx + offsets[u], values[u]);
     }
+    more = !walk.done();
+    load();
   }
 }
 

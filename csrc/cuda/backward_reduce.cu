@@ -22,20 +22,31 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     planar_backward_reduce(Planar plan, const T* dy, const T* x, BackwardReduceArguments arguments, Scratch scratch) {
+  constexpr int kValues = kPairs<W> * W;
+  constexpr unsigned kAll = (1u << kValues) - 1;
   PlanarWalk<W> walk(plan, false);
-  const A center = read_channel<A>(arguments.mean, walk.channel);
+  Slot<W> slots[kPairs<W>];
+  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+  const auto load = [&] {
+    const unsigned valid = next_slots(walk, slots);
+    load_slots(walk, dy, slots, grads);
+    load_slots(walk, x, slots, values);
+    return valid;
+  };
+  bool more = !walk.done();
+  unsigned valid = load();
+  const A center = read_channel<A>(arguments.mean, walk.channel);  // waited for together with the first batch
   Sums<A> sums{0, 0};
-  while (!walk.done()) {
-    Slot<W> slots[kPairs<W>];
-    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
-    load_pairs(walk, dy, x, slots, grads, values);
+  while (more) {
     Sums<A> batch{0, 0};
 #pragma unroll
-    for (int i = 0; i < kPairs<W> * W; ++i) {
-      const A grad = widen(grads[i / W].values[i % W]), value = widen(values[i / W].values[i % W]);
-      batch.add(grad, grad * (value - center));
+    for (int i = 0; i < kValues; ++i) {
+      const A grad = widen(grads[i / W].values[i % W]), deviation = widen(values[i / W].values[i % W]) - center;
+      if (valid == kAll || (valid >> i & 1) != 0) batch.add(grad, grad * deviation);
     }
     sums.add(batch.first, batch.second);
+    more = !walk.done();
+    valid = load();
   }
   A count = 0;
   reduce_block(sums, count);
@@ -44,24 +55,25 @@ __global__ void __launch_bounds__(kThreads)
   if (thread_index() == 0) write_sums<A>(arguments, plan.channels, walk.channel, total);
 }
 
-// Room for three blocks on a multiprocessor: with that of four the compiler puts off a load of a float16 batch.
+// Room for three blocks of half precision on a multiprocessor: with that of four the compiler puts off a load.
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
     interleaved_backward_reduce(Interleaved plan, const T* dy, const T* x, BackwardReduceArguments arguments,
                                 Scratch scratch) {
   InterleavedWalk<W> walk(plan, false);
-  A centers[W] = {};
-#pragma unroll
-  for (int w = 0; w < W; ++w) centers[w] = walk.active ? read_channel<A>(arguments.mean, walk.channel + w) : A(0);
+  int64_t offsets[kPairs<W>];
+  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];  // zero where there are none, and so add nothing
+  const auto load = [&] {
+    next_offsets(walk, offsets);
+    load_offsets(dy, offsets, grads);
+    load_offsets(x, offsets, values);
+  };
+  bool more = !walk.done();
+  load();
+  A centers[W] = {};  // waited for together with the first batch
+  share_factors(centers, walk, plan.channels, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
   Sums<A> sums[W] = {};
-  while (!walk.done()) {
-    Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
-#pragma unroll
-    for (int u = 0; u < kPairs<W>; ++u) {
-      const int64_t offset = walk.next();
-      grads[u] = load_at<W>(dy, offset);  // zero where there are none, and so adds nothing
-      values[u] = load_at<W>(x, offset);
-    }
+  while (more) {
 #pragma unroll
     for (int w = 0; w < W; ++w) {
       Sums<A> batch{0, 0};
@@ -72,6 +84,8 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       sums[w].add(batch.first, batch.second);
     }
+    more = !walk.done();
+    load();
   }
   A count = 0;
   const Sums<A> sum = reduce_rows<W>(sums, count);

@@ -17,10 +17,13 @@ struct NormalizeFactors {
   A mean, scale, shift;
 
   NormalizeFactors() = default;
-  __device__ __forceinline__ NormalizeFactors(const ElemtArguments& arguments, int64_t c)
-      : mean(read_channel<A>(arguments.mean, c)),
-        scale(read_channel<A>(arguments.invstd, c) * read_channel<A>(arguments.weight, c, A(1))),
-        shift(read_channel<A>(arguments.bias, c, A(0))) {}
+  __device__ __forceinline__ NormalizeFactors(const ElemtArguments& arguments, int64_t c) {
+    const ChannelValue loaded_mean = load_channel(arguments.mean, c), invstd = load_channel(arguments.invstd, c);
+    const ChannelValue weight = load_channel(arguments.weight, c), bias = load_channel(arguments.bias, c);
+    mean = loaded_mean.as<A>();
+    scale = invstd.as<A>() * (arguments.weight.data == nullptr ? A(1) : weight.as<A>());
+    shift = arguments.bias.data == nullptr ? A(0) : bias.as<A>();
+  }
   __device__ __forceinline__ A normalize(A value) const { return (value - mean) * scale + shift; }
 };
 
@@ -28,21 +31,22 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     planar_elemt(Planar plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments) {
   PlanarWalk<W> walk(plan, true);
-  const NormalizeFactors<A> factors(arguments, walk.channel);
-  while (!walk.done()) {
-    Slot<W> slots[kSlots<W>];
-    Pack<T, W> packs[kSlots<W>];
-#pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) {
-      slots[u] = walk.next();
-      packs[u] = load_slot(x, slots[u]);
-    }
+  Slot<W> slots[kSlots<W>];
+  Pack<T, W> packs[kSlots<W>];
+  bool more = !walk.done();
+  next_slots(walk, slots);
+  load_slots(walk, x, slots, packs);
+  const NormalizeFactors<A> factors(arguments, walk.channel);  // waited for together with the first batch
+  while (more) {
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {
 #pragma unroll
       for (int j = 0; j < W; ++j) packs[u].values[j] = narrow<T>(factors.normalize(widen(packs[u].values[j])));
       store_slot(y, slots[u], packs[u]);
     }
+    more = !walk.done();
+    next_slots(walk, slots);
+    load_slots(walk, x, slots, packs);
   }
 }
 
@@ -50,16 +54,14 @@ template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     interleaved_elemt(Interleaved plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments) {
   InterleavedWalk<W> walk(plan, true);
-  NormalizeFactors<A> factors[W];
+  int64_t offsets[kSlots<W>];
+  Pack<T, W> packs[kSlots<W>];
+  bool more = !walk.done();
+  next_offsets(walk, offsets);
+  load_offsets(x, offsets, packs);
+  NormalizeFactors<A> factors[W];  // waited for together with the first batch
   share_factors(factors, walk, plan.channels, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
-  while (!walk.done()) {
-    int64_t offsets[kSlots<W>];
-    Pack<T, W> packs[kSlots<W>];
-#pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) {
-      offsets[u] = walk.next();
-      if (offsets[u] >= 0) packs[u] = load_pack<W>(x + offsets[u]);
-    }
+  while (more) {
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {
       if (offsets[u] < 0) break;
@@ -67,6 +69,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int w = 0; w < W; ++w) packs[u].values[w] = narrow<T>(factors[w].normalize(widen(packs[u].values[w])));
       store_pack(y + offsets[u], packs[u]);
     }
+    more = !walk.done();
+    next_offsets(walk, offsets);
+    load_offsets(x, offsets, packs);
   }
 }
 

@@ -80,7 +80,7 @@ const char* gather_stats(const GatherArguments& arguments, Stream stream) {
   const int64_t needed = ceil_div(arguments.channels, kThreads);
   const int64_t blocks = arguments.averages || needed == 0 ? 1 : needed;
   const auto kernel = arguments.accumulate == DType::kDouble ? merge_ranks<double> : merge_ranks<float>;
-  return launch(kernel, blocks, dim3(kThreads), stream, arguments);
+  return launch(kernel, {blocks, 1, 1}, dim3(kThreads), stream, arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

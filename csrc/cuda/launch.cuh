@@ -19,15 +19,16 @@ namespace bagua_syncbn::cuda {
 // Launches `kernel`; returns nullptr, or what went wrong. The check catches what the launch itself can report, and does
 // not wait for the kernel.
 template <typename... Parameters>
-const char* launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Stream stream,
+const char* launch(void (*kernel)(Parameters...), const Grid& grid, dim3 threads, Stream stream,
                    std::common_type_t<Parameters>... arguments) {
-  if (blocks > INT32_MAX) return "more channels than a grid has blocks";
+  if (grid.x > INT32_MAX) return "more channels than a grid has blocks";
+  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
 #if defined(BAGUA_SYNCBN_EMULATOR)
-  return emulator::launch(static_cast<unsigned>(blocks), threads, [=] { kernel(arguments...); });
+  return emulator::launch(blocks, threads, [=] { kernel(arguments...); });
 #else
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
-                                             threads, pointers, 0, stream);
+  const cudaError_t error =
+      cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, threads, pointers, 0, stream);
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // so that it is not reported once more by the next one to look
   return cudaGetErrorString(error);
@@ -41,30 +42,30 @@ dim3 block_of(const Plan& plan) {
 
 // Calls `start(kernel, plan)` for the layout.
 template <typename Kernels, typename T, int W, typename Start>
-const char* start_layout(const Geometry& g, const void* tensor, Limits limits, const Start& start) {
-  if (g.interleaved) return start(Kernels::interleaved, split_interleaved(g, W, sizeof(T), limits));
+const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const Start& start) {
+  if (g.interleaved) return start(Kernels::interleaved, split_interleaved(g, W, sizeof(T), pass));
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);
-  const Planar plan = split_planar(g, W, misaligned, limits);
+  const Planar plan = split_planar(g, W, misaligned, pass);
   if (!fits(plan, W)) return "more than 2^30 values or samples in a part of a channel";
   return start(Kernels::planar, plan);
 }
 
 // Calls `start(kernel, plan)` for the layout and the alignment of `tensors`, all of type T.
 template <template <typename, int> class Kernels, typename T, typename Start>
-const char* start_variant(const Geometry& g, std::initializer_list<const void*> tensors, Limits limits,
+const char* start_variant(const Geometry& g, std::initializer_list<const void*> tensors, Pass pass,
                           const Start& start) {
   constexpr int W = kVector<T>;
   const void* first = *tensors.begin();
-  if (!takes_vectors(g, sizeof(T), tensors)) return start_layout<Kernels<T, 1>, T, 1>(g, first, limits, start);
-  return start_layout<Kernels<T, W>, T, W>(g, first, limits, start);
+  if (!takes_vectors(g, sizeof(T), tensors)) return start_layout<Kernels<T, 1>, T, 1>(g, first, pass, start);
+  return start_layout<Kernels<T, W>, T, W>(g, first, pass, start);
 }
 
 // Launches an element-wise op on `tensors`, which are among the arguments.
 template <template <typename, int> class Kernels, typename T, typename... Arguments>
 const char* launch_elementwise(const Geometry& g, std::initializer_list<const void*> tensors, Stream stream,
                                Arguments... arguments) {
-  return start_variant<Kernels, T>(g, tensors, kElementwise, [&](auto kernel, const auto& plan) {
-    return launch(kernel, plan.blocks(), block_of(plan), stream, plan, arguments...);
+  return start_variant<Kernels, T>(g, tensors, Pass::kElementwise, [&](auto kernel, const auto& plan) {
+    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments...);
   });
 }
 
@@ -84,9 +85,9 @@ struct Scratch {
 template <template <typename, int> class Kernels, typename T, typename... Arguments>
 const char* launch_reduction(const Geometry& g, std::initializer_list<const void*> tensors, Workspace& workspace,
                              Stream stream, Arguments... arguments) {
-  return start_variant<Kernels, T>(g, tensors, kReduction, [&](auto kernel, const auto& plan) {
+  return start_variant<Kernels, T>(g, tensors, Pass::kReduction, [&](auto kernel, const auto& plan) {
     const Scratch scratch(workspace, plan.parts(), g.channels);
-    return launch(kernel, plan.blocks(), block_of(plan), stream, plan, arguments..., scratch);
+    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
   });
 }
 

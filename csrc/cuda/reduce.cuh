@@ -94,31 +94,44 @@ __device__ void reduce_block(S& value, A& count) {
   __syncthreads();  // before the next call writes there
 }
 
+// Counts `counter` up, or from `highest` to zero, and returns what it was: what this thread wrote or has seen before is
+// seen by who counts up after it.
+__device__ inline unsigned count_up(unsigned* counter, unsigned highest) {
+#if defined(BAGUA_SYNCBN_EMULATOR)
+  return atomicInc(counter, highest);
+#else
+  unsigned old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(__cvta_generic_to_global(counter)), "r"(highest)
+               : "memory");
+  return old;
+#endif
+}
+
 // Whether this block is the last of `parts` to arrive at `ticket`. Then it sees what all other blocks wrote before.
 //
-// Why the fences suffice: each thread orders its own partial results before the barrier (first fence), the barrier
-// orders them before thread 0's increment, and increments of one counter are ordered among all blocks. The block that
-// draws the last number is thus after all partial results, and the second fence keeps its reads after that. It reads
-// with __ldcg, from L2, where fences meet: L1 might hold what lay there before.
+// The barrier orders what the threads of a block wrote before thread 0's increment. That is a release, which makes it
+// visible to all blocks, also what thread 0 knows of only by the barrier; and an acquire: the block that draws the last
+// number is after all other increments, and the second barrier orders the reads of its threads after that. It reads
+// with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_handshake.py tries all interleavings.
 // The counter wraps to zero at the last increment, so the next kernel on the stream finds it as this one did.
 __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
   if (thread_index() == 0) {
     const unsigned highest = static_cast<unsigned>(parts - 1);
-    last = atomicInc(ticket, highest) == highest;
+    last = count_up(ticket, highest) == highest;
   }
   __syncthreads();
-  if (last) __threadfence();
   return last;
 }
 
 // What the parts of a channel have left: those from `first` on, every `step`-th. The last block does this while all
 // others are done, so nothing hides how long a load takes but other loads.
-__device__ inline Sums<double> add_partials(const double2* partials, int64_t channels, int64_t channel, int first,
-                                            int step, int64_t parts) {
-  constexpr int kAhead = 4;
+template <int kAhead>
+__device__ __forceinline__ Sums<double> add_partials(const double2* partials, int64_t channels, int64_t channel,
+                                                     int first, int step, int64_t parts) {
   Sums<double> sums{0, 0};
   for (int64_t p = first; p < parts; p += kAhead * step) {
     double2 loaded[kAhead];
@@ -140,7 +153,7 @@ __device__ inline bool merge_parts(Sums<double>& sums, const Planar& plan, int64
   if (parts == 1) return true;
   if (thread_index() == 0) scratch.partials[part * plan.channels + channel] = {sums.first, sums.second};
   if (!arrives_last(scratch.tickets + channel, parts)) return false;
-  sums = add_partials(scratch.partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
+  sums = add_partials<4>(scratch.partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
   double count = 0;
   reduce_block(sums, count);
   return true;
@@ -185,7 +198,7 @@ __device__ inline bool merge_parts(Sums<double>& sums, const Interleaved& plan, 
   const int64_t channel = tile_begin + thread % tile;
   sums = {0, 0};
   if (channel < plan.channels)
-    sums = add_partials(scratch.partials, plan.channels, channel, group, groups, plan.parts());
+    sums = add_partials<kMergeAhead>(scratch.partials, plan.channels, channel, group, groups, plan.parts());
   __shared__ Sums<double> rest[kThreads];
   for (int half = groups / 2; half > 0; half /= 2) {
     rest[thread] = sums;

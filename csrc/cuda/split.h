@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 
@@ -23,12 +24,14 @@ constexpr int kLineBytes = 128;
 // A reduction takes fewer, since someone has to add up what they leave.
 constexpr int64_t kReduceBlocks = 1024;
 constexpr int64_t kElementBlocks = 4096;
-// Parts of a channel in a reduction at most: one for each thread of the block that merges them.
-constexpr int64_t kReduceParts = 256;
+// Below so many blocks, two for each multiprocessor of the largest cards, a part is as small as one batch a thread.
+constexpr int64_t kFewBlocks = 264;
 // Loads that a thread has under way before it uses the first: by number of values at once.
 constexpr int kBatch = 4;
-// Less than this many batches for each thread of a part is not worth a block.
+// Less than this many batches for each thread of a part is not worth a block, where there are blocks enough.
 constexpr int64_t kBatchesPerPart = 2;
+// Partial results that a thread of the last block to arrive has under way, where there are many.
+constexpr int kMergeAhead = 8;
 // Values of a row and samples that a planar part has at most.
 constexpr int64_t kMostOfPart = int64_t(1) << 30;
 
@@ -51,6 +54,11 @@ struct Ranges {
   }
 };
 
+// Of blocks. They run in about the order of x, then y, then z, which is that of memory.
+struct Grid {
+  int64_t x, y, z;
+};
+
 // Planar. A row of `inner` values lies in `slots` slots of the kernel's width, which are aligned; the first and the
 // last slot of a row may be cut short by its ends. A part is a range of samples and a range of slots.
 struct Planar {
@@ -68,7 +76,7 @@ struct Planar {
   Ranges slots_of_part{1, 1};
 
   BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return along_batch * along_inner; }
-  int64_t blocks() const { return channels * parts(); }
+  Grid grid() const { return {channels, along_inner, along_batch}; }
 };
 
 // Interleaved. A block has a tile of channels and a range of rows.
@@ -82,15 +90,23 @@ struct Interleaved {
   Ranges rows_of_part{1, 1};
 
   BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return row_parts; }
-  int64_t blocks() const { return tiles * row_parts; }
+  Grid grid() const { return {tiles, row_parts, 1}; }
 };
 
-struct Limits {
-  int64_t blocks;
-  int64_t parts;
-};
-constexpr Limits kReduction{kReduceBlocks, kReduceParts};
-constexpr Limits kElementwise{kElementBlocks, kElementBlocks};
+enum class Pass { kReduction, kElementwise };
+
+constexpr int64_t most_blocks(Pass pass) {
+  return pass == Pass::kReduction ? kReduceBlocks : kElementBlocks;
+}
+
+// Into how many parts to split each of `units` channels or tiles, of which a thread would have `slots` slots in a
+// block.
+inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, Pass pass) {
+  const int64_t least = width == 1 ? kBatch : kBatch / 2;  // a batch of two tensors
+  const int64_t several = slots / (kBatch * kBatchesPerPart);
+  const int64_t fill = std::min(slots / least, ceil_div(kFewBlocks, units));
+  return std::max<int64_t>(1, std::min(most_blocks(pass) / units, std::max(several, fill)));
+}
 
 // Whether 16 bytes at a time can be loaded from all of these. Planar rows may begin anywhere, if in all tensors alike.
 inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
@@ -104,20 +120,22 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
   return aligned || g.inner >= 4 * width;  // shorter rows are mostly ends
 }
 
-inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Limits limits) {
+inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pass pass) {
   Planar plan{g.batch, g.channels, g.inner, 0, 1, 1, 1, 1};
   const bool aligned = misaligned == 0 && g.inner % width == 0;
   plan.misaligned = misaligned;
   plan.slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
-  const int64_t worth = g.batch * plan.slots / (kThreads * kBatch * kBatchesPerPart);
-  const int64_t wanted = std::min({limits.blocks / g.channels, limits.parts, worth});
-  plan.along_batch = std::clamp<int64_t>(wanted, 1, g.batch);
-  plan.along_inner = std::clamp<int64_t>(wanted / plan.along_batch, 1, plan.slots);
+  const int64_t parts = parts_of(g.channels, g.batch * plan.slots / kThreads, width, pass);
+  // As many samples in each part, but for the last ones: one more would make a part of two samples half as long again.
+  plan.along_batch = parts < g.batch ? ceil_div(g.batch, g.batch / parts) : g.batch;
+  plan.along_inner = std::clamp<int64_t>(ceil_div(parts, plan.along_batch), 1, plan.slots);
   plan.samples_of_part = {plan.batch, plan.along_batch};
   plan.slots_of_part = {plan.slots, plan.along_inner};
   const int64_t part_slots = ceil_div(plan.slots, plan.along_inner);
   const int64_t part_rows = ceil_div(g.batch, plan.along_batch);
-  const int64_t threads = power_of_two(part_slots * part_rows, kWarp, kThreads);
+  // Where there are blocks in plenty, small ones, so that a thread has something to do beside beginning and ending.
+  const int64_t slots_of_thread = plan.parts() * g.channels >= kReduceBlocks ? kBatch : 1;
+  const int64_t threads = power_of_two(ceil_div(part_slots * part_rows, slots_of_thread), kWarp, kThreads);
   plan.columns = power_of_two(part_slots, 1, threads);
   plan.rows = threads / plan.columns;
   plan.step = plan.rows * g.channels * g.inner;
@@ -130,15 +148,26 @@ inline bool fits(const Planar& plan, int64_t width) {
   return slots * width < kMostOfPart && samples < kMostOfPart;
 }
 
-inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Limits limits) {
+// Parts of a tile from which on merging them costs more than it saves: of `batches` batches a thread in all, each part
+// takes as many rounds as it has batches, and the last block as many as each of its `groups` of threads has times
+// kMergeAhead parts, at half the time. The sum is least here.
+inline int64_t parts_worth_merging(int64_t batches, int64_t groups) {
+  return std::max<int64_t>(1, static_cast<int64_t>(std::sqrt(static_cast<double>(2 * kMergeAhead * groups * batches))));
+}
+
+inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Pass pass) {
   Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
   const int64_t slots = ceil_div(g.channels, width);
   plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : kLineBytes / (width * value_size));
   plan.tiles = ceil_div(slots, plan.columns);
   const int64_t threads = power_of_two(plan.columns * plan.height, 64, kThreads);  // one for each channel of a tile
   plan.rows = threads / plan.columns;
-  const int64_t worth = plan.height / (plan.rows * kBatch * kBatchesPerPart);
-  plan.row_parts = std::max<int64_t>(1, std::min({limits.blocks / plan.tiles, limits.parts, worth}));
+  const int64_t slots_of_thread = plan.height / plan.rows;
+  plan.row_parts = parts_of(plan.tiles, slots_of_thread, width, pass);
+  if (pass == Pass::kReduction) {
+    const int64_t most = parts_worth_merging(slots_of_thread / kBatch, threads / (plan.columns * width));
+    plan.row_parts = std::min(plan.row_parts, most);
+  }
   plan.rows_of_part = {plan.height, plan.row_parts};
   return plan;
 }

@@ -53,15 +53,11 @@ __global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x
   constexpr int kValues = kHere * W;
   constexpr unsigned kAll = (1u << kValues) - 1;
   PlanarWalk<W> walk(plan, false);
+  Slot<W> slots[kHere];
   Pack<T, W> packs[kHere];
   const auto load = [&] {
-    unsigned valid = 0;
-#pragma unroll
-    for (int u = 0; u < kHere; ++u) {
-      const Slot<W> slot = walk.next();
-      packs[u] = load_slot(x, slot);
-      valid |= slot.mask() << (u * W);
-    }
+    const unsigned valid = next_slots(walk, slots);
+    load_slots(walk, x, slots, packs);
     return valid;
   };
   bool more = !walk.done();
@@ -84,8 +80,9 @@ __global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x
     more = !walk.done();
     valid = load();
   }
-  const double origin = widen(x[walk.channel * plan.inner]);
+  const T first_of_channel = x[walk.channel * plan.inner];  // waited for after the reduction
   reduce_block(moments, count);
+  const double origin = widen(first_of_channel);
   Sums<double> sums = sums_about(origin, static_cast<double>(pivot) + moments.mean, moments.m2, count);
   if (!merge_parts(sums, plan, walk.channel, walk.part, scratch)) return;
   if (thread_index() == 0) write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner);
@@ -96,26 +93,25 @@ __global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     interleaved_stats(Interleaved plan, const T* x, A* packed, Scratch scratch) {
+  constexpr unsigned kAll = (1u << kSlots<W>)-1;
   InterleavedWalk<W> walk(plan, false);
   const T* first_row = x + walk.first_row() * plan.channels;
-  A pivots[W];
-  if (walk.active) {
-    const Pack<T, W> pack = load_pack<W>(first_row + walk.channel);
+  int64_t offsets[kSlots<W>];
+  Pack<T, W> packs[kSlots<W>];
+  const auto load = [&] {
+    const unsigned valid = next_offsets(walk, offsets);
+    load_offsets(x, offsets, packs);
+    return valid;
+  };
+  bool more = !walk.done();
+  unsigned valid = load();
+  const Pack<T, W> first = load_at<W>(first_row, walk.active ? walk.channel : -1);
+  A pivots[W];  // waited for together with the first batch
 #pragma unroll
-    for (int w = 0; w < W; ++w) pivots[w] = widen(pack.values[w]);
-  }
+  for (int w = 0; w < W; ++w) pivots[w] = widen(first.values[w]);
   Moments<A> moments[W] = {};
   A count = 0;
-  while (!walk.done()) {
-    Pack<T, W> packs[kSlots<W>];
-    unsigned valid = 0;
-#pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) {
-      const int64_t offset = walk.next();
-      packs[u] = load_at<W>(x, offset);
-      valid |= offset >= 0 ? 1u << u : 0u;
-    }
-    constexpr unsigned kAll = (1u << kSlots<W>)-1;
+  while (more) {
     const A added = static_cast<A>(__popc(valid));
     const Shares<A> shares(count, added);
 #pragma unroll
@@ -130,11 +126,15 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     count += added;
+    more = !walk.done();
+    valid = load();
   }
-  const Moments<A> sum = reduce_rows<W>(moments, count);
   const int64_t channel = walk.tile_begin + thread_index();
   const bool has_channel = thread_index() < plan.columns * W && channel < plan.channels;
-  const double pivot = has_channel ? widen(first_row[channel]) : 0, origin = has_channel ? widen(x[channel]) : 0;
+  const T own_first = has_channel ? first_row[channel] : narrow<T>(0);  // waited for after the reduction
+  const T own_origin = has_channel ? x[channel] : narrow<T>(0);
+  const Moments<A> sum = reduce_rows<W>(moments, count);
+  const double pivot = widen(own_first), origin = widen(own_origin);
   Sums<double> sums = sums_about(origin, pivot + sum.mean, sum.m2, count);
   if (!merge_parts(sums, plan, walk.tile_begin, W, walk.part, scratch)) return;
   write_stats(packed, plan.channels, channel, origin, sums, plan.height);

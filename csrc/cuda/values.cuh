@@ -70,7 +70,60 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
   }
 }
 
-// Value c of a per-channel tensor, converted.
+template <int kBytes>
+struct Unsigned;
+template <>
+struct Unsigned<2> {
+  using type = uint16_t;
+};
+template <>
+struct Unsigned<4> {
+  using type = uint32_t;
+};
+template <>
+struct Unsigned<8> {
+  using type = uint64_t;
+};
+
+// A value of a per-channel tensor as it was loaded. It is converted later, by as(), so that those of several tensors
+// are under way together: a conversion waits for its load, and which one it is has to be found out by a branch.
+struct ChannelValue {
+  uint64_t bits;
+  DType dtype;
+
+  template <typename A>
+  __device__ __forceinline__ A as() const {
+    switch (dtype) {
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)                    \
+  case DType::k##name: {                                                         \
+    const auto own = static_cast<typename Unsigned<sizeof(Stored)>::type>(bits); \
+    Stored value;                                                                \
+    memcpy(static_cast<void*>(&value), &own, sizeof(value));                     \
+    return static_cast<A>(widen(value));                                         \
+  }
+      BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
+    }
+    __builtin_unreachable();
+  }
+};
+
+// Loads value c of a per-channel tensor; nothing if there is none.
+__device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, int64_t c) {
+  uint64_t bits = 0;
+  if (tensor.data == nullptr) return {bits, tensor.dtype};
+  switch (tensor.dtype) {
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)                           \
+  case DType::k##name:                                                                  \
+    bits = static_cast<const typename Unsigned<sizeof(Stored)>::type*>(tensor.data)[c]; \
+    break;
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
+  }
+  return {bits, tensor.dtype};
+}
+
+// Value c of a per-channel tensor, converted at once.
 template <typename A>
 __device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c) {
   switch (tensor.dtype) {
@@ -81,12 +134,6 @@ __device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c) {
 #undef BAGUA_SYNCBN_CASE
   }
   __builtin_unreachable();
-}
-
-// Value c of a per-channel tensor, converted; `otherwise` if there is none.
-template <typename A>
-__device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c, A otherwise) {
-  return tensor.data == nullptr ? otherwise : read_channel<A>(tensor, c);
 }
 
 template <typename A>

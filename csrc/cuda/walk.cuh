@@ -24,8 +24,10 @@ struct Slot {
   __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
 };
 
+// The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
+// tensor, so that they can be loaded at once.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot) {
+__device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
   Pack<T, W> pack;
   if constexpr (W == 1) {
     pack.values[0] = slot.holds(0) ? x[slot.offset] : narrow<T>(0);
@@ -33,10 +35,10 @@ __device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot)
   }
   // Both ways lead to the same four registers. If they met as W values, those of 16 bits would be taken apart as soon
   // as they are loaded, and so be waited for before the next load.
-  uint4 bits;
-  if (slot.full()) {
+  uint4 bits{0, 0, 0, 0};
+  if (slot.full() || (whole && slot.last > 0)) {
     bits = *reinterpret_cast<const uint4*>(x + slot.offset);
-  } else {
+  } else if (slot.last > 0) {
 #pragma unroll
     for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
     memcpy(&bits, &pack, sizeof(bits));
@@ -72,9 +74,19 @@ __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack
   }
 }
 
-// Planar: block (channel, part), blocks in the order of memory; `reversed`, from its end, where a pass over the same
-// tensor has just finished and left it in the cache. Threads go `columns` slots along a row and `rows` samples at a
-// time.
+// Which block of the grid this is, in the order of memory; `reversed`, from its end, where a pass over the same tensor
+// has just finished and left it in the cache.
+struct Place {
+  unsigned x, y, z;
+
+  __device__ __forceinline__ explicit Place(bool reversed)
+      : x(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x),
+        y(reversed ? gridDim.y - 1 - blockIdx.y : blockIdx.y),
+        z(reversed ? gridDim.z - 1 - blockIdx.z : blockIdx.z) {}
+};
+
+// Planar: block (channel, slots of a part, samples of a part). Threads go `columns` slots along a row and `rows`
+// samples at a time.
 //
 //   part: samples n0 .. n1, slots k0 .. k1           columns = 4, rows = 2
 //     sample n0      | t0 t1 t2 t3 t0 t1 t2 t3 |
@@ -86,11 +98,12 @@ class PlanarWalk {
   int64_t channel, part;
 
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
-    const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    channel = block % static_cast<unsigned>(plan.channels);
-    part = block / static_cast<unsigned>(plan.channels);
-    const unsigned along_inner = static_cast<unsigned>(plan.along_inner);
-    const unsigned b = static_cast<unsigned>(part) / along_inner, i = static_cast<unsigned>(part) % along_inner;
+    const Place place(reversed);
+    channel = place.x;
+    const unsigned b = place.z, i = place.y;
+    part = b * gridDim.y + i;
+    const bool first = channel == 0 && b == 0, last = place.x == gridDim.x - 1 && b == gridDim.z - 1;
+    whole_ = !first && !last;
     const int64_t sample = plan.samples_of_part.begin_of(b), slot = plan.slots_of_part.begin_of(i);
     slots_ = static_cast<int>(plan.slots_of_part.begin_of(i + 1) - slot);
     const int64_t row = (sample * plan.channels + channel) * plan.inner;
@@ -107,6 +120,10 @@ class PlanarWalk {
   __device__ int64_t first_value() const { return first_value_; }
 
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
+
+  // Whether every slot of the part lies in the tensor with all its values, those of neighbouring rows included: where
+  // the part has neither the first nor the last row.
+  __device__ __forceinline__ bool whole() const { return whole_; }
 
   // The next slot; one without values when there are no more.
   __device__ __forceinline__ Slot<W> next() {
@@ -130,6 +147,7 @@ class PlanarWalk {
   }
 
   const Planar& plan_;
+  bool whole_;
   int64_t first_value_;
   // What does not fit 32 bits is in the offset of the part in the row alone: next() is most of what a thread does.
   int64_t offset_;
@@ -137,8 +155,7 @@ class PlanarWalk {
   int slot_, slots_, left_;  // rows that are left
 };
 
-// Interleaved: block (tile, part), blocks in the order of memory, or from its end. A thread has the same W channels in
-// every row.
+// Interleaved: block (tile, part). A thread has the same W channels in every row.
 //
 //   part: rows r0 .. r1, tile of columns * W channels  columns = 2, rows = 2, W = 4
 //     row r0         | t0 t0 t0 t0 t1 t1 t1 t1 |
@@ -152,9 +169,9 @@ class InterleavedWalk {
   bool active;      // whether the tensor has these channels: W divides their number
 
   __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
-    const unsigned block = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    part = block / static_cast<unsigned>(plan.tiles);
-    tile_begin = block % static_cast<unsigned>(plan.tiles) * plan.columns * W;
+    const Place place(reversed);
+    part = place.y;
+    tile_begin = place.x * plan.columns * W;
     channel = tile_begin + threadIdx.x * W;
     active = channel < plan.channels;
     row_begin_ = plan.rows_of_part.begin_of(part);
@@ -205,16 +222,41 @@ constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
 template <int W>
 constexpr int kPairs = kSlots<W> / 2;
 
-// Planar: the next slots of two tensors; values that there are not are zeros, and add nothing to a sum.
-template <int W, typename T>
-__device__ __forceinline__ void load_pairs(PlanarWalk<W>& walk, const T* dy, const T* x, Slot<W> (&slots)[kPairs<W>],
-                                           Pack<T, W> (&grads)[kPairs<W>], Pack<T, W> (&values)[kPairs<W>]) {
+// Planar: the next K slots. Returns a bit for each of their values that the row has.
+template <int K, int W>
+__device__ __forceinline__ unsigned next_slots(PlanarWalk<W>& walk, Slot<W> (&slots)[K]) {
+  unsigned valid = 0;
 #pragma unroll
-  for (int u = 0; u < kPairs<W>; ++u) {
+  for (int u = 0; u < K; ++u) {
     slots[u] = walk.next();
-    grads[u] = load_slot(dy, slots[u]);
-    values[u] = load_slot(x, slots[u]);
+    valid |= slots[u].mask() << (u * W);
   }
+  return valid;
+}
+
+template <int K, int W, typename T>
+__device__ __forceinline__ void load_slots(const PlanarWalk<W>& walk, const T* x, const Slot<W> (&slots)[K],
+                                           Pack<T, W> (&packs)[K]) {
+#pragma unroll
+  for (int u = 0; u < K; ++u) packs[u] = load_slot(x, slots[u], walk.whole());
+}
+
+// Interleaved: the offsets of the next K slots, negative where there is none. Returns a bit for each that there is.
+template <int K, int W>
+__device__ __forceinline__ unsigned next_offsets(InterleavedWalk<W>& walk, int64_t (&offsets)[K]) {
+  unsigned valid = 0;
+#pragma unroll
+  for (int u = 0; u < K; ++u) {
+    offsets[u] = walk.next();
+    valid |= offsets[u] >= 0 ? 1u << u : 0u;
+  }
+  return valid;
+}
+
+template <int K, int W, typename T>
+__device__ __forceinline__ void load_offsets(const T* x, const int64_t (&offsets)[K], Pack<T, W> (&packs)[K]) {
+#pragma unroll
+  for (int u = 0; u < K; ++u) packs[u] = load_at<W>(x, offsets[u]);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -258,8 +258,8 @@ PLANTED = {
     "no barrier before the ticket": (
         "backward_reduce",
         "reduce.cuh",
-        "  __threadfence();\n  __syncthreads();",
-        "  __threadfence();",
+        "__shared__ bool last;\n  __syncthreads();",
+        "__shared__ bool last;",
         None,
     ),
     "no barrier before halves are merged": (
@@ -289,6 +289,20 @@ PLANTED = {
         "return row_ >= row_end_;",
         "return row_ > row_end_;",
         "heap-buffer-overflow",
+    ),
+    "values beyond the tensor": (
+        "elemt",
+        "walk.cuh",
+        "whole_ = !first && !last;",
+        "whole_ = true;",
+        "heap-buffer-overflow",
+    ),
+    "values of the next row": (
+        "backward_reduce",
+        "backward_reduce.cu",
+        "valid == kAll || (valid >> i & 1) != 0",
+        "valid != 0",
+        None,
     ),
     "one channel too many": (
         "backward_reduce",

@@ -89,7 +89,8 @@ void fail(const std::string& what) {
   const Fiber& fiber = fibers[running];
   if (failure.empty()) {
     failure = what + ": thread (" + std::to_string(fiber.index.x) + ", " + std::to_string(fiber.index.y) +
-              ") of block " + std::to_string(place.block.x);
+              ") of block (" + std::to_string(place.block.x) + ", " + std::to_string(place.block.y) + ", " +
+              std::to_string(place.block.z) + ")";
   }
 }
 
@@ -167,7 +168,7 @@ void hand_over(size_t worker) {
 }
 
 void run_block(size_t worker, unsigned block, dim3 threads) {
-  place.block = {block, 0, 0};
+  place.block = {block % grid_size.x, block / grid_size.x % grid_size.y, block / grid_size.x / grid_size.y};
   ready.clear();
   at_barrier = done = 0;
   for (size_t i = 0; i < fibers.size(); ++i) {
@@ -234,16 +235,17 @@ void set_seed(uint64_t seed) {
   random_bits.seed(seed);
 }
 
-const char* launch(unsigned blocks, dim3 threads, const std::function<void()>& kernel) {
+const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kernel) {
   ++launches;
   failure.clear();
-  grid_size = dim3(blocks);
+  grid_size = blocks;
   block_size = threads;
   body = &kernel;
-  blocks_left.resize(blocks);
+  const size_t all = size_t(blocks.x) * blocks.y * blocks.z;
+  blocks_left.resize(all);
   std::iota(blocks_left.begin(), blocks_left.end(), 0);
   std::shuffle(blocks_left.begin(), blocks_left.end(), random_bits);
-  workers_left.resize(std::min<size_t>(blocks, kWorkers));
+  workers_left.resize(std::min(all, kWorkers));
   std::iota(workers_left.begin(), workers_left.end(), 0);
   turn = random_bits() % workers_left.size();
   std::vector<std::thread> workers;

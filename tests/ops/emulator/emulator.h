@@ -35,7 +35,7 @@ extern int launches;
 void set_seed(uint64_t seed);
 
 // Returns nullptr, or what a thread did wrong.
-const char* launch(unsigned blocks, dim3 threads, const std::function<void()>& kernel);
+const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kernel);
 
 void wait_at_barrier();
 void let_others_run();
