@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # By the ranks that are in it, this process's communicator: ranks that resolve theirs from different objects, one from a
 # group and one from a loaded layer, must meet in the same one.
@@ -91,6 +91,11 @@ def is_initialized() -> bool:
 def default_group() -> Any:
     """Returns the group of all ranks that Bagua made."""
     return _communication()._get_default_group()
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Whether Bagua has made ``module`` data parallel."""
+    return bool({"bagua_ddp", "_bagua_states"} & vars(module).keys())
 
 
 def is_process_group(process_group: object) -> bool:

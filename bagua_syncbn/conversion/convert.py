@@ -18,7 +18,7 @@ from torch import nn
 from ..communicators import RankGroup, WeakGroup, check_process_group, held_weakly
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion
-from .findings import Filter, Finding, check_module, examine, where_is
+from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
 from .registry import groups_of
 from .report import summary
 
@@ -180,7 +180,7 @@ def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
-    strangers = [finding for finding in findings if finding.synchronizes]
+    strangers = [finding for finding in findings if finding.reason == BY_ITSELF]
     if strangers:
         where = ", ".join(where_is(finding.module, finding.names[0]) for finding in strangers)
         warnings.warn(

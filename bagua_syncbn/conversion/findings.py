@@ -9,11 +9,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from ..communicators import bagua
 from ..sync_batchnorm import SyncBatchNorm
 from .registry import class_after_conversion, groups_of, is_candidate
 
 Filter = Callable[[str, nn.Module], bool]
 Action = Literal["converted", "skipped", "refused"]
+
+_LEFT_OUT = "left out by filter"
+BY_ITSELF = "synchronizes by itself, in a class not derived from torch's; register_converter makes it known"
 
 
 class Finding(NamedTuple):
@@ -25,7 +29,6 @@ class Finding(NamedTuple):
     reason: str
     target: type[SyncBatchNorm] | None = None  # the class it gets, if converted
     error: Exception | None = None  # raised for it, if refused
-    synchronizes: bool = False  # by itself, and stays so because its class is not known
 
 
 def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
@@ -52,24 +55,16 @@ def check_module(module: object) -> None:
 
 def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
     error = _error_if_closed(module, names[0])
-    is_stranger = error is None and not is_candidate(module)
-    synchronizes = is_stranger and _has_running_stats(module) and "sync" in type(module).__name__.lower()
-    if is_stranger and not synchronizes:
+    if error is None and not is_candidate(module):
         reason = _why_not_concerned(module)
-        return None if reason is None else Finding(names, module, "skipped", reason)
-    if filter is not None and not any(filter(name, module) for name in names):
-        return Finding(names, module, "skipped", "left out by filter")
-    if synchronizes:
-        reason = "synchronizes by itself, in a class not derived from torch's; register_converter makes it known"
-        return Finding(names, module, "skipped", reason, synchronizes=True)
-    if error is None and "forward" in vars(module):
-        where = where_is(module, names[0])
-        error = TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
+        if reason == BY_ITSELF and _is_left_out(module, names, filter):
+            reason = _LEFT_OUT
+        return Finding(names, module, "skipped", reason) if reason else None
+    if _is_left_out(module, names, filter):
+        return Finding(names, module, "skipped", _LEFT_OUT)
     if error is None:
         try:
-            target = class_after_conversion(module)
-            if target is not None and not isinstance(module, SyncBatchNorm):
-                groups_of(module)
+            target = _class_to_get(module, names[0])
         except TypeError as refusal:
             error = refusal
     if error is not None:
@@ -78,6 +73,21 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
         return Finding(names, module, "skipped", "left as it is by its converter")
     reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
     return Finding(names, module, "converted", reason, target)
+
+
+def _is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
+    return filter is not None and not any(filter(name, module) for name in names)
+
+
+def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
+    """Returns the class that conversion gives ``layer``, None to leave it as it is; raises TypeError to refuse it."""
+    if "forward" in vars(layer):
+        where = where_is(layer, name)
+        raise TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
+    target = class_after_conversion(layer)
+    if target is not None and not isinstance(layer, SyncBatchNorm):
+        groups_of(layer)  # raises if there are several
+    return target
 
 
 def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
@@ -117,7 +127,7 @@ def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
 
 def is_data_parallel(module: nn.Module) -> bool:
     """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
-    if isinstance(module, DistributedDataParallel) or {"bagua_ddp", "_bagua_states"} & vars(module).keys():
+    if isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module):
         return True
     composable = sys.modules.get("torch.distributed._composable.replicate")  # not imported, not used
     return composable is not None and isinstance(module, composable.DDP)
@@ -132,8 +142,11 @@ def _why_not_concerned(module: nn.Module) -> str | None:
     """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
     if isinstance(module, _NormBase):
         return "not batch normalization: it normalizes each sample by itself"
-    is_named_so = "batchnorm" in type(module).__name__.lower() and not _holds_batch_norm(module)
-    if is_named_so or _has_running_stats(module):
+    name = type(module).__name__.lower()
+    has_running_stats = {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
+    if has_running_stats and "sync" in name:
+        return BY_ITSELF
+    if has_running_stats or ("batchnorm" in name and not _holds_batch_norm(module)):
         return "not derived from torch's batch normalization; register_converter makes it known"
     return None
 
@@ -141,7 +154,3 @@ def _why_not_concerned(module: nn.Module) -> str | None:
 def _holds_batch_norm(module: nn.Module) -> bool:
     """Whether ``module`` leaves the work to a layer in it, as the one of PyG does."""
     return any(is_candidate(child) for child in module.children())
-
-
-def _has_running_stats(module: nn.Module) -> bool:
-    return {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()

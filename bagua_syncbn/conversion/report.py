@@ -45,7 +45,7 @@ def summary(layers: Iterable[LayerReport | Finding]) -> str:
 def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> ConversionReport:
     """Tells what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
 
-    There is a line for each batch normalization layer; for each module that is refused as a whole, such as a compiled
+    There is a line for each batch normalization layer; for each module that is refused as a whole, such as a wrapped
     one, instead of what is in it; and for each that stays as it is and might be taken for batch normalization.
 
     Args:
@@ -53,7 +53,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         filter: as for :func:`convert_sync_batchnorm`.
 
     Raises:
-        TypeError: ``filter`` is not callable.
+        TypeError: ``module`` is no module, or ``filter`` is not callable.
 
     Example::
 
