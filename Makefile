@@ -51,10 +51,13 @@ help:
 demo: $(VENV)/installed-demo
 	$(BIN)/python examples/demo.py
 
-# All of it on the native kernels, and the files that are marked reference_too once more on the reference ops.
+# All of it on the native kernels, and what is marked reference_too once more on the reference ops: in these folders,
+# because to collect all tests costs ten seconds.
+REFERENCE_TOO := tests/contract tests/layer tests/ops
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
-	BAGUA_SYNCBN_KERNELS=reference $(BIN)/python -m pytest -q -m 'reference_too and not gpu and not slow' $(ARGS)
+	BAGUA_SYNCBN_KERNELS=reference $(BIN)/python -m pytest -q -m 'reference_too and not gpu and not slow' $(ARGS) \
+		$(REFERENCE_TOO)
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine.
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
