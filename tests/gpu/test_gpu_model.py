@@ -1,0 +1,53 @@
+"""What the launch geometry promises on the inputs of ``make gpu``: that it gets worse is seen without a GPU."""
+
+import shutil
+
+import pytest
+
+from benchmarks.gpu import model, shapes
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+A100, _, H200 = model.CARDS
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    program = model.compile_geometry(tmp_path_factory.mktemp("geometry"))
+    return model.launches(program, shapes.cases(shapes.NETWORKS))
+
+
+def test_a_tensor_with_the_values_for_it_fills_the_card(launches):
+    """Two blocks a multiprocessor, where each of their threads would have 64 bytes to load."""
+    enough = 2 * A100.multiprocessors * 256 * 64
+    few = {f"{op} {case}": n.blocks for (case, op), n in launches.items() if case.size >= 1.2 * enough}
+    assert len(few) > 100
+    assert {key: blocks for key, blocks in few.items() if blocks < 2 * A100.multiprocessors} == {}
+
+
+def test_vectors_are_16_bytes(launches):
+    for (case, op), launch in launches.items():
+        width = 16 // shapes.VALUE_BYTES[case.dtype]
+        values = case.channels if case.layout == "interleaved" else case.shape[-1] ** (len(case.shape) - 2)
+        if values % width == 0:
+            assert launch.width == width, (op, case)
+
+
+def test_predictions(launches):
+    predicted = {key: model.predict(*key, launch, H200) for key, launch in launches.items()}
+    assert max(prediction.rounds for prediction in predicted.values()) <= 24
+    assert min(model.predict(*key, launch, A100).resident for key, launch in launches.items()) >= 1
+    # Planar half-precision images, as detectors have them: of copying on the card with the most bandwidth.
+    bounds = {(8, 64, 56, 56): (0.14, 0.40, 0.25, 0.50), (8, 64, 160, 160): (0.55, 0.80, 0.70, 0.85)}
+    for shape, least in bounds.items():
+        (network,) = {case.network for case, _ in launches if case.shape == shape}
+        case = shapes.Case(network, shape, "float16", "planar")
+        for op, bound in zip(shapes.PASSES, least, strict=True):
+            assert predicted[case, op].share >= bound, (op, case)
+
+
+def test_a_worse_geometry_is_predicted_to_be_slower(launches):
+    for (case, op), launch in launches.items():
+        share = model.predict(case, op, launch, H200).share
+        assert 0 < share <= 1
+        fewer = launch._replace(blocks=-(-launch.blocks // 8), slots=8 * launch.slots)
+        assert model.predict(case, op, fewer, H200).share <= share or launch.blocks > 2 * H200.multiprocessors
