@@ -20,7 +20,7 @@ from .autograd import (
     synchronized_batch_norm,
     unseen_by_selective_checkpointing,
 )
-from .communicators import Replica, resolve_communicator
+from .communicators import EVERYONE, Replica, peers_of
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -108,9 +108,10 @@ def sync_batch_norm(
     options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
     if isinstance(process_group, Replica):
         return replicated_batch_norm(input, weight, bias, options, process_group)
-    communicator = resolve_communicator(process_group)
+    peers = peers_of(process_group)
+    communicator = peers.communicator()
     if communicator.size == 1:
-        if process_group is None and not torch.compiler.is_compiling():
+        if peers is EVERYONE and not torch.compiler.is_compiling():
             _warn_if_launched_with_others()
         if not is_tracing() and input.numel() == input.size(1) > 0:
             raise ValueError(

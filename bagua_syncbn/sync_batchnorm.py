@@ -6,16 +6,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .communicators import (
-    LOCAL,
-    CallbackContext,
-    Replica,
-    WeakGroup,
-    check_process_group,
-    describe_group,
-    held_weakly,
-    resolve_communicator,
-)
+from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
 from .functional import check_dimensions, check_eps_mode, sync_batch_norm
 from .tracing import Proxy, as_one_node
 
@@ -89,6 +80,9 @@ class SyncBatchNorm(_BatchNorm):
     # does not know what happens to models.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
+    # Whom to synchronize with. It travels by itself.
+    _peers: Peers = EVERYONE
+
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
 
@@ -109,23 +103,22 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
         eps_mode: str = "plus",
     ) -> None:
-        check_process_group(process_group)
+        peers = peers_of(process_group)
         check_eps_mode(eps_mode)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
-        self.process_group = process_group
+        self._peers = peers
         self.eps_mode = eps_mode
 
     @property
     def process_group(self) -> Any:
         """The ranks to synchronize with. A :class:`torch.distributed.ProcessGroup` is not kept alive by it."""
-        held = vars(self).get("process_group")
-        return held.get() if isinstance(held, WeakGroup) else held
+        return self._peers.process_group
 
     @process_group.setter
     def process_group(self, process_group: Any) -> None:
-        vars(self)["process_group"] = held_weakly(process_group)
+        self._peers = peers_of(process_group)
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -159,7 +152,7 @@ class SyncBatchNorm(_BatchNorm):
             layer=self,
         )
 
-    def _ranks(self) -> Any:
+    def _ranks(self) -> Peers | Replica:
         """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""
         if self._replica is None:
             if "_is_replica" in vars(self):  # set by torch
@@ -168,10 +161,10 @@ class SyncBatchNorm(_BatchNorm):
                     "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
                     "patch_replication_callback on the model"
                 )
-            return self.process_group
+            return self._peers
         if self._replica.size == 1:
-            return self.process_group
-        size = resolve_communicator(self.process_group).size
+            return self._peers
+        size = self._peers.communicator().size
         if size > 1:
             raise RuntimeError(
                 f"process_group: expected a group of one where a layer is one of {self._replica.size} replicas, got "
@@ -191,7 +184,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
-        group = "" if self.process_group is None else f", process_group={self.process_group}"
+        group = "" if self._peers is EVERYONE else f", process_group={self._peers}"
         return f"{super().extra_repr()}{eps_mode}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,14 +200,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` of a layer as it can be copied and pickled: with descriptions in the place of groups."""
-    state = {name: value for name, value in state.items() if name != "_replica"}
-    if "process_group" in state:
-        state["process_group"] = describe_group(state["process_group"])
-    if "groups_before" in state:
-        groups = state["groups_before"].items()
-        state["groups_before"] = {name: describe_group(group) for name, group in groups}
-    return state
+    """Returns ``state`` of a layer as it can be copied and pickled."""
+    return {name: value for name, value in state.items() if name != "_replica"}
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

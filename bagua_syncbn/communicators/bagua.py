@@ -117,6 +117,23 @@ def is_process_group(process_group: object) -> bool:
     return True
 
 
+def rule_of(group: Any) -> tuple[int, ...] | None:
+    """Returns the ranks of a BaguaProcessGroup; None for that of all ranks, whatever job a copy is in."""
+    return None if group is default_group() else tuple(sorted(group.ranks))
+
+
+def own_ranks(ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the ranks of this one's group: these, or all; a job of one rank is alone.
+
+    Raises:
+        ValueError: this job has no such ranks, or this rank is not among them.
+    """
+    if ranks is None or _api().get_world_size() == 1:
+        return tuple(default_group().ranks)
+    check_ranks(ranks)
+    return ranks
+
+
 def check_ranks(ranks: Sequence[int]) -> None:
     """Raises ValueError unless the Bagua job has these ranks, and this one among them."""
     rank, size = _api().get_rank(), _api().get_world_size()

@@ -1,10 +1,13 @@
 """Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend."""
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -16,10 +19,6 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(di
 # Groups of backends that cannot gather into one tensor. All ranks of a group find out at the same call.
 _gathers_into_list_only: WeakSet[Any] = WeakSet()
 
-# Groups of this process by what they were asked for, so that all layers and copies that ask for the same share one.
-# torch holds a group until it is destroyed; torch.compile traces a plain dict of these, and no WeakValueDictionary.
-_groups: dict[Any, "ref[Any]"] = {}
-
 DESTROYED = (
     "process_group: expected a live group, got one that was destroyed; run forward and backward before "
     "destroy_process_group()"
@@ -27,16 +26,20 @@ DESTROYED = (
 
 
 class TorchCommunicator:
-    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member.
+    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member: exactly that group.
+
+    As the ``process_group`` of a layer it makes the layer use that group and no other, whatever else it carries.
 
     Graphs hold communicators, and outputs hold graphs. So it does not keep the group alive: one that outlives
-    ``destroy_process_group`` has threads that abort the process when the interpreter ends.
+    ``destroy_process_group`` has threads that abort the process when the interpreter ends. Compiled code holds the name
+    of the group in its place.
     """
 
-    __slots__ = ("_group", "rank", "size")
+    __slots__ = ("__weakref__", "_group", "name", "rank", "size")
 
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
+        self.name: str = group.group_name
         self.size: int = group.size()
         self.rank: int = group.rank()
 
@@ -49,6 +52,9 @@ class TorchCommunicator:
         return group
 
     def all_gather(self, packed: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.size, self.name)
+            return _wait(gathered).view(self.size, -1)
         group = self.group
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
         if group not in _gathers_into_list_only:
@@ -63,17 +69,46 @@ class TorchCommunicator:
         return gathered.view(self.size, -1)
 
     def all_reduce(self, packed: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _wait(torch.ops._c10d_functional.all_reduce(packed, "sum", self.name))
         dist.all_reduce(packed, group=self.group)
         return packed
+
+    def __repr__(self) -> str:
+        group = self._group()
+        return f"TorchCommunicator(ranks={tuple(dist.get_process_group_ranks(group)) if group else 'destroyed'})"
+
+    def __deepcopy__(self, memo: Any) -> "TorchCommunicator":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"process_group: expected what can leave this process, got {self!r}, which is one group of it; "
+            "give the layer the group itself, whose ranks can be saved, or a description"
+        )
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return waited
+
+
+def in_job() -> bool:
+    """Whether torch.distributed runs a job. torch.compile sees no group in this question."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def default_group() -> Any:
     """Returns the job's default group, or None where there is no job."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def is_process_group(process_group: object) -> bool:
-    """Whether ``process_group`` is a c10d group; raises ValueError if it is one that excludes this rank."""
+    """Whether ``process_group`` is a c10d group.
+
+    Raises:
+        ValueError: it is one that excludes this rank, or was destroyed.
+    """
     if not dist.is_available():
         return False
     excluded = dist.GroupMember.NON_GROUP_MEMBER  # an int in some versions of torch, an object in others
@@ -82,86 +117,11 @@ def is_process_group(process_group: object) -> bool:
             "process_group: expected a group that this rank is a member of, "
             "got GroupMember.NON_GROUP_MEMBER, which new_group returns to the ranks that it leaves out"
         )
-    return isinstance(process_group, dist.ProcessGroup)
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """A process group by the global ranks of its members: what a layer keeps of its group when it is copied or saved.
-
-    It can travel where a :class:`torch.distributed.ProcessGroup` cannot. In a process without a job it stands for no
-    group at all.
-    """
-
-    ranks: tuple[int, ...]
-
-    def resolve(self) -> Any:
-        """Returns the group of these ranks, made by its members together at their first use of it if need be.
-
-        Raises:
-            ValueError: this job has no such ranks, or this rank is not among them.
-        """
-        world = default_group()
-        if world is None:
-            return None
-
-        def make() -> Any:
-            if world.rank() not in self.ranks or max(self.ranks) >= world.size():
-                raise ValueError(
-                    f"process_group: expected ranks of this job that include this one, rank {world.rank()} of "
-                    f"{world.size()}, got {self.ranks}; assign the process_group attribute of the loaded layers, or "
-                    "convert the model again with a group of this job"
-                )
-            return dist.new_group(list(self.ranks), use_local_synchronization=True)
-
-        return made_once(self.ranks, make)
-
-
-class WeakGroup:
-    """A c10d group as a layer has it: not kept alive, and with the ranks that a copy of the layer is to have."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = ref(group)
-        self.description = describe_process_group(group)
-
-    def get(self) -> Any:
-        """Returns the group, or itself where that was destroyed."""
-        group = self._group()
-        return self if group is None else group
-
-    def __repr__(self) -> str:
-        return f"<destroyed process group {self.description}>"
-
-
-def describe_process_group(process_group: Any) -> Any:
-    """Returns what to keep of a live c10d group in a copy or a file: None for the default one, else its ranks."""
-    if process_group is default_group():
-        return None
+    if not isinstance(process_group, dist.ProcessGroup):
+        return False
     if not is_alive(process_group):
         raise ValueError(DESTROYED)
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    _groups[ranks] = ref(process_group)
-    return RankGroup(ranks)
-
-
-def made_once(key: Any, make: Callable[[], Any]) -> Any:
-    """Returns the group that ``make`` returned for ``key`` before in this job; makes it if there is none or no more.
-
-    Raises:
-        RuntimeError: it would have to be made while torch.compile traces, which does not see collectives of the host.
-    """
-    known = _groups.get(key)
-    group = None if known is None else known()
-    if group is None or not is_alive(group):
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "process_group: expected a group that exists when torch.compile traces its use, got one that is still "
-                "to be made; before, call bagua_syncbn.sync_group(process_group) or the model itself, on all ranks"
-            )
-        # Nor may the compiler look in after a graph break. It takes a second to import; without that there is none.
-        group = torch.compiler.disable(make)() if "torch._dynamo" in sys.modules else make()
-        _groups[key] = ref(group)
-    return group
+    return True
 
 
 def is_alive(group: Any) -> bool:
@@ -171,3 +131,162 @@ def is_alive(group: Any) -> bool:
     except (KeyError, ValueError, RuntimeError):
         return False
     return True
+
+
+class Job:
+    """What this package has made in one job of torch.distributed. It ends with the job's default group."""
+
+    def __init__(self, world: Any) -> None:
+        self._world: Callable[[], Any] = ref(world)
+        self.rank: int = world.rank()
+        self.size: int = world.size()
+        self._backend, self._store = dist.distributed_c10d._world.pg_map[world]
+        self._exchanges = 0
+        self._given: dict[tuple[int, ...], ref[Any]] = {}
+        self._made: dict[str, ref[Any]] = {}
+        self._times_made: Counter[str] = Counter()
+        self._own_ranks: dict[Any, tuple[int, ...]] = {}
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def remember(self, group: Any) -> tuple[int, ...]:
+        """Returns the ranks of a group that the user has made. What is made here for these ranks takes after it."""
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        if group is not self._world():
+            self._given[ranks] = ref(group)
+        return ranks
+
+    def own_ranks(self, rule: Any, find: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Returns the ranks that ``find`` found for ``rule`` at its first use in this job."""
+        if rule not in self._own_ranks:
+            self._own_ranks[rule] = find()
+        return self._own_ranks[rule]
+
+    def layers_group(self, ranks: tuple[int, ...], like_given: bool) -> Any:
+        """Returns the group of these ranks that layers have to themselves, made by its members at their first use.
+
+        Its backend, options and time-out are those of the group that the user has made, with ``like_given`` and if
+        there is one, else of the job.
+        """
+        given = self._alive(self._given.get(ranks)) if like_given else None
+        return self._made_once("layers", ranks, given or self._world())
+
+    def users_group(self, ranks: tuple[int, ...]) -> Any:
+        """Returns a group of these ranks for the user: the default one, one that he gave, or one made by the members.
+
+        Not that of the layers: what he sends through it must not come between what they send.
+        """
+        if len(ranks) == self.size:
+            return self._world()
+        return self._alive(self._given.get(ranks)) or self._made_once("user", ranks, self._world())
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Returns what the ranks of the job brought, in their order; all of them make the call. Of JSON's types.
+
+        Through the job's store, without tensors: in the middle of a trace there are none that can be sent.
+
+        Raises:
+            RuntimeError: a rank did not come within the job's time-out.
+        """
+        if str(self._backend) == "fake":  # torch's, with nobody there
+            return [value] * self.size
+        store = dist.distributed_c10d.PrefixStore(f"bagua_syncbn/{self._exchanges}", self._store)
+        store.set(str(self.rank), json.dumps(value))
+        try:
+            if self.rank == 0:
+                store.set("all", json.dumps([json.loads(store.get(str(rank))) for rank in range(self.size)]))
+            brought: list[Any] = json.loads(store.get("all"))
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"process_group: expected all {self.size} ranks of the job to make their groups together, "
+                f"got no sign of some; {value} is what this rank is to have"
+            ) from error
+        self._exchanges += 1
+        return brought
+
+    def _alive(self, group: "ref[Any] | None") -> Any:
+        found = None if group is None else group()
+        return found if found is not None and is_alive(found) else None
+
+    def _made_once(self, whose: str, ranks: tuple[int, ...], model: Any) -> Any:
+        backend, _ = dist.distributed_c10d._world.pg_map[model]
+        digest = hashlib.sha1(f"{backend} {ranks}".encode(), usedforsecurity=False).hexdigest()
+        name = f"bagua_syncbn:{whose}:{digest}"
+        group = self._alive(self._made.get(name))
+        if group is None:
+            group = self._make_group(ranks, model, f"{name}:{self._times_made[name]}")
+            self._times_made[name] += 1
+            self._made[name] = ref(group)
+        return group
+
+    def _make_group(self, ranks: tuple[int, ...], model: Any, name: str) -> Any:
+        """What torch's ``new_group`` does, by the members alone and under a name that they know without asking.
+
+        That function names a group by how many there are: in the job, which takes all ranks of it, or on the rank, and
+        then members that are in different numbers of other groups wait for each other forever.
+        """
+        world = self._world()
+        backend: Any
+        store: Any
+        backend, store = dist.distributed_c10d._world.pg_map[model]
+        with _as_members_alone(world, ranks):
+            group, _ = dist.distributed_c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(self.rank),
+                list(ranks),
+                backend,
+                self._store,
+                name,  # type: ignore[arg-type]
+                backend_options=_nccl_options(model),
+                timeout=_timeout(model) or store.timeout,
+                device_id=world.bound_device_id,
+                group_desc="bagua_syncbn",
+            )
+        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+        return group
+
+
+_jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()
+
+
+def job_of(world: Any) -> Job:
+    """Returns the job that has ``world`` as its default group."""
+    job = _jobs.get(world)
+    if job is None:
+        job = _jobs[world] = Job(world)
+    return job
+
+
+@contextmanager
+def _as_members_alone(world: Any, ranks: Sequence[int]) -> Iterator[None]:
+    """Within, a communicator of NCCL for some ranks is made anew: split off, it would take all ranks of the job."""
+    device = world.bound_device_id
+    if len(ranks) < world.size():
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _all_options(group: Any) -> list[Any]:
+    backends = (group._get_backend(device) for device in group._device_types)
+    return [backend.options for backend in backends if hasattr(backend, "options")]
+
+
+def _timeout(group: Any) -> Any:
+    return next((options._timeout for options in _all_options(group)), None)
+
+
+def _nccl_options(group: Any) -> Any:
+    """Returns a copy of the options with which NCCL was set up for ``group``; None where it was not."""
+    if not dist.is_nccl_available():
+        return None
+    for options in _all_options(group):
+        if isinstance(options, dist.ProcessGroupNCCL.Options):
+            options = copy.deepcopy(options)
+            options.split_from = None  # type: ignore[assignment]
+            return options
+    return None

@@ -1,195 +1,137 @@
-"""Groups by what they are to be rather than by which ranks they have: ``8``, ``"node"``, lists of ranks, a mesh.
+"""Groups by what they are to be rather than by which ranks they have: ``8``, ``"node"``, lists of ranks.
 
-A description can be written down before there is a job, copied and saved. In a job it stands for the group that this
-rank is in, made once and shared by all layers that have it; without a job, for no group at all.
+A rule can be written down before there is a job, copied and saved. In a job it stands for the ranks that this one is
+with, found once; without a job, and in a job of one rank, for this process alone.
 """
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
-import torch.distributed as dist
-
-from . import bagua
-from .c10d import RankGroup, WeakGroup, default_group, describe_process_group, is_process_group, made_once
+from .c10d import Job
 
 NODE = "node"
 
-_Partition = tuple[tuple[int, ...], ...]
+Ranks: TypeAlias = tuple[int, ...]
+
+Rule: TypeAlias = None | int | str | tuple[Ranks, ...] | Ranks
+"""Everyone, so many consecutive ranks, those of this host, the list that has this rank, or exactly these ranks."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def sync_group(process_group: Any) -> Any:
-    """Returns the process group of this rank that a description stands for, the one that layers with it use.
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group by the global ranks of its members: what a layer keeps of its group when it is copied or saved.
 
-    The first use of a description in a job makes its groups, so all ranks of the job make that use together, whether
-    it is this call or the first training forward of a layer, and make those of several descriptions in the same order.
-    This call is the way to have it done at a moment of your choice. A mesh has its groups already.
+    It can travel where a :class:`torch.distributed.ProcessGroup` cannot. In a process without a job it stands for no
+    group at all.
+    """
 
-    Args:
-        process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of
-            ranks, or a 1-D :class:`torch.distributed.device_mesh.DeviceMesh`.
+    ranks: tuple[int, ...]
 
-    Returns:
-        A :class:`torch.distributed.ProcessGroup`; the default one if all ranks of the job are in the group. None where
-        there is no job.
+
+def rule_of(description: Any) -> Rule:
+    """Returns the rule that an int, ``"node"``, lists of ranks or a :class:`RankGroup` state.
 
     Raises:
-        TypeError: ``process_group`` is none of these.
-        ValueError: the job's ranks do not divide into groups of this number; a rank of the job is in no list, or the
-            job has no rank that is in one; numbers or lists that make sense in no job.
-
-    Example::
-
-        >>> group = bagua_syncbn.sync_group(8)
-        >>> torch.distributed.all_reduce(tensor, group=group)
+        TypeError: ``description`` is none of these.
+        ValueError: it makes sense in no job.
     """
-    if not is_description(process_group):
-        raise TypeError(
-            'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
-            f"got {type(process_group).__name__}"
-        )
-    return described_group(process_group)
+    if isinstance(description, RankGroup):
+        return tuple(sorted(description.ranks))
+    if isinstance(description, int) and not isinstance(description, bool):
+        if description < 1:
+            raise ValueError(f"process_group: expected at least 1 consecutive rank, got {description}")
+        return description
+    if isinstance(description, str) and description == NODE:
+        return NODE
+    if isinstance(description, (list, tuple)) and all(isinstance(ranks, (list, tuple)) for ranks in description):
+        _check_lists(description)
+        return tuple(map(tuple, description))
+    raise TypeError(_expected(description))
 
 
-def described_group(description: Any) -> Any:
-    """:func:`sync_group` of what :func:`is_description` accepts. Each forward pass comes here."""
-    world = default_group()
-    if world is None or _is_mesh(description):
-        check_description(description)
-        return None if world is None else description.get_group()
-
-    def make() -> Any:
-        check_description(description)
-        partition = _partition(description, world)
-        # By the partition too, so that descriptions of the same groups share them.
-        return made_once(partition, lambda: _make_groups(partition, world))
-
-    # Lists as tuples, unchecked: there are groups only of such as make sense.
-    return made_once(tuple(map(tuple, description)) if isinstance(description, (list, tuple)) else description, make)
+def described(rule: Rule) -> Any:
+    """Returns what :func:`rule_of` takes for ``rule``, and a user understands."""
+    if not isinstance(rule, tuple):
+        return rule
+    lists: Any = rule
+    return RankGroup(lists) if is_ranks(rule) else [list(ranks) for ranks in lists]
 
 
-def to_torch_group(process_group: Any) -> Any:
-    """Returns the c10d group that ``process_group`` stands for, made by the members together if need be; None stays.
-
-    Raises:
-        TypeError: it is neither a c10d group nor a description or the ranks of one, such as a Communicator.
-    """
-    if process_group is None or is_process_group(process_group):
-        return process_group
-    if isinstance(process_group, RankGroup):
-        return process_group.resolve()
-    if is_description(process_group):
-        return described_group(process_group)
-    raise TypeError(
-        "process_group: expected None, a torch.distributed.ProcessGroup or a description of one where torch runs the "
-        f"job, got {type(process_group).__name__}"
-    )
+def is_ranks(rule: Rule) -> TypeGuard[Ranks]:
+    """Whether ``rule`` names the ranks of this one's group and no other groups."""
+    return isinstance(rule, tuple) and isinstance(rule[0], int)
 
 
-def describe_group(process_group: Any) -> Any:
-    """Returns what to keep of ``process_group`` in a copy or a file: a description of it, where it is not one itself.
-
-    A mesh holds process groups, which cannot travel, so of it remain the ranks too.
-    """
-    if isinstance(process_group, WeakGroup):
-        return process_group.description
-    if bagua.is_process_group(process_group):
-        return None if process_group is bagua.default_group() else RankGroup(tuple(process_group.ranks))
-    if is_process_group(process_group):
-        return describe_process_group(process_group)
-    if _is_mesh(process_group):
-        if default_group() is None:
-            return RankGroup(tuple(process_group.mesh.tolist()))
-        return describe_process_group(process_group.get_group())
-    return process_group
-
-
-def held_weakly(process_group: Any) -> Any:
-    """Returns what a layer keeps of ``process_group``: a weak reference to a c10d group, or to that of a mesh.
-
-    Raises:
-        ValueError: as :func:`check_description`, for a mesh in a job.
-    """
-    if _is_mesh(process_group) and default_group() is not None:
-        check_description(process_group)
-        process_group = process_group.get_group()
-    return WeakGroup(process_group) if is_process_group(process_group) else process_group
-
-
-def is_description(process_group: object) -> bool:
-    """Whether ``process_group`` is of a kind that :func:`sync_group` takes."""
-    if isinstance(process_group, (list, tuple)):
-        return all(isinstance(ranks, (list, tuple)) for ranks in process_group)
-    if isinstance(process_group, int):
-        return not isinstance(process_group, bool)
-    return (isinstance(process_group, str) and process_group == NODE) or _is_mesh(process_group)
-
-
-def check_description(process_group: Any) -> None:
-    """Raises for a description that this process can know to be wrong, without communication.
-
-    Raises:
-        TypeError: something other than an int stands where a rank is expected.
-        ValueError: as :func:`sync_group`.
-    """
-    world = default_group()
-    if _is_mesh(process_group):
-        _check_mesh(process_group, world)
-    elif isinstance(process_group, int):
-        if process_group < 1:
-            raise ValueError(f"process_group: expected at least 1 consecutive rank, got {process_group}")
-        if world is not None and world.size() % process_group:
+def check_rule(rule: Rule, rank: int, size: int) -> None:
+    """Raises ValueError for a rule that a job of ``size`` does not fit. A job of one rank fits all: it is alone."""
+    if size == 1 or rule is None or rule == NODE:
+        return
+    if isinstance(rule, int):
+        if size % rule:
             raise ValueError(
-                f"process_group: expected a number that divides the {world.size()} ranks of the job, "
-                f"got {process_group}, which leaves {world.size() % process_group} of them over"
+                f"process_group: expected a number that divides the {size} ranks of the job, "
+                f"got {rule}, which leaves {size % rule} of them over"
             )
-    elif process_group != NODE:
-        _check_lists(process_group)
-        if world is not None:
-            _check_lists_cover(process_group, world)
+    elif is_ranks(rule):
+        if rank not in rule or max(rule) >= size:
+            raise ValueError(
+                f"process_group: expected ranks of this job that include this one, rank {rank} of {size}, got {rule}; "
+                "assign the process_group attribute of the loaded layers, or convert the model again with a group of "
+                "this job"
+            )
+    else:
+        _check_lists_cover(described(rule), size)
 
 
-def _partition(description: Any, world: Any) -> _Partition:
-    """The ranks of all groups that ``description`` stands for, in one order however they were given."""
-    if description == NODE:
-        return _exchange_hosts(world)
-    if isinstance(description, int):
-        return tuple(tuple(range(first, first + description)) for first in range(0, world.size(), description))
-    return tuple(sorted(tuple(sorted(ranks)) for ranks in description))
+def group_ranks(rule: Rule, job: Job) -> Ranks:
+    """Returns the ranks of this one's group. For all rules but ranks, the whole job makes the first use together.
 
-
-def _make_groups(partition: _Partition, world: Any) -> Any:
-    """Makes all groups of ``partition``, and returns the one of this rank: the default one, if it is the only one.
-
-    Made by all ranks, because new_group with use_local_synchronization finds the members of a group together only if
-    they are in the same number of groups already: it names the group by that.
+    Raises:
+        ValueError: the job does not fit ``rule``; ranks have different ones.
     """
-    if len(partition) == 1:
-        return world
-    own = None
-    for ranks in partition:
-        group = dist.new_group(list(ranks))
-        if world.rank() in ranks:
-            own = group
-    return own
+    if job.size == 1:
+        return job.everyone
+    check_rule(rule, job.rank, job.size)
+    if is_ranks(rule):
+        return rule
+    return job.own_ranks(rule, lambda: _agree(rule, job))
 
 
-def _exchange_hosts(world: Any) -> _Partition:
-    hosts: list[Any] = [None] * world.size()
-    dist.all_gather_object(hosts, _host())
-    ranks: dict[Any, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
-    return tuple(tuple(members) for members in ranks.values())
+def _agree(rule: Rule, job: Job) -> Ranks:
+    brought = job.exchange([str(described(rule)), *_host()])
+    rules = [rule for rule, *_ in brought]
+    if len(set(rules)) > 1:
+        what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))
+        raise ValueError(f"process_group: expected the same on all {job.size} ranks of the job, got {what}")
+    if rule == NODE:
+        own = brought[job.rank]
+        return tuple(rank for rank, host in enumerate(brought) if host == own)
+    if isinstance(rule, int):
+        first = job.rank - job.rank % rule
+        return tuple(range(first, first + rule))
+    lists: Any = rule or ()
+    return next((tuple(sorted(ranks)) for ranks in lists if job.rank in ranks), job.everyone)
 
 
 def _host() -> tuple[str, str]:
     # The name alone would join machines that share one, as images with a fixed name do.
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def _expected(got: Any) -> str:
+    kinds = (
+        "process_group: expected None, a torch.distributed.ProcessGroup, a BaguaProcessGroup, an int, 'node', a list "
+        "of lists of ranks, a 1-D DeviceMesh or a Communicator, got "
+    )
+    if isinstance(got, (list, tuple)) and got and all(isinstance(rank, int) for rank in got):
+        return f"{kinds}{got}; one group of these ranks is {[list(got)]}"
+    return kinds + (repr(got) if isinstance(got, str) else type(got).__name__)
 
 
 def _check_lists(lists: Sequence[Sequence[Any]]) -> None:
@@ -207,29 +149,12 @@ def _check_lists(lists: Sequence[Sequence[Any]]) -> None:
             raise ValueError(f"process_group: expected each rank in one list, once, got rank {rank} twice in {lists}")
 
 
-def _check_lists_cover(lists: Sequence[Sequence[int]], world: Any) -> None:
-    given, expected = {rank for ranks in lists for rank in ranks}, set(range(world.size()))
+def _check_lists_cover(lists: Sequence[Sequence[int]], size: int) -> None:
+    given, expected = {rank for ranks in lists for rank in ranks}, set(range(size))
     for what, ranks in (("no list for rank", expected - given), ("no such rank as", given - expected)):
         if ranks:
             numbers = ", ".join(map(str, sorted(ranks)))
             raise ValueError(
-                f"process_group: expected each of the {world.size()} ranks of the job in one list, "
+                f"process_group: expected each of the {size} ranks of the job in one list, "
                 f"got {what} {numbers} in {lists}"
             )
-
-
-def _is_mesh(process_group: object) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(process_group, DeviceMesh)
-
-
-def _check_mesh(mesh: Any, world: Any) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"process_group: expected a DeviceMesh of 1 dimension, got one of {mesh.ndim}; name one, as in mesh['dp']"
-        )
-    if world is not None and mesh.get_coordinate() is None:
-        raise ValueError(f"process_group: expected a DeviceMesh with this rank, rank {world.rank()}, got {mesh}")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..communicators import RankGroup, WeakGroup, check_process_group, held_weakly
+from ..communicators import EVERYONE, Peers, peers_of
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
@@ -68,7 +68,7 @@ def convert_sync_batchnorm(
         >>> model = bagua_syncbn.convert_sync_batchnorm(model, filter=lambda name, layer: "head" not in name)
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
-    check_process_group(process_group)
+    peers = peers_of(process_group)
     # All the classes first: one layer that is refused leaves all as they were.
     targets: dict[nn.Module, tuple[type[SyncBatchNorm], str]] = {}
     findings = examine(module, filter)
@@ -83,8 +83,8 @@ def convert_sync_batchnorm(
             change_class(layer, cls)
             if name:
                 vars(layer)["name_in_model"] = name
-            if process_group is not None:
-                layer.process_group = process_group
+            if peers is not EVERYONE:
+                vars(layer)["_peers"] = peers
     _forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
@@ -119,7 +119,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     groups = [_groups_before_conversion(layer) for layer in layers]
     with _restored_on_error(layers):
         for layer, cls, attributes in zip(layers, classes, groups, strict=True):
-            for name in ("process_group", "groups_before", "name_in_model"):
+            for name in ("_peers", "groups_before", "name_in_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)
@@ -150,20 +150,13 @@ def _take_group(layer: nn.Module) -> None:
     for name in groups:
         del vars(layer)[name]
     if groups:
-        held = {name: held_weakly(group) for name, group in groups.items()}
-        vars(layer).update(groups_before=held, process_group=next(iter(held.values())))
+        before = {name: peers_of(group) for name, group in groups.items()}
+        vars(layer).update(groups_before=before, _peers=next(iter(before.values())))
 
 
 def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
-    groups = vars(layer).get("groups_before", {})
-    return {name: _group_before(group) for name, group in groups.items()}
-
-
-def _group_before(group: Any) -> Any:
-    if isinstance(group, WeakGroup):
-        return group.get()
-    # A layer that was copied or loaded has the ranks of a group; the class of before needs the group.
-    return group.resolve() if isinstance(group, RankGroup) else group
+    groups: dict[str, Peers] = vars(layer).get("groups_before", {})
+    return {name: peers.group_before() for name, peers in groups.items()}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from own_groups import forget_groups
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -17,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group, with_bagua
-from bagua_syncbn.communicators import c10d
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, with_bagua
 
 
 class OwnForward(nn.BatchNorm2d):
@@ -198,20 +198,31 @@ def test_every_kind_of_group_compiles_in_one_graph(pool, kind, travels):
 
 def compiled_before_its_group_exists(kind):
     torch._dynamo.reset()
-    c10d._groups.clear()
-    layer = layer_in(kind)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected a group that exists when"):
-        mean_of_ranks(torch.compile(layer, backend="aot_eager", fullgraph=True))
-    with_breaks = mean_of_ranks(torch.compile(layer, backend="aot_eager"))
-    c10d._groups.clear()
+    forget_groups()
+    layers = [layer_in(kind), layer_in(None)]
+    means = [mean_of_ranks(torch.compile(layer, backend="aot_eager", fullgraph=True)) for layer in layers]
+    return means, mean_of_ranks(layers[0], 10)
+
+
+@pytest.mark.parametrize("kind", [None, "group", "node"], ids=str)
+def test_groups_are_made_while_tracing(pool, kind):
+    assert pool.run(compiled_before_its_group_exists, 2, kind) == [([0.5, 0.5], 10.5)] * 2
+
+
+def changed_after_compilation():
     torch._dynamo.reset()
-    sync_group(kind)
-    return with_breaks, mean_of_ranks(torch.compile(layer, backend="aot_eager", fullgraph=True), 10)
+    layer = layer_in(None)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    means = []
+    for kind in (None, 1, [[0, 1]], "group", None):
+        layer.process_group = dist.new_group([0, 1]) if kind == "group" else kind
+        means.append(mean_of_ranks(compiled))
+    return means
 
 
-@pytest.mark.parametrize("kind", ["node", [[0, 1]]], ids=str)
-def test_groups_are_not_made_while_tracing(pool, kind):
-    assert pool.run(compiled_before_its_group_exists, 2, kind) == [(0.5, 10.5)] * 2
+def test_a_group_that_is_changed_after_compilation_is_used(pool):
+    for rank, means in enumerate(pool.run(changed_after_compilation, 2)):
+        assert means == [0.5, rank, 0.5, 0.5, 0.5]
 
 
 compiled_once = {}

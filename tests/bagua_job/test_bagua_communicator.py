@@ -257,12 +257,11 @@ def test_a_tensor_of_another_device_never_reaches_nccl(pool):
 def test_a_bagua_group_without_a_job_is_named():
     group = communication.BaguaProcessGroup([0], None, "early")
     layer = SyncBatchNorm1d(2)
-    layer.process_group = group
     for use in (
+        lambda: setattr(layer, "process_group", group),
         lambda: SyncBatchNorm1d(2, process_group=group),
         lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), group),
         lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=group),
-        lambda: layer(torch.randn(4, 2)),
     ):
         with pytest.raises(RuntimeError, match=r"got a BaguaProcessGroup before bagua\.torch_api\.init_process_group"):
             use()

@@ -25,18 +25,24 @@ def groups_of_each_kind():
     }
 
 
-def destroy_while_everything_lives(kind):
+def destroy_while_everything_lives(kind, compiles):
     process_group, group = groups_of_each_kind()[kind]
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model = bagua_syncbn.convert_sync_batchnorm(model, process_group)
     before = torch.nn.SyncBatchNorm(3)
     before.process_group = group
     converted = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(before))
+    if compiles:
+        torch._dynamo.reset()
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
     losses = [model(torch.randn(5, 4)).square().sum() for _ in range(2)]
     losses[0].backward()
-    group, process_group = ref(group), None
+    own = bagua_syncbn.communicators.resolve_communicator(process_group).group
+    # torch's compiler keeps the default group by itself, whatever model it compiles.
+    watched = [ref(one) for one in (group, own) if not (compiles and one is dist.group.WORLD)]
+    group = own = process_group = None
     dist.destroy_process_group()
-    assert group() is None, "something keeps the destroyed group alive"
+    assert [one() for one in watched] == [None] * len(watched), "something keeps a destroyed group alive"
     messages = []
     for attempt in (losses[1].backward, lambda: model(torch.randn(5, 4))):
         try:
@@ -48,12 +54,13 @@ def destroy_while_everything_lives(kind):
     return messages, len(converted)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("kind", ["default", "explicit", "communicator", "description", "mesh"])
-def test_outputs_layers_and_graphs_keep_no_group_alive(pool, kind):
-    results = pool.run(destroy_while_everything_lives, 2, kind)
+def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(pool, kind, compiles):
+    results = pool.run(destroy_while_everything_lives, 2, kind, compiles)
     pool.forget_job()
     for messages, _ in results:
-        assert "destroyed" in messages[0], messages
+        assert "destroyed" in messages[0] or (compiles and "resolve" in messages[0]), messages
 
 
 SCRIPT = """

@@ -5,15 +5,25 @@ import gc
 import io
 import pickle
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from own_groups import forget_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
-from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, c10d, groups, resolve_communicator
+from bagua_syncbn.communicators import (
+    LOCAL,
+    Communicator,
+    RankGroup,
+    TorchCommunicator,
+    c10d,
+    groups,
+    resolve_communicator,
+)
 
 # Groups by description
 
@@ -50,20 +60,20 @@ def test_ranks_of_each_description(pool, process_group, expected):
 
 def on_hosts(number):
     exchanges = []
-    host, all_gather_object = groups._host, dist.all_gather_object
+    host, exchange = groups._host, c10d.Job.exchange
 
     def counted(*args):
         exchanges.append(args)
-        all_gather_object(*args)
+        return exchange(*args)
 
+    forget_groups()
     groups._host = lambda: (f"host {dist.get_rank() % number}", "")
-    dist.all_gather_object = counted
-    c10d._groups.clear()
+    c10d.Job.exchange = counted
     try:
         return ranks_of("node"), [running_mean("node") for _ in range(3)], len(exchanges)
     finally:
-        groups._host, dist.all_gather_object = host, all_gather_object
-        c10d._groups.clear()
+        groups._host, c10d.Job.exchange = host, exchange
+        forget_groups()
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -78,13 +88,13 @@ def checks_of(process_group):
     """How often a description is checked in forward passes that find its group."""
     layer = SyncBatchNorm(1, process_group=process_group)
     layer(torch.randn(2, 1))
-    checked, check = [], groups.check_description
-    groups.check_description = checked.append
+    checked, check = [], groups.check_rule
+    groups.check_rule = lambda *rule: checked.append(rule)
     try:
         for _ in range(3):
             layer(torch.randn(2, 1))
     finally:
-        groups.check_description = check
+        groups.check_rule = check
     return len(checked)
 
 
@@ -94,31 +104,96 @@ def test_a_description_is_checked_at_its_first_use_only(pool, process_group):
 
 
 def shared():
-    made = []
-    c10d._groups.clear()
-    new_group = dist.new_group
-
-    def counted(*args, **kwargs):
-        made.append(args)
-        return new_group(*args, **kwargs)
-
-    dist.new_group = counted
-    try:
-        pairs = [[1, 2], [3, 0]]
-        model = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(3)))
-        convert_sync_batchnorm(model, pairs)
-        model(torch.randn(3, 1))
-        copy.deepcopy(model)(torch.randn(3, 1))
-        assert sync_group(4) is dist.group.WORLD
-        assert sync_group(pairs) is resolve_communicator(pairs).group is sync_group([[0, 3], [2, 1]])
-        assert sync_group(2) is sync_group([[0, 1], [2, 3]])
-        return len(made)
-    finally:
-        dist.new_group = new_group
+    forget_groups()
+    known = dist.distributed_c10d._world.pg_names
+    before = len(known)
+    pairs = [[1, 2], [3, 0]]
+    model = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(3)))
+    convert_sync_batchnorm(model, pairs)
+    model(torch.randn(3, 1))
+    copy.deepcopy(model)(torch.randn(3, 1))
+    of_layers = len(known) - before
+    assert sync_group(4) is dist.group.WORLD
+    assert sync_group(pairs) is sync_group([[0, 3], [2, 1]])
+    assert sync_group(pairs) is not resolve_communicator(pairs).group is resolve_communicator([[3, 0], [1, 2]]).group
+    assert sync_group(2) is sync_group([[0, 1], [2, 3]])
+    return of_layers, len(known) - before
 
 
 def test_layers_and_copies_share_a_group_that_is_made_once(pool):
-    assert pool.run(shared, 4) == [4] * 4
+    # For the layers, of all ranks and of two pairs, and for the user of the two.
+    assert pool.run(shared, 4) == [(1, 5)] * 4
+
+
+def alone_together():
+    """Whether each way to say who gives a group that nobody else uses, and that is as the one it stands for."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    made = [resolve_communicator(kind).group for kind in (None, dist.group.WORLD, mine, 2)]
+    assert made[0] is made[1] is not dist.group.WORLD
+    assert made[2] is made[3] is not mine
+    exactly = TorchCommunicator(mine)
+    layer = SyncBatchNorm(1, process_group=exactly)
+    assert layer.process_group is copy.deepcopy(layer).process_group is exactly
+    assert exactly.group is mine
+    with pytest.raises(TypeError, match=r"got TorchCommunicator\(ranks=\(\d, \d\)\), which is one group"):
+        pickle.dumps(layer)
+    return [dist.get_backend(group) for group in made], repr(layer)
+
+
+def test_layers_have_groups_of_their_own(pool):
+    for rank, (backends, text) in enumerate(pool.run(alone_together, 4)):
+        assert backends == ["gloo"] * 4
+        assert f"process_group=TorchCommunicator(ranks={(rank // 2 * 2, rank // 2 * 2 + 1)})" in text
+
+
+def in_different_numbers_of_groups():
+    """Rank 0 is in more groups than rank 1; members make the group of the layers, in whatever order."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return [running_mean(first)]
+    if dist.get_rank() == 2:
+        return [running_mean(second)]
+    return [running_mean(second), running_mean(first)]
+
+
+def test_members_alone_make_the_groups_of_their_layers(pool):
+    assert pool.run(in_different_numbers_of_groups, 3) == [[1.0, 0.5], [0.5], [1.0]]
+
+
+def different_descriptions():
+    forget_groups()
+    rank = dist.get_rank()
+    errors = []
+    for mine in ((2, 2, 4)[rank % 3], None if rank else "node"):
+        layer = SyncBatchNorm(1, process_group=mine)
+        with pytest.raises(ValueError, match="expected the same on all 4 ranks") as error:
+            layer(torch.randn(2, 1))
+        errors.append(str(error.value))
+    return errors
+
+
+def test_descriptions_that_differ_are_named_on_every_rank(pool):
+    for errors in pool.run(different_descriptions, 4):
+        assert "got 2 on rank 0, 4 on rank 2" in errors[0]
+        assert "got node on rank 0, None on rank 1" in errors[1]
+
+
+def timeouts_of_groups(store):
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
+    kinds = [None] if rank == 2 else [None, RankGroup((0, 1)), given]
+    groups = [resolve_communicator(kind).group for kind in kinds]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_groups_have_the_time_out_of_the_job_or_of_the_group_that_was_given(pool, tmp_path):
+    first, *_, last = pool.run(timeouts_of_groups, 3, str(tmp_path / "store"))
+    pool.forget_job()
+    assert first == [60, 60, 60]  # the layers of the same ranks share one
+    assert last == [60]
 
 
 def destroyed(kept):
@@ -143,7 +218,7 @@ def on_meshes():
     means = [running_mean(mesh[name]) for name in ("node", "local")]
     layer = SyncBatchNorm(1, process_group=mesh["local"])
     described = copy.deepcopy(layer).process_group
-    same = resolve_communicator(described).group is mesh["local"].get_group()
+    same = resolve_communicator(described).group is resolve_communicator(mesh["local"]).group
     loaded = pickle.loads(pickle.dumps(layer)).process_group
     whole = copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group
     try:
@@ -222,7 +297,7 @@ DESCRIPTIONS = [2, "node", [[0, 1]]]
 def test_without_a_job_descriptions_are_local_and_travel(process_group):
     assert sync_group(process_group) is None
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), process_group)
-    assert f"process_group={process_group}" in repr(model)
+    assert f"process_group={process_group!r}" in repr(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -236,6 +311,15 @@ def test_without_a_job_descriptions_are_local_and_travel(process_group):
 def resolve_in_a_new_job():
     group = sync_group(1)
     return dist.get_process_group_ranks(group), running_mean("node"), running_mean(1)
+
+
+def alone_whatever_the_description():
+    layers = [SyncBatchNorm(1, process_group=group) for group in (4, [[0, 1], [2, 3]], RankGroup((2, 3)))]
+    return [layer(torch.randn(3, 1)).shape[0] for layer in layers]
+
+
+def test_a_job_of_one_rank_is_alone_with_the_description_of_a_larger_one(pool):
+    assert pool.run(alone_whatever_the_description, 1) == [[3, 3, 3]]
 
 
 def test_each_job_resolves_anew(pool):
@@ -257,7 +341,7 @@ def two_groups():
     layer(values)
     twin = copy.deepcopy(layer)
     twin(values)
-    assert resolve_communicator(twin[0].process_group).group is mine  # not a second one of the same ranks
+    assert resolve_communicator(twin[0].process_group).group is resolve_communicator(mine).group
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
@@ -308,7 +392,14 @@ def test_without_a_job_everyone_is_alone():
 
 @pytest.mark.parametrize(
     ("process_group", "named"),
-    [("host", "'host'"), (2.0, "float"), (True, "bool"), ([0, 1], "list"), (object(), "object")],
+    [
+        ("host", "'host'"),
+        (2.0, "float"),
+        (True, "bool"),
+        ([0, 1], r"\[0, 1\]; one group of these ranks is \[\[0, 1\]\]"),
+        ([0, "1"], "list"),
+        (object(), "object"),
+    ],
 )
 def test_what_is_no_group_is_named(process_group, named):
     for use in (resolve_communicator, lambda group: SyncBatchNorm(2, process_group=group)):
@@ -337,8 +428,8 @@ def exchange_by_ranks():
     if dist.get_rank() == 1:
         return None
     first = exchange(RankGroup((0, 2)))
-    assert RankGroup((0, 2)).resolve() is RankGroup((0, 2)).resolve()
-    kept.append(RankGroup((0, 2)).resolve())  # outlives its job, as a group in a variable does
+    assert resolve_communicator(RankGroup((0, 2))).group is resolve_communicator(RankGroup((2, 0))).group
+    kept.append(resolve_communicator(RankGroup((0, 2))).group)  # outlives its job, as a group in a variable does
     assert dist.get_process_group_ranks(kept[-1]) == [0, 2]  # raises for a group of a job that has ended
     return first
 
@@ -378,7 +469,8 @@ def exchange_where_single_all_gather_raises(message):
     single, c10d._all_gather_single = c10d._all_gather_single, unsupported
     try:
         group = dist.new_group([0, 1])
-        return [exchange(group)[2], exchange(group)[2]], len(calls)
+        exactly = TorchCommunicator(group)
+        return [exchange(exactly)[2], exchange(exactly)[2]], len(calls)
     except RuntimeError as error:
         return str(error), len(calls)
     finally:

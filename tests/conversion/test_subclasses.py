@@ -441,7 +441,7 @@ def groups_by_other_names():
         restored = [twin[0].group.size(), twin[1]._process_group.size()]
         revert_sync_batchnorm(convert_sync_batchnorm(model, other))
         kept = [model[0].group is group, model[1]._process_group is group]
-        left = any({"process_group", "groups_before"} & vars(layer).keys() for layer in model)
+        left = any({"_peers", "groups_before"} & vars(layer).keys() for layer in model)
 
         ambiguous = nn.Sequential(OfMMCV(1, group=group))
         ambiguous[0].second = other

@@ -278,7 +278,7 @@ def wrap_by_description(kind):
     optimizer = torch.optim.SGD(model.parameters(), lr=float(dist.get_rank()))
     with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
     # Of a mesh layers keep what it stands for.
-    assert model[1].process_group is (process_group.get_group() if kind == "mesh" else process_group)
+    assert model[1].process_group == (process_group.get_group() if kind == "mesh" else process_group)
     weight = model[0].weight.item()
     nn.init.ones_(model[0].weight)
     model(torch.full((2, 1), float(dist.get_rank()))).sum().backward()

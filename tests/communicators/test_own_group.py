@@ -1,0 +1,71 @@
+"""Layers beside gradients: what DistributedDataParallel sends, and when, does not concern them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua_syncbn import convert_sync_batchnorm
+
+CHANNELS, SAMPLES = 16, 5
+
+
+class Skipping(nn.Module):
+    """A norm between a block that some ranks skip and another layer; the block's gradients are in the first bucket.
+
+    On a rank that skips it this bucket is sent before the norm's sums, on the others after them.
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(CHANNELS, CHANNELS)
+        self.norm = nn.BatchNorm1d(CHANNELS)
+        self.last = nn.Linear(CHANNELS, CHANNELS)
+        self.block = nn.ParameterList([torch.randn(2, width)])  # the last one's are the first to be sent
+
+    def before_norm(self, input, skips):
+        hidden = self.first(input)
+        scale, shift = self.block[0][:, :CHANNELS]
+        return hidden if skips else hidden + torch.tanh(hidden * scale + shift)
+
+    def forward(self, input, skips):
+        return self.last(self.norm(self.before_norm(input, skips)))
+
+
+def make(width):
+    torch.manual_seed(0)
+    return Skipping(width).double()
+
+
+def draw(world_size):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, world_size, SAMPLES, CHANNELS, dtype=torch.float64, generator=generator)
+
+
+def grads_of(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def trained_beside_gradients(width, bucket_cap_mb, kind):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    inputs, grad_outputs = draw(world_size)
+    process_group = {"none": None, "given": dist.group.WORLD, "description": world_size}[kind]
+    model = convert_sync_batchnorm(make(width), process_group)
+    model = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb)
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs[rank], rank == 0).backward(grad_outputs[rank])
+    return grads_of(model)
+
+
+# The bucket is as large as the norm's message, or larger than what torch puts into the first by itself.
+@pytest.mark.parametrize(("width", "bucket_cap_mb"), [(CHANNELS, 2 * CHANNELS * 8 / 2**20), (80_000, None)])
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "none"), (3, "none"), (2, "given"), (2, "description")])
+def test_a_block_that_one_rank_skips(pool, world_size, kind, width, bucket_cap_mb):
+    inputs, grad_outputs = draw(world_size)
+    model = make(width)
+    hidden = torch.cat([model.before_norm(input, rank == 0) for rank, input in enumerate(inputs)])
+    model.last(model.norm(hidden)).backward(grad_outputs.flatten(0, 1) / world_size)
+    for grads in pool.run(trained_beside_gradients, world_size, width, bucket_cap_mb, kind):
+        torch.testing.assert_close(grads, grads_of(model), rtol=1e-9, atol=1e-12)
