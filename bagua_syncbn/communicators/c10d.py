@@ -173,14 +173,15 @@ class Job:
         given = self._alive(self._given.get(ranks)) if like_given else None
         return self._made_once("layers", ranks, given or self._world())
 
-    def users_group(self, ranks: tuple[int, ...]) -> Any:
+    def users_group(self, ranks: tuple[int, ...], like_given: bool) -> Any:
         """Returns a group of these ranks for the user: the default one, one that he gave, or one made by the members.
 
         Not that of the layers: what he sends through it must not come between what they send.
         """
-        if len(ranks) == self.size:
-            return self._world()
-        return self._alive(self._given.get(ranks)) or self._made_once("user", ranks, self._world())
+        given = self._alive(self._given.get(ranks)) if like_given else None
+        if given is not None or len(ranks) == self.size:
+            return given or self._world()
+        return self._made_once("user", ranks, self._world())
 
     def exchange(self, value: Any) -> list[Any]:
         """Returns what the ranks of the job brought, in their order; all of them make the call. Of JSON's types.

@@ -171,7 +171,7 @@ class Peers:
         world = c10d.default_group()
         if given is None or world is None or c10d.is_process_group(given):
             return given if world is not None else None
-        return c10d.job_of(world).users_group(self.seat.ranks())
+        return c10d.job_of(world).users_group(self.seat.ranks(), like_given=is_ranks(self.seat.rule))
 
     def group_before(self) -> Any:
         """Returns what a layer of another class had: the group itself, also where only its ranks were copied."""
