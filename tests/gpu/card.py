@@ -25,7 +25,6 @@ FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "ten
 # Ops of ATen after which a device has nothing to do, beside views, and those that take tensors here and there.
 FREE = {"empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "_has_compatible_shallow_copy_type"}
 MIXING = {"copy_", "_has_compatible_shallow_copy_type"}
-PROPERTIES = SimpleNamespace(L2_cache_size=2**16)
 
 _device_of, _to = torch.Tensor.device, torch.Tensor.to
 
@@ -37,6 +36,10 @@ def marked(tensor):
 def mark(tensor, on=True):
     tensor.untyped_storage().on_card = on
     return tensor
+
+
+def pinned(tensor):
+    return getattr(tensor.untyped_storage(), "pinned", False)
 
 
 def is_card(device):
@@ -65,8 +68,6 @@ class Event:
 
 
 class Card(TorchDispatchMode):
-    """What is dispatched while the card is there."""
-
     def __init__(self, kernels):
         super().__init__()
         self.kernels = {f"bagua_syncbn::{name}": kernel for name, kernel in vars(kernels).items()}
@@ -79,7 +80,7 @@ class Card(TorchDispatchMode):
         name, short, given = func._schema.name, func._schema.name.split("::")[1], tensors_in(args, kwargs)
         if not any(map(marked, given)):
             return func(*args, **kwargs)
-        apart = not all(marked(t) or (t.dim() == 0 and name.startswith("aten")) for t in given)
+        apart = not all(marked(t) or pinned(t) or (t.dim() == 0 and name.startswith("aten")) for t in given)
         if apart and short not in MIXING:
             raise RuntimeError(f"Expected all tensors to be on the same device, got cuda:0 and cpu, in {name}")
         if reads_on_host(func, args, kwargs) or (apart and short == "copy_" and args[2:] != (True,)):
@@ -103,9 +104,6 @@ class Card(TorchDispatchMode):
         if not self.may_wait:
             raise RuntimeError("called a synchronizing CUDA operation")
         self.happened("cuda_runtime", "cudaStreamSynchronize")
-
-    def set_sync_debug_mode(self, mode):
-        self.may_wait = mode == "default"
 
     @contextmanager
     def profile(self, activities):
@@ -141,9 +139,11 @@ def on_card(kernels):
             return mark(result.detach().clone(), is_card(device))
 
     def factory(original):
-        def make(*args, device=None, **kwargs):
+        def make(*args, device=None, pin_memory=False, **kwargs):
             if not is_card(device):
-                return original(*args, **kwargs, device=device)
+                result = original(*args, **kwargs, device=device)
+                result.untyped_storage().pinned = pin_memory
+                return result
             here.happened("kernel", original.__name__)
             return mark(original(*args, **kwargs, device="cpu"))
 
@@ -160,10 +160,10 @@ def on_card(kernels):
     of_cuda = {
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
-        "get_device_properties": lambda device: PROPERTIES,
+        "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=2**16),
         "synchronize": lambda: None,
         "Event": Event,
-        "set_sync_debug_mode": here.set_sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(here, "may_wait", mode == "default"),
         "_sleep": lambda cycles: None,
     }
     with (
