@@ -38,6 +38,12 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def pytest_version() -> str | None:
+    """None where there is none, or one that does not know where the tests' helpers are: the tests are run without."""
+    version = version_of("pytest")
+    return version if version and util.find_spec("pytest") and int(version.split(".")[0]) >= 7 else None
+
+
 def bagua_version() -> str | None:
     """By the name of the package: Bagua's wheels, one for each CUDA, have names of their own."""
     found = metadata.packages_distributions().get("bagua")
@@ -85,7 +91,7 @@ def examine() -> dict[str, Any]:
         "compiler": compiler and first_line([*compiler.split(), "--version"]),
         "compute_sanitizer": find_tool("compute-sanitizer"),
         "bagua": bagua_version(),
-        "pytest": version_of("pytest") if util.find_spec("pytest") else None,
+        "pytest": pytest_version(),
     }
     needed = {
         "Python 3.10 or later": sys.version_info >= (3, 10),
