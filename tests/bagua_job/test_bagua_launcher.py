@@ -56,7 +56,7 @@ def test_the_example(losses_of_one_process, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["bagua.distributed.launch", "torch.distributed.run"])
 def test_a_bagua_job_by_the_launchers_variables(launcher, tmp_path):
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(TESTS / "helpers"), os.environ.get("PYTHONPATH", "")])
     launch(launcher, TESTS / "bagua_job" / "launched.py", tmp_path, PYTHONPATH=paths)
     first, second = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["1.num_batches_tracked"] == 3
