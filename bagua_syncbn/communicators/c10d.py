@@ -274,7 +274,8 @@ def _as_members_alone(world: Any, ranks: Sequence[int]) -> Iterator[None]:
 
 def _all_options(group: Any) -> list[Any]:
     backends = (group._get_backend(device) for device in group._device_types)
-    return [backend.options for backend in backends if hasattr(backend, "options")]
+    options = (getattr(backend, "options", None) for backend in backends)  # which not all have
+    return [one for one in options if one is not None]
 
 
 def _timeout(group: Any) -> Any:

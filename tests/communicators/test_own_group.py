@@ -22,15 +22,20 @@ class Skipping(nn.Module):
         self.first = nn.Linear(CHANNELS, CHANNELS)
         self.norm = nn.BatchNorm1d(CHANNELS)
         self.last = nn.Linear(CHANNELS, CHANNELS)
-        self.block = nn.ParameterList([torch.randn(2, width)])  # the last one's are the first to be sent
+        self.wide = nn.ParameterList([torch.randn(2, width)])
+        self.block = nn.ParameterList([torch.randn(2, CHANNELS)])  # the last one's are the first to be sent
 
     def before_norm(self, input, skips):
-        hidden = self.first(input)
-        scale, shift = self.block[0][:, :CHANNELS]
-        return hidden if skips else hidden + torch.tanh(hidden * scale + shift)
+        hidden = _scaled(self.first(input), self.wide)
+        return hidden if skips else hidden + _scaled(hidden, self.block)
 
     def forward(self, input, skips):
         return self.last(self.norm(self.before_norm(input, skips)))
+
+
+def _scaled(hidden, parameters):
+    scale, shift = parameters[0][:, :CHANNELS]
+    return torch.tanh(hidden * scale + shift)
 
 
 def make(width):
@@ -59,7 +64,7 @@ def trained_beside_gradients(width, bucket_cap_mb, kind):
     return grads_of(model)
 
 
-# The bucket is as large as the norm's message, or larger than what torch puts into the first by itself.
+# Each tensor has a bucket, the block's as large as the norm's message; or torch's, which end behind the wide one.
 @pytest.mark.parametrize(("width", "bucket_cap_mb"), [(CHANNELS, 2 * CHANNELS * 8 / 2**20), (80_000, None)])
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "none"), (3, "none"), (2, "given"), (2, "description")])
 def test_a_block_that_one_rank_skips(pool, world_size, kind, width, bucket_cap_mb):
