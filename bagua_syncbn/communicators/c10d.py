@@ -201,8 +201,8 @@ class Job:
             brought: list[Any] = json.loads(store.get("all"))
         except dist.DistStoreError as error:
             raise RuntimeError(
-                f"process_group: expected all {self.size} ranks of the job to make their groups together, "
-                f"got no sign of some; {value} is what this rank is to have"
+                f"process_group: expected all {self.size} ranks of the job to make the first use of a group together, "
+                "got no sign of some within its time-out; sync_group makes a description's groups beforehand"
             ) from error
         self._exchanges += 1
         return brought
