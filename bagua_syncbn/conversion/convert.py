@@ -68,7 +68,7 @@ def convert_sync_batchnorm(
         >>> model = bagua_syncbn.convert_sync_batchnorm(model, filter=lambda name, layer: "head" not in name)
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
-    peers = peers_of(process_group)
+    peers: Any = peers_of(process_group)
     # All the classes first: one layer that is refused leaves all as they were.
     targets: dict[nn.Module, tuple[type[SyncBatchNorm], str]] = {}
     findings = examine(module, filter)
@@ -84,7 +84,7 @@ def convert_sync_batchnorm(
             if name:
                 vars(layer)["name_in_model"] = name
             if peers is not EVERYONE:
-                vars(layer)["_peers"] = peers
+                layer.process_group = peers
     _forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
