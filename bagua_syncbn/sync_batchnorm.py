@@ -114,7 +114,7 @@ class SyncBatchNorm(_BatchNorm):
     @property
     def process_group(self) -> Any:
         """The ranks to synchronize with. A :class:`torch.distributed.ProcessGroup` is not kept alive by it."""
-        return self._peers.process_group
+        return peers_of(self._peers).process_group
 
     @process_group.setter
     def process_group(self, process_group: Any) -> None:

@@ -150,13 +150,20 @@ def _take_group(layer: nn.Module) -> None:
     for name in groups:
         del vars(layer)[name]
     if groups:
-        before = {name: peers_of(group) for name, group in groups.items()}
+        before = {name: _held(group) for name, group in groups.items()}
         vars(layer).update(groups_before=before, _peers=next(iter(before.values())))
 
 
 def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
-    groups: dict[str, Peers] = vars(layer).get("groups_before", {})
-    return {name: peers.group_before() for name, peers in groups.items()}
+    groups = vars(layer).get("groups_before", {}).items()
+    return {name: held.group_before() if isinstance(held, Peers) else held for name, held in groups}
+
+
+def _held(group: Any) -> Any:
+    try:
+        return peers_of(group)
+    except TypeError:  # what only the layer's own class knows: a training forward refuses it, revert brings it back
+        return group
 
 
 @contextmanager
