@@ -27,12 +27,13 @@ SOURCES := pyproject.toml setup.py $(NATIVE)
 # For `make gpu`: one that has a CUDA build of torch; nothing is installed.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel test-installs bagua-env \
+.PHONY: help demo test test-faults bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel test-installs bagua-env \
 	demo-bagua test-bagua lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
 	@echo 'make test    all tests that run without a GPU'
+	@echo 'make test-faults     ranks that diverge or die, also with 3 and 4 ranks'
 	@echo 'make bench   what synchronization costs here, and what others would: tables, results.json, charts; build/bench/'
 	@echo 'make bench-quick     the same as a first impression, in two minutes'
 	@echo 'make bench-results   measures what docs/benchmarks.md shows, on a quiet machine; make bench-docs only writes it'
@@ -70,6 +71,10 @@ sanitize: $(VENV)/installed-test
 		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/ops/test_native.py \
 			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
 	done
+
+# Ranks that diverge or die: all that is in docs/reliability.md, also with 3 and 4 ranks.
+test-faults: $(VENV)/installed-test
+	$(BIN)/python -m pytest $(ARGS) tests/faults
 
 bench: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
 	$(BIN)/python -m benchmarks $(ARGS)

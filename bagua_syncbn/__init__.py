@@ -1,6 +1,6 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
-from .autograd import Repeatable
+from .autograd import Repeatable, check
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
@@ -21,6 +21,7 @@ __all__ = [
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
     "__version__",
+    "check",
     "conversion_report",
     "convert_sync_batchnorm",
     "patch_torch_converter",

@@ -14,6 +14,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from . import ops
 from .autograd import (
     differentiable_batch_norm,
+    exchange_of,
     is_repetition,
     is_transforming,
     replicated_batch_norm,
@@ -38,6 +39,7 @@ def sync_batch_norm(
     *,
     num_batches_tracked: Tensor | None = None,
     eps_mode: str = "plus",
+    skip_nonfinite: bool = False,
     layer: nn.Module | None = None,
 ) -> Tensor:
     r"""Batch normalization with the statistics of all ranks of a group.
@@ -74,6 +76,9 @@ def sync_batch_norm(
             integer or float dtype.
         eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor, where
             ``eps`` may be 0 in training too.
+        skip_nonfinite: whether ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they are where the
+            statistics of all ranks together are infinite or not a number, as in a step that ``GradScaler`` skips. It is
+            decided on the device.
         layer: the module that calls. Activation checkpointing repeats the calls of each module in their order; all
             calls without a module count as calls of one module.
 
@@ -105,7 +110,7 @@ def sync_batch_norm(
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     if running_mean is None:
         num_batches_tracked = None  # it counts what the running statistics hold
-    options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode)
+    options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite)
     if isinstance(process_group, Replica):
         return replicated_batch_norm(input, weight, bias, options, process_group)
     peers = peers_of(process_group)
@@ -117,7 +122,7 @@ def sync_batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        if eps_mode == "plus" and momentum is not None and _suits_torch(input, tensors.values()):
+        if eps_mode == "plus" and not skip_nonfinite and momentum is not None and _suits_torch(input, tensors.values()):
             return _batch_norm_alone(input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked)
     if is_tracing() and communicator.size > 1:
         raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
@@ -132,7 +137,8 @@ def sync_batch_norm(
                 "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
                 "activation checkpointing repeats; take the checkpoint away"
             )
-        return differentiable_batch_norm(input, weight, bias, options, communicator)
+        exchange = exchange_of(layer, input, options, communicator)
+        return differentiable_batch_norm(input, weight, bias, options, exchange)
     return synchronized_batch_norm(input, weight, bias, options, communicator, layer)
 
 

@@ -49,6 +49,8 @@ class SyncBatchNorm(_BatchNorm):
         bias: with ``affine``, whether there is a :math:`\beta`.
         eps_mode: ``"plus"`` to divide by :math:`\sqrt{\mathrm{Var}[x] + \epsilon}`, as torch does, or ``"clamp"`` to
             divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
+        skip_nonfinite: whether to leave the running statistics as they are in a step whose batch statistics, of all
+            ranks, are infinite or not a number. Also an attribute, which can be set.
 
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
@@ -68,9 +70,14 @@ class SyncBatchNorm(_BatchNorm):
     # How eps keeps the deviation from zero, see sync_batch_norm.
     eps_mode: str = "plus"
 
+    # Whether a step with statistics that are not finite leaves the running ones as they are, see sync_batch_norm.
+    skip_nonfinite: bool = False
+
     # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
     # copies and files.
     name_in_model: str | None = None
+    # Likewise: a number for its place among the synchronized layers of the model, which other ranks' layers have too.
+    place_in_model: int = 0
 
     # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,
     # and the second does not count here.
@@ -102,6 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
         eps_mode: str = "plus",
+        skip_nonfinite: bool = False,
     ) -> None:
         peers = peers_of(process_group)
         check_eps_mode(eps_mode)
@@ -110,6 +118,7 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
         self._peers = peers
         self.eps_mode = eps_mode
+        self.skip_nonfinite = skip_nonfinite
 
     @property
     def process_group(self) -> Any:
@@ -149,6 +158,7 @@ class SyncBatchNorm(_BatchNorm):
             self._ranks() if self.training else LOCAL,
             num_batches_tracked=self.num_batches_tracked if tracks else None,
             eps_mode=self.eps_mode,
+            skip_nonfinite=self.skip_nonfinite,
             layer=self,
         )
 
@@ -184,8 +194,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
+        skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         group = "" if self._peers is EVERYONE else f", process_group={self._peers}"
-        return f"{super().extra_repr()}{eps_mode}{group}"
+        return f"{super().extra_repr()}{eps_mode}{skip}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
         return state_to_travel(vars(self))

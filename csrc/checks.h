@@ -81,18 +81,43 @@ inline void check_counter(const Tensor& tensor, const char* name, const Tensor& 
   check_device(tensor, name, other);
 }
 
+inline void check_fault(const std::optional<Tensor>& fault) {
+  if (!fault) return;
+  const bool records = scalar_type(*fault) == ScalarType::Long && fault->numel() == 8 && fault->is_contiguous() &&
+                       device_type(*fault) == aoti_torch_device_type_cpu();
+  if (!records) refuse("fault", "8 int64 values in the memory of the host", scalar_type(*fault), " ", sizes_of(*fault));
+}
+
+// Null if there is none.
+inline int64_t* record_of(const std::optional<Tensor>& fault) {
+  return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
+}
+
+inline Words words_of(const std::vector<int64_t>& values) {
+  check(static_cast<int64_t>(values.size()) <= kMostWords, "words", "up to 6", values.size());
+  Words words;
+  for (const int64_t value : values) {
+    check(value >= 0 && value < kCountBase, "words", "integers from 0 to 2^24 - 1", value);
+    words.values[words.count++] = static_cast<int32_t>(value);
+  }
+  return words;
+}
+
 inline void check_gather_stats(const Tensor& gathered, const std::optional<Tensor>& running_mean,
                                const std::optional<Tensor>& running_var,
-                               const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum) {
-  const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0;
-  if (size < 2 || size % 2 != 0) refuse("gathered", "(ranks, 2 * channels + 2)", sizes_of(gathered));
+                               const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum,
+                               int64_t words, const std::optional<Tensor>& fault) {
+  check(words >= 0 && words <= 3, "words", "0 to 3", words);
+  const int64_t size = gathered.dim() == 2 ? gathered.size(1) - words : 0;
+  if (size < 2 || size % 2 != 0) refuse("gathered", "(ranks, 2 * channels + 2 + words)", sizes_of(gathered));
   const ScalarType dtype = scalar_type(gathered);
   check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", dtype);
+  check_fault(fault);
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   if (!running_mean || !running_var) return;  // none are tracked
   const bool has_factor = momentum || num_batches_tracked;
   check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
-  const int64_t channels = packed_channels(size);
+  const int64_t channels = packed_channels(size, 0);
   check_channels(*running_mean, "running_mean", channels, gathered);
   check_channels(*running_var, "running_var", channels, gathered);
 }
@@ -112,11 +137,15 @@ inline void check_backward_reduce(const Tensor& grad_output, const Tensor& input
 }
 
 inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count) {
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 const std::optional<Tensor>& fault) {
   check_input(input);
   check_grad_output(grad_output, input);
   check_channels_of_input({{"weight", weight}, {"mean", mean}, {"invstd", invstd}}, input);
-  check(sums.numel() == 2 * input.size(1), "sums", "two elements for each channel", sums.numel());
+  const int64_t words = sums.numel() - 2 * input.size(1);
+  const bool fits = words >= 0 && words <= kMostWords && words % 2 == 0;
+  check(fits, "sums", "two elements for each channel, and up to three pairs of words", sums.numel());
+  check_fault(fault);
   check_device(sums, "sums", input);
   check_floating(sums, "sums");
   check_counter(count, "count", input);

@@ -1,7 +1,11 @@
-// Layout of what one rank sends in the forward pass: [mean (C) | var (C) | low | high], count = low + high * 2^24.
-// Two words because a float32 holds every integer only up to 2^24.
+// Layout of what ranks send, and what is wrong with what they sent.
+//
+// Forward: [mean (C) | var (C) | low | high | words], count = low + high * 2^24: two words because a float32 holds
+// every integer only up to 2^24. Backward: [sum_dy (C) | sum_dy_xmu (C) | words]. The words are integers that say who
+// speaks; those of a sum are pairs (w, w^2).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "host_device.h"
@@ -9,24 +13,96 @@
 namespace bagua_syncbn {
 
 constexpr int64_t kCountBase = int64_t(1) << 24;
+constexpr int64_t kMaxHigh = int64_t(1) << 29;  // counts up to 2^53, which float64 holds exactly
 
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels) {
-  return 2 * channels + 2;
+constexpr int64_t kMostWords = 6;
+
+struct Words {
+  int64_t count = 0;
+  int32_t values[kMostWords] = {};
+};
+
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE void pack_words(A* target, const Words& words) {
+  for (int64_t w = 0; w < words.count; ++w) target[w] = static_cast<A>(words.values[w]);
 }
 
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size) {
-  return size / 2 - 1;
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels, int64_t words) {
+  return 2 * channels + 2 + words;
+}
+
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size, int64_t words) {
+  return (size - 2 - words) / 2;
 }
 
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE void pack_count(A* packed, int64_t channels, int64_t count) {
+BAGUA_SYNCBN_HOST_DEVICE void pack_count(A* packed, int64_t channels, int64_t count, const Words& words) {
   packed[2 * channels] = static_cast<A>(count % kCountBase);
   packed[2 * channels + 1] = static_cast<A>(count / kCountBase);
+  pack_words(packed + 2 * channels + 2, words);
 }
 
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE int64_t unpack_count(const A* packed, int64_t channels) {
   return static_cast<int64_t>(packed[2 * channels]) + static_cast<int64_t>(packed[2 * channels + 1]) * kCountBase;
+}
+
+// Whether `value` is an integer from 0 to `most`.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t most) {
+  if (!(value >= A(0) && value <= static_cast<A>(most))) return false;  // NaN too
+  return static_cast<A>(static_cast<int64_t>(value)) == value;
+}
+
+// What the ops write to `fault`, see bagua_syncbn/ops/schemas.py.
+struct Fault {
+  enum Kind : int64_t { kNone, kWords, kCount, kSum };
+  int64_t kind = kNone;
+  int64_t where = 0;  // rank, or call
+};
+
+// The first rank whose words are not those of rank 0; else the first whose count is none.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int64_t channels, int64_t words) {
+  const int64_t size = packed_size(channels, words);
+  Fault fault;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const A* count = gathered + r * size + 2 * channels;
+    for (int64_t w = 2; w < 2 + words; ++w) {
+      if (!(count[w] == gathered[2 * channels + w])) return {Fault::kWords, r};
+    }
+    const bool valid = is_integer(count[0], kCountBase - 1) && is_integer(count[1], kMaxHigh);
+    if (!valid && fault.kind == Fault::kNone) fault = {Fault::kCount, r};
+  }
+  return fault;
+}
+
+// Whether the words of all ranks in a sum were the same: only then is the mean of the squares the square of the mean.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE bool same_words(const A* words, int64_t count, int64_t ranks) {
+  for (int64_t w = 0; w < count; w += 2) {
+    if (!is_integer(words[w], kCountBase) || !is_integer(words[w + 1], kCountBase)) return false;
+    const auto sum = static_cast<int64_t>(words[w]), squares = static_cast<int64_t>(words[w + 1]);
+    if (squares * ranks != sum * sum) return false;
+  }
+  return true;
+}
+
+// Writes `fault` to `record`, which may be null, unless one stands there. The host may look at any time, at the kind.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, const A* gathered, int64_t channels,
+                                           int64_t words) {
+  if (fault.kind == Fault::kNone || record == nullptr || record[0] != Fault::kNone) return;
+  record[1] = fault.where;
+  for (int64_t w = 0; w < words; ++w) {
+    const A* own = gathered + 2 * channels + 2 + w;
+    record[2 + w] = static_cast<int64_t>(own[0]);
+    record[2 + words + w] = static_cast<int64_t>(own[fault.where * packed_size(channels, words)]);
+  }
+#if defined(__CUDA_ARCH__)
+  __threadfence_system();
+#endif
+  record[0] = fault.kind;
 }
 
 }  // namespace bagua_syncbn

@@ -4,6 +4,9 @@
 ``step``               the step and its gradient: what runs in training, and what torch.compile traces
 ``differentiable``     the same step in parts that can be differentiated any number of times and in both directions
 ``checkpointing``      which call activation checkpointing repeats, and what that call gathered
+``exchange``           what goes between ranks, and that no two sizes meet
+``identity``           who speaks in a message, and of what
+``faults``             what the ops found wrong, where no host waits for them
 ``replicas``           the step among replicas in one process
 ``torch_private``      what the files above use of torch that torch does not document
 =====================  ================================================================================================
@@ -11,13 +14,17 @@
 
 from .checkpointing import Repeatable, is_repetition
 from .differentiable import differentiable_batch_norm
+from .exchange import exchange_of
+from .faults import check
 from .replicas import replicated_batch_norm
 from .step import synchronized_batch_norm
 from .torch_private import is_transforming, unseen_by_selective_checkpointing
 
 __all__ = [
     "Repeatable",
+    "check",
     "differentiable_batch_norm",
+    "exchange_of",
     "is_repetition",
     "is_transforming",
     "replicated_batch_norm",

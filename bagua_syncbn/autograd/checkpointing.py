@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .. import ops
 from .torch_private import observe_checkpoints, raise_if_under_unknown_checkpoint
 
 _Result = TypeVar("_Result")
@@ -62,7 +61,7 @@ class Repeatable:
 
 
 # What the calls of each layer gathered in the first run, in their order.
-_Gathered = dict["nn.Module | None", list[ops.MergedStats]]
+_Gathered = dict["nn.Module | None", list[Any]]
 
 
 class _Run:
@@ -72,10 +71,10 @@ class _Run:
         self.gathered, self.repeats = gathered, repeats
         self._calls: Counter[nn.Module | None] = Counter()
 
-    def remember(self, layer: nn.Module | None, moments: ops.MergedStats) -> None:
-        self.gathered.setdefault(layer, []).append(moments)
+    def remember(self, layer: nn.Module | None, result: Any) -> None:
+        self.gathered.setdefault(layer, []).append(result)
 
-    def recall(self, layer: nn.Module | None) -> ops.MergedStats:
+    def recall(self, layer: nn.Module | None) -> Any:
         gathered, number = self.gathered.get(layer, []), self._calls[layer]
         if number == len(gathered):
             name = getattr(layer, "name_in_model", None)
@@ -88,7 +87,7 @@ class _Run:
         return gathered[number]
 
 
-def moments_of_call(layer: nn.Module | None, gather: Callable[[], ops.MergedStats]) -> ops.MergedStats:
+def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _Result:
     """Returns what the call of ``layer`` that this one repeats has gathered, or what ``gather`` returns.
 
     Raises:
@@ -98,14 +97,14 @@ def moments_of_call(layer: nn.Module | None, gather: Callable[[], ops.MergedStat
     first_runs = []
     for run in reversed(_runs_of_thread()):
         if run.repeats:  # independent of what is around it
-            moments = run.recall(layer)
+            result: _Result = run.recall(layer)
             break
         first_runs.append(run)
     else:
-        moments = gather()
+        result = gather()
     for run in first_runs:
-        run.remember(layer, moments)
-    return moments
+        run.remember(layer, result)
+    return result
 
 
 def is_repetition() -> bool:

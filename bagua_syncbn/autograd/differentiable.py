@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..communicators import Communicator
+from .exchange import AnyExchange
 
 
 def differentiable_batch_norm(
@@ -23,7 +23,7 @@ def differentiable_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     options: ops.MergeOptions,
-    communicator: Communicator,
+    exchange: AnyExchange,
     merged: ops.MergedStats | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``merged`` are the statistics of one made before.
@@ -31,7 +31,7 @@ def differentiable_batch_norm(
     Where they are given there is no communication, and no buffer changes.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
-    mean, invstd, _, _ = _Merged.apply(wide, options, communicator, merged)
+    mean, invstd, _, _ = _Merged.apply(wide, options, exchange, merged)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
@@ -45,7 +45,7 @@ def differentiable_backward(
     input: Tensor,
     weight: Tensor | None,
     merged: ops.MergedStats,
-    communicator: Communicator,
+    exchange: AnyExchange,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of input, weight and bias as functions of the first three arguments; None if not needed.
@@ -56,7 +56,7 @@ def differentiable_backward(
     weight_view = None if weight is None else weight.view_as(weight)
     bias = torch.zeros_like(merged.mean, requires_grad=True)  # of which nothing depends on the value
     unused = ops.MergeOptions(None, None, None, None, 0.0, "plus")
-    output = differentiable_batch_norm(input, weight_view, bias, unused, communicator, merged)
+    output = differentiable_batch_norm(input, weight_view, bias, unused, exchange, merged)
     tensors = (input, weight_view, bias)
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
     grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
@@ -75,11 +75,11 @@ class _Merged(torch.autograd.Function):
     def forward(
         input: Tensor,
         options: ops.MergeOptions,
-        communicator: Communicator,
+        exchange: AnyExchange,
         merged: ops.MergedStats | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if merged is None:
-            merged = ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)
+            merged = exchange.gather(input, options)
         clamped = torch.zeros_like(merged.mean, dtype=torch.bool) if merged.clamped is None else merged.clamped
         # Clones, because a function must not return tensors that are kept elsewhere.
         return merged.mean.clone(), merged.invstd.clone(), merged.total_count.clone(), clamped.clone()
@@ -89,12 +89,12 @@ class _Merged(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_backward(inputs[0], *output)
         ctx.save_for_forward(inputs[0], *output)
-        ctx.communicator = inputs[2]
+        ctx.exchange = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count, clamped = ctx.saved_tensors
-        total = _AllReduce.apply(torch.cat([grad_mean, grad_invstd]), ctx.communicator)
+        total = _AllReduce.apply(torch.cat([grad_mean, grad_invstd]), ctx.exchange)
         grad_mean, grad_invstd = total.chunk(2)
         slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
         centered = input - ops.per_channel(mean, input)
@@ -108,9 +108,7 @@ class _Merged(torch.autograd.Function):
         input, mean, invstd, count, clamped = ctx.saved_tensors
         centered = input - ops.per_channel(mean, input)
         dims = ops.reduced_dims(input)
-        total = (
-            _AllReduce.apply(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.communicator) / count
-        )
+        total = _AllReduce.apply(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.exchange) / count
         tangent_mean, covariance = total.chunk(2)
         return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
 
@@ -123,20 +121,20 @@ class _AllReduce(torch.autograd.Function):
     """The sum over ranks, whose derivative is the sum over ranks."""
 
     @staticmethod
-    def forward(packed: Tensor, communicator: Communicator) -> Tensor:
-        return communicator.all_reduce(packed.clone())
+    def forward(packed: Tensor, exchange: AnyExchange) -> Tensor:
+        return exchange.total(packed.clone())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.communicator = inputs[1]
+        ctx.exchange = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad_output, ctx.communicator), None
+        return _AllReduce.apply(grad_output, ctx.exchange), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        total: Tensor = _AllReduce.apply(tangent, ctx.communicator)
+        total: Tensor = _AllReduce.apply(tangent, ctx.exchange)
         return total
 
     @staticmethod

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator
-from .checkpointing import moments_of_call
+from .checkpointing import result_of_call
 from .differentiable import differentiable_backward
+from .exchange import AnyExchange, exchange_of
 from .torch_private import unseen_by_selective_checkpointing
 
 
@@ -21,27 +22,18 @@ def synchronized_batch_norm(
     layer: nn.Module | None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
-    if torch.compiler.is_compiling():
-        moments = _moments_in_graph(input, options, communicator)
+    exchange = exchange_of(layer, input, options, communicator)
+    if torch.compiler.is_compiling():  # it plans by itself what to repeat in backward
+        merged = exchange.gather(input, options)
     else:
-        moments = moments_of_call(layer, lambda: _gathered_moments(input, options, communicator))
-    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *moments, communicator)
+        exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
+    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
     return output
 
 
-def _gathered_moments(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.MergedStats:
+def _gather(exchange: AnyExchange, input: Tensor, options: ops.MergeOptions) -> tuple[AnyExchange, ops.MergedStats]:
     with torch.no_grad(), unseen_by_selective_checkpointing():
-        return ops.merge_stats(communicator.all_gather(ops.batch_norm_stats(input)), options)
-
-
-def _moments_in_graph(input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> ops.MergedStats:
-    """What torch.compile traces. It plans by itself what to repeat in backward."""
-    gathered = communicator.all_gather(ops.batch_norm_stats(input.detach()))
-    # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
-    moments = ops.merge_stats(gathered, ops.MergeOptions(None, None, None, None, options.eps, options.eps_mode))
-    if options.running_mean is not None:
-        ops.merge_stats(gathered, options)
-    return moments
+        return exchange, exchange.gather(input, options)
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -55,31 +47,35 @@ class _SyncBatchNorm(torch.autograd.Function):
         invstd: Tensor,
         count: Tensor,
         clamped: Tensor | None,
-        communicator: Communicator,
+        exchange: AnyExchange,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, invstd, count, clamped)
-        ctx.communicator = communicator
+        ctx.exchange = exchange
         output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, *moments = ctx.saved_tensors
-        mean, invstd, count, clamped = moments
+        input, weight, *merged = ctx.saved_tensors
+        mean, invstd, count, clamped = merged
         needs_grad = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
             grads = differentiable_backward(
-                grad_output, input, weight, ops.MergedStats(*moments), ctx.communicator, needs_grad
+                grad_output, input, weight, ops.MergedStats(*merged), ctx.exchange, needs_grad
             )
             return *grads, *[None] * 5
         grad_output = _laid_out_as(input, grad_output)
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
-        grad_input = None
         # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
         # holds is not, so nothing else decides whether to communicate.
+        exchange: AnyExchange = ctx.exchange
+        words = exchange.words_of_sums() if needs_grad[0] else []
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, words)
+        grad_input = None
         if needs_grad[0]:
-            sums = ops.clear_clamped(ctx.communicator.all_reduce(sums), clamped)
-            grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
+            sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
+            to_check = exchange.what_to_check(sums)
+            grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, *to_check)
+            exchange.check(input.device)
         return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 5
 
 

@@ -20,6 +20,11 @@ _selective_modes = tuple(
 _seen = nullcontext()
 
 
+def is_capturing() -> bool:
+    """Whether the work of this thread's current stream goes to a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_transforming() -> bool:
     """Whether a transform of :mod:`torch.func` or forward-mode differentiation is at work.
 

@@ -8,6 +8,7 @@ meet torch's.
 
 import sys
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -85,6 +86,7 @@ def convert_sync_batchnorm(
                 vars(layer)["name_in_model"] = name
             if peers is not EVERYONE:
                 layer.process_group = peers
+        _give_places(module)
     _forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
@@ -119,7 +121,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     groups = [_groups_before_conversion(layer) for layer in layers]
     with _restored_on_error(layers):
         for layer, cls, attributes in zip(layers, classes, groups, strict=True):
-            for name in ("_peers", "groups_before", "name_in_model"):
+            for name in ("_peers", "groups_before", "name_in_model", "place_in_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)
@@ -142,6 +144,14 @@ def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
     if not isinstance(layer, SyncBatchNorm):
         _take_group(layer)
     object.__setattr__(layer, "__class__", cls)
+
+
+def _give_places(module: nn.Module) -> None:
+    """Tells each synchronized layer its place among those of ``module``: by it the ranks know that they are in one."""
+    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    model = [layer.num_features for layer in layers]
+    for index, layer in enumerate(layers):
+        vars(layer)["place_in_model"] = zlib.crc32(f"{index} {model}".encode()) % 2**24
 
 
 def _take_group(layer: nn.Module) -> None:

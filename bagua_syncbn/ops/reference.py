@@ -1,5 +1,7 @@
 """The five ops in plain torch, for any device: the definition that native kernels are tested against."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from .schemas import accumulate_dtype, library
 
 # What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
 COUNT_BASE = 2**24
+_MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
 
 
 def reduced_dims(input: Tensor) -> list[int]:
@@ -31,19 +34,43 @@ def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, 
     return 1 / num_batches_tracked.clamp(min=1).to(like.dtype)
 
 
-def batch_norm_stats(input: Tensor) -> Tensor:
+def _fill(values: Tensor, numbers: Iterable[int]) -> None:
+    # fill_ passes the number to the device as a kernel argument; a copied host tensor would synchronize.
+    for value, number in zip(values, numbers, strict=True):
+        value.fill_(number)
+
+
+def batch_norm_stats(input: Tensor, words: Sequence[int] = ()) -> Tensor:
     channels = input.size(1)
     count = input.numel() // channels if channels else 0
-    packed = input.new_zeros(2 * channels + 2, dtype=accumulate_dtype(input.dtype))
+    packed = input.new_zeros(2 * channels + 2 + len(words), dtype=accumulate_dtype(input.dtype))
     if count:
         # var_mean is Welford's algorithm: it survives a mean that is large beside the deviation.
         var, mean = torch.var_mean(input.to(packed.dtype), reduced_dims(input), correction=0)
         packed[:channels].copy_(mean)
         packed[channels : 2 * channels].copy_(var)
-    # fill_ passes the number to the device as a kernel argument; a copied host tensor would synchronize.
-    packed[-2].fill_(count % COUNT_BASE)
-    packed[-1].fill_(count // COUNT_BASE)
+    _fill(packed[2 * channels :], [count % COUNT_BASE, count // COUNT_BASE, *words])
     return packed
+
+
+def _record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> None:
+    """Writes ``values`` to ``fault`` where something ``happened`` and nothing was written before."""
+    if fault is None:
+        return
+    record = torch.cat([value.reshape(-1) for value in values]).to(torch.int64)
+    before = fault[: record.numel()].to(record.device, non_blocking=True)  # of pinned memory: in the stream's order
+    fault[: record.numel()].copy_(torch.where(happened & (before[0] == 0), record, before), non_blocking=True)
+
+
+def _faults_of_rows(low: Tensor, high: Tensor, words: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns whether something is wrong with a row, and what, as ``fault`` has it."""
+    differs = (words != words[0]).any(1)
+    is_count = (low == low.floor()) & (low >= 0) & (low < COUNT_BASE)
+    is_count &= (high == high.floor()) & (high >= 0) & (high <= _MAX_HIGH)
+    wrong = differs | ~is_count.squeeze(1)
+    rank = (2 * differs + wrong).argmax().view(1)
+    kind = torch.where(differs.any(), 1, 2)
+    return wrong.any(), [kind, rank, *((words[0], words[rank]) if words.size(1) else ())]
 
 
 def batch_norm_gather_stats(
@@ -53,31 +80,39 @@ def batch_norm_gather_stats(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    words: int = 0,
+    skip_nonfinite: bool = False,
+    fault: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
     # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
-    channels = gathered.size(1) // 2 - 1
+    channels = (gathered.size(1) - 2 - words) // 2
     rows = gathered.to(_merge_dtype(gathered.device))
-    means, variances, low, high = rows.split([channels, channels, 1, 1], dim=1)
-    counts = low + high * COUNT_BASE
+    means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
+    is_wrong, what = _faults_of_rows(low, high, said)
+    _record(fault, is_wrong, what)
+
+    counts = (low.to(torch.int64) + high.to(torch.int64) * COUNT_BASE).masked_fill(is_wrong, 0)
     total = counts.sum()
-    shares = counts / total.clamp(min=1)
-    mean = (shares * means).sum(0)
+    shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
+    mean = (shares * means).sum(0).masked_fill(is_wrong, torch.nan)
     var = (shares * (variances + (means - mean).square())).sum(0)
 
     # An unbiased variance needs two values. Whether there are two is known on the device only: no branch on the host.
-    has_variance = total >= 2
+    updates = total >= 2
+    if skip_nonfinite:
+        updates = updates & mean.isfinite().all() & var.isfinite().all()
     if num_batches_tracked is not None:
-        num_batches_tracked.add_(has_variance)
+        num_batches_tracked.add_(updates)
     if running_mean is not None and running_var is not None:
-        factor = _average_factor(momentum, num_batches_tracked, total)
-        unbiased_var = var * (total / (total - 1).clamp(min=1))
+        factor = _average_factor(momentum, num_batches_tracked, mean.new_empty(()))
+        unbiased_var = var * (total.to(var.dtype) / (total - 1).clamp(min=1).to(var.dtype))
         for running, new in ((running_mean, mean), (running_var, unbiased_var)):
             old = running.to(new.dtype)
-            running.copy_(torch.where(has_variance, old.lerp(new, factor), old))
+            running.copy_(torch.where(updates, old.lerp(new, factor), old))
 
     dtype = gathered.dtype
-    return mean.to(dtype), (var + eps).rsqrt().to(dtype), total.to(torch.int64)
+    return mean.to(dtype), (var + eps).rsqrt().to(dtype), total
 
 
 def batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
@@ -90,14 +125,20 @@ def batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 def batch_norm_backward_reduce(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    words: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
     dtype = mean.dtype if weight is None else weight.dtype
     dims = reduced_dims(input)
     grad_output = grad_output.to(mean.dtype)
-    sums = mean.new_empty(2 * channels)
-    sum_dy, sum_dy_xmu = sums.split(channels)
+    sums = mean.new_empty(2 * channels + len(words))
+    sum_dy, sum_dy_xmu, said = sums.split([channels, channels, len(words)])
+    _fill(said, words)
     sum_dy.copy_(grad_output.sum(dims))
     sum_dy_xmu.copy_((grad_output * (input - per_channel(mean, input))).sum(dims))
     # Copies: the sums are about to be reduced over the ranks in place, and these must stay this rank's own.
@@ -112,8 +153,17 @@ def batch_norm_backward_elemt(
     invstd: Tensor,
     sums: Tensor,
     count: Tensor,
+    ranks: int = 1,
+    call: int = 0,
+    fault: Tensor | None = None,
 ) -> Tensor:
-    mean_dy, mean_dy_xmu = (sums / count).split(input.size(1))
+    sums, said = sums.split([2 * input.size(1), sums.numel() - 2 * input.size(1)])
+    if said.numel():
+        words, squares = said.to(torch.int64).view(-1, 2).unbind(1)
+        differ = (squares * ranks != words.square()).any()
+        sums = sums.masked_fill(differ, torch.nan)
+        _record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
+    mean_dy, mean_dy_xmu = (sums / count).chunk(2)
     scale = invstd if weight is None else invstd * weight
     projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
     centered = grad_output - per_channel(mean_dy, input)

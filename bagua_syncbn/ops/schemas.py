@@ -4,25 +4,41 @@ Shapes and dtypes. ``input`` is (N, C, \*) in float16, bfloat16, float32 or floa
 for float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
 
 ==============================  =====================================================================================
-``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 values,
-                                ``[mean (C) | var (C) | low | high]``: mean and biased variance of each channel, and the
-                                number of values per channel, ``count = low + high * 2**24``, in two words because a
-                                float32 stops counting at ``2**24``
-``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2), one row per rank, to ``mean`` (C), ``invstd`` (C) and
-                                ``count`` (int64 scalar) of all ranks together; updates the running statistics in place
+``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
+                                ``[mean (C) | var (C) | low | high | words (K)]``: mean and biased variance of each
+                                channel, the number of values per channel, ``count = low + high * 2**24``, in two words
+                                because a float32 stops counting at ``2**24``, and ``words`` as they were given
+``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, to ``mean`` (C), ``invstd`` (C) and
+                                ``count`` (int64 scalar) of all ranks together; updates the running statistics in place,
+                                with ``skip_nonfinite`` only if they stay finite. Where the last K = ``words`` values
+                                differ between rows, or a count is none, ``mean`` and ``invstd`` are NaN, no buffer
+                                changes and ``fault`` says so
 ``batch_norm_elemt``            ``(input - mean) * invstd * weight + bias``, in the dtype and memory format of ``input``
-``batch_norm_backward_reduce``  to ``sums`` of 2C values, ``[sum_dy (C) | sum_dy_xmu (C)]``, where ``dy`` is
-                                ``grad_output`` and ``xmu`` is ``input - mean``; ``grad_weight`` (C) and ``grad_bias``
+``batch_norm_backward_reduce``  to ``sums`` of 2C + K values, ``[sum_dy (C) | sum_dy_xmu (C) | words (K)]``, where
+                                ``dy`` is ``grad_output`` and ``xmu`` is ``input - mean``; ``grad_weight`` (C) and
+                                ``grad_bias``
                                 (C) of this rank, in the dtype of ``weight`` if there is one, else in the accumulate
                                 dtype
-``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ranks
+``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``. The K
+                                words that follow the 2C sums are pairs ``(w, w**2)``, added up: where those of the
+                                ranks differed, the gradient is NaN and ``fault`` says so
 ==============================  =====================================================================================
+
+Words are integers that the dtype holds exactly, the same on all ranks. ``fault`` is an int64 tensor of 8 values in the
+memory of the host, pinned for a device that writes to it; the first fault stays until the host clears it:
+
+========================  =============================================================================================
+``[0, ...]``              none
+``[1, rank, a, b]``       the words of ``rank`` (b, 3 values) are not those of rank 0 (a, 3 values)
+``[2, rank, a, b]``       the count of ``rank`` is not an integer from 0 to ``2**53``
+``[3, call, ...]``        the words of the ranks in a sum differed, in the op that was given this ``call``
+========================  =============================================================================================
 
 The names are ATen's. The schemas live in Python so that a pure-Python install has the same ops; native kernels register
 themselves behind them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -49,14 +65,15 @@ def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
     return shapes
 
 
-@_op("batch_norm_stats(Tensor input) -> Tensor")
-def _(input: Tensor) -> Tensor:
-    return input.new_empty(2 * input.size(1) + 2, dtype=accumulate_dtype(input.dtype))
+@_op("batch_norm_stats(Tensor input, int[] words=[]) -> Tensor")
+def _(input: Tensor, words: Sequence[int] = ()) -> Tensor:
+    return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
 
 
 @_op(
     "batch_norm_gather_stats(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, float eps) -> (Tensor mean, Tensor invstd, Tensor count)"
+    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, int words=0, bool skip_nonfinite=False, "
+    "Tensor(d!)? fault=None) -> (Tensor mean, Tensor invstd, Tensor count)"
 )
 def _(
     gathered: Tensor,
@@ -65,8 +82,11 @@ def _(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    words: int = 0,
+    skip_nonfinite: bool = False,
+    fault: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    channels = gathered.size(1) // 2 - 1
+    channels = (gathered.size(1) - 2 - words) // 2
     return gathered.new_empty(channels), gathered.new_empty(channels), gathered.new_empty((), dtype=torch.int64)
 
 
@@ -76,20 +96,25 @@ def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, i
 
 
 @_op(
-    "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight) "
-    "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
+    "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
+    "int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
 )
 def _(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    words: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
     parameter = mean if weight is None else weight
-    return mean.new_empty(2 * channels), parameter.new_empty(channels), parameter.new_empty(channels)
+    return mean.new_empty(2 * channels + len(words)), parameter.new_empty(channels), parameter.new_empty(channels)
 
 
 @_op(
     "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count) -> Tensor"
+    "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
 )
 def _(
     grad_output: Tensor,
@@ -99,5 +124,8 @@ def _(
     invstd: Tensor,
     sums: Tensor,
     count: Tensor,
+    ranks: int = 1,
+    call: int = 0,
+    fault: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(input)

@@ -1,5 +1,7 @@
 // batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks.
 
+#include <limits>
+
 #include "../checks.h"
 #include "../geometry.h"
 #include "channels.h"
@@ -8,20 +10,25 @@
 namespace bagua_syncbn::cpu {
 
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count);
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   Tensor grad_input = allocate_like(laid.tensor);
+  const ChannelArray<double> totals(sums);
+  const double* words = totals.data() + 2 * g.channels;
+  const bool same = same_words(words, sums.numel() - 2 * g.channels, ranks);
+  if (!same) record_fault(record_of(fault), {Fault::kSum, call}, words, 0, 0);
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
     const ChannelArray<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1));
-    const ChannelArray<double> totals(sums);
     std::vector<A> mean_dy(g.channels), projections(g.channels), scales(g.channels);
-    const double inverse = 1.0 / *static_cast<const int64_t*>(count.const_data_ptr());
+    const double number = static_cast<double>(*static_cast<const int64_t*>(count.const_data_ptr()));
+    const double inverse = same ? 1.0 / number : std::numeric_limits<double>::quiet_NaN();
     for (int64_t c = 0; c < g.channels; ++c) {
       mean_dy[c] = static_cast<A>(totals[c] * inverse);
       projections[c] = static_cast<A>(totals[g.channels + c] * inverse * invstds[c] * invstds[c]);

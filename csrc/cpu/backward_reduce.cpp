@@ -61,14 +61,16 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
                                                               const Tensor& mean, const Tensor& invstd,
-                                                              const std::optional<Tensor>& weight) {
+                                                              const std::optional<Tensor>& weight,
+                                                              const std::vector<int64_t>& values) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
+  const Words words = words_of(values);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t width = 2 * g.channels;
   const ScalarType parameter_dtype = weight ? scalar_type(*weight) : accumulate_type(scalar_type(input));
-  Tensor sums = allocate_vector(width, accumulate_type(scalar_type(input)), input);
+  Tensor sums = allocate_vector(width + words.count, accumulate_type(scalar_type(input)), input);
   Tensor grad_weight = allocate_vector(g.channels, parameter_dtype, input);
   Tensor grad_bias = allocate_vector(g.channels, parameter_dtype, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
@@ -83,6 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
     }
     A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
     for (int64_t c = 0; c < width; ++c) sums_out[c] = static_cast<A>(totals[c]);
+    pack_words(sums_out + width, words);
     write_channels(grad_weight, [&](int64_t c) { return invstds[c] * static_cast<A>(totals[g.channels + c]); });
     write_channels(grad_bias, [&](int64_t c) { return totals[c]; });
   });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "../allocate.h"
@@ -15,8 +16,7 @@ namespace {
 // Mean and biased variance of each channel over all ranks, in double, and the number of values per channel. Ranks are
 // merged at once by their shares, in rank order: all ranks get the same bits.
 template <typename A>
-int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, double* mean, double* var) {
-  const int64_t size = packed_size(channels);
+int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t size, double* mean, double* var) {
   int64_t total = 0;
   for (int64_t r = 0; r < ranks; ++r) total += unpack_count(gathered + r * size, channels);
   std::fill_n(mean, channels, 0.0);
@@ -40,6 +40,17 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, double* 
   return total;
 }
 
+// What becomes of ranks that do not speak of the same.
+int64_t no_statistics(std::vector<double>& mean, std::vector<double>& var) {
+  std::fill(mean.begin(), mean.end(), std::numeric_limits<double>::quiet_NaN());
+  std::fill(var.begin(), var.end(), std::numeric_limits<double>::quiet_NaN());
+  return 0;
+}
+
+bool all_finite(const std::vector<double>& values) {
+  return std::all_of(values.begin(), values.end(), [](double value) { return std::isfinite(value); });
+}
+
 void update_running(Tensor running, const std::vector<double>& values, double factor) {
   const Tensor target = dense(running);
   dispatch_floating(scalar_type(running), "running", [&](auto tag) {
@@ -59,9 +70,10 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
                                                            const std::optional<Tensor>& running_mean,
                                                            const std::optional<Tensor>& running_var,
                                                            const std::optional<Tensor>& num_batches_tracked,
-                                                           std::optional<double> momentum, double eps) {
-  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum);
-  const int64_t channels = packed_channels(gathered.size(1));
+                                                           std::optional<double> momentum, double eps, int64_t words,
+                                                           bool skip_nonfinite, const std::optional<Tensor>& fault) {
+  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, words, fault);
+  const int64_t size = gathered.size(1), channels = packed_channels(size, words), ranks = gathered.size(0);
   Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor count = allocate_scalar(ScalarType::Long, gathered);
@@ -70,7 +82,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
     using A = Accumulate<typename decltype(tag)::type>;
     std::vector<double> merged_mean(channels), merged_var(channels);
     const A* data = static_cast<const A*>(rows.const_data_ptr());
-    const int64_t total = merge_ranks(data, gathered.size(0), channels, merged_mean.data(), merged_var.data());
+    const Fault found = find_fault(data, ranks, channels, words);
+    record_fault(record_of(fault), found, data, channels, words);
+    const int64_t total = found.kind == Fault::kNone
+                              ? merge_ranks(data, ranks, channels, size, merged_mean.data(), merged_var.data())
+                              : no_statistics(merged_mean, merged_var);
     *static_cast<int64_t*>(count.mutable_data_ptr()) = total;
     A* mean_out = static_cast<A*>(mean.mutable_data_ptr());
     A* invstd_out = static_cast<A*>(invstd.mutable_data_ptr());
@@ -79,6 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
       invstd_out[c] = static_cast<A>(1 / std::sqrt(merged_var[c] + eps));
     }
     if (total < 2) return;  // no unbiased variance
+    if (skip_nonfinite && !(all_finite(merged_mean) && all_finite(merged_var))) return;
     int64_t batches = 1;
     if (num_batches_tracked) batches = ++*static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
     if (!running_mean || !running_var) return;

@@ -95,12 +95,13 @@ void interleaved_stats(const T* x, const Geometry& g, double* mean, double* m2) 
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input) {
+Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values) {
   check_input(input);
+  const Words words = words_of(values);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const ScalarType dtype = accumulate_type(scalar_type(input));
-  const int64_t size = packed_size(g.channels);
+  const int64_t size = packed_size(g.channels, words.count);
   Tensor packed = allocate_vector(size, dtype, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
@@ -108,9 +109,10 @@ Tensor batch_norm_stats(const Tensor& input) {
     A* out = static_cast<A*>(packed.mutable_data_ptr());
     if (input.numel() == 0) {  // a count of 0, and moments that weigh nothing
       std::fill_n(out, size, A(0));
+      pack_count(out, g.channels, 0, words);
       return;
     }
-    pack_count(out, g.channels, g.rows());
+    pack_count(out, g.channels, g.rows(), words);
     std::vector<double> mean(g.channels), m2(g.channels);
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(x, g, mean.data(), m2.data());

@@ -10,6 +10,18 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
+// One by the count; NaN, which no gradient survives, where the ranks did not speak of the same.
+template <typename A>
+__device__ __forceinline__ A inverse_count_of(const BackwardElemtArguments& arguments, int64_t channels) {
+  double words[kMostWords];
+  for (int64_t w = 0; w < arguments.words; ++w) words[w] = load_channel(arguments.sums, 2 * channels + w).as<double>();
+  if (same_words(words, arguments.words, arguments.ranks)) return A(1) / static_cast<A>(*arguments.count);
+  if (blockIdx.x == 0 && thread_index() == 0) {
+    record_fault(arguments.fault, {Fault::kSum, arguments.call}, words, 0, 0);
+  }
+  return static_cast<A>(NAN);
+}
+
 template <typename A>
 struct GradientFactors {
   A mean, mean_dy, projection, scale;
@@ -19,7 +31,7 @@ struct GradientFactors {
     const ChannelValue loaded_mean = load_channel(arguments.mean, c), loaded_invstd = load_channel(arguments.invstd, c);
     const ChannelValue sum_dy = load_channel(arguments.sums, c), dy_xmu = load_channel(arguments.sums, channels + c);
     const ChannelValue weight = load_channel(arguments.weight, c);
-    const A inverse_count = A(1) / static_cast<A>(*arguments.count), invstd = loaded_invstd.as<A>();
+    const A inverse_count = inverse_count_of<A>(arguments, channels), invstd = loaded_invstd.as<A>();
     mean = loaded_mean.as<A>();
     mean_dy = sum_dy.as<A>() * inverse_count;
     projection = dy_xmu.as<A>() * inverse_count * invstd * invstd;

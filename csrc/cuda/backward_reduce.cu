@@ -15,6 +15,7 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
                                            const Sums<double>& sums) {
   static_cast<A*>(arguments.sums)[c] = static_cast<A>(sums.first);
   static_cast<A*>(arguments.sums)[channels + c] = static_cast<A>(sums.second);
+  if (c == 0) pack_words(static_cast<A*>(arguments.sums) + 2 * channels, arguments.words);
   write_channel(arguments.grad_bias, c, sums.first);
   write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.invstd, c));
 }

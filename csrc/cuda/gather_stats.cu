@@ -2,8 +2,8 @@
 //
 // A thread takes a channel and goes over the ranks twice, in their order and in double, so that all ranks get the same
 // bits: neighbouring threads read neighbouring values of a row, and each those of several ranks at once. The counter of
-// batches is increased by the first thread. Where others need it, for the average over all batches, there is one block,
-// and they read it before a barrier.
+// batches is increased by the first thread. There is one block where threads need more than their channels: the
+// counter, for the average over all batches, which they read before a barrier, or whether all statistics are finite.
 
 #include "../packed_stats.h"
 #include "launch.cuh"
@@ -22,7 +22,7 @@ __device__ void update_running(const PerChannel& running, int64_t c, double valu
 template <typename A, typename Use>
 __device__ __forceinline__ void for_each_rank(const GatherArguments& arguments, int64_t c, const Use& use) {
   constexpr int kAhead = 8;
-  const int64_t size = packed_size(arguments.channels);
+  const int64_t size = packed_size(arguments.channels, arguments.words);
   const A* row = static_cast<const A*>(arguments.gathered);
   for (int64_t left = arguments.ranks; left > 0; left -= kAhead, row += kAhead * size) {
     A means[kAhead], vars[kAhead];
@@ -39,37 +39,70 @@ __device__ __forceinline__ void for_each_rank(const GatherArguments& arguments, 
   }
 }
 
+// Mean and biased variance of a channel over all ranks.
+struct Merged {
+  double mean = 0, var = 0;
+  __device__ bool finite() const { return isfinite(mean) && isfinite(var); }
+};
+
+template <typename A, typename Share>
+__device__ __forceinline__ Merged merge_channel(const GatherArguments& arguments, int64_t c, const Share& share) {
+  Merged merged;
+  for_each_rank<A>(arguments, c, [&](const A* row, double own, double) { merged.mean += share(row) * own; });
+  for_each_rank<A>(arguments, c, [&](const A* row, double own, double own_var) {
+    const double difference = own - merged.mean;
+    merged.var += share(row) * (own_var + difference * difference);
+  });
+  return merged;
+}
+
+// Whether `holds` for all threads of the block.
+__device__ __forceinline__ bool all_threads(bool holds) {
+  __shared__ int32_t all;
+  if (threadIdx.x == 0) all = 1;
+  __syncthreads();
+  if (!holds) all = 0;
+  __syncthreads();
+  return all != 0;
+}
+
 template <typename A>
 __global__ void __launch_bounds__(kThreads) merge_ranks(const GatherArguments arguments) {
   const A* gathered = static_cast<const A*>(arguments.gathered);
-  const int64_t channels = arguments.channels, size = packed_size(channels);
+  const int64_t channels = arguments.channels, size = packed_size(channels, arguments.words);
+  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+  const Fault fault = find_fault(gathered, arguments.ranks, channels, arguments.words);
+  const bool valid = fault.kind == Fault::kNone;
+  if (first) record_fault(arguments.fault, fault, gathered, channels, arguments.words);
   int64_t total = 0;
-  for (int64_t r = 0; r < arguments.ranks; ++r) total += unpack_count(gathered + r * size, channels);
-  const double inverse = 1.0 / static_cast<double>(total > 0 ? total : 1);
-  const auto share = [&](const A* row) { return static_cast<double>(unpack_count(row, channels)) * inverse; };
+  for (int64_t r = 0; valid && r < arguments.ranks; ++r) total += unpack_count(gathered + r * size, channels);
+  const double inverse = valid ? 1.0 / static_cast<double>(total > 0 ? total : 1) : static_cast<double>(NAN);
+  const auto share = [&](const A* row) {
+    return valid ? static_cast<double>(unpack_count(row, channels)) * inverse : inverse;
+  };
+  const int64_t begin = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
 
-  const bool updates = total >= 2;  // else there is no unbiased variance
+  bool updates = total >= 2;  // else there is no unbiased variance
   double factor = arguments.momentum;
   if (arguments.averages) {
     factor = 1.0 / static_cast<double>(max(*arguments.batches + 1, int64_t(1)));
     __syncthreads();  // all have read it
   }
-  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+  if (arguments.skip_nonfinite) {
+    bool finite = true;
+    for (int64_t c = begin; c < channels; c += step) finite &= merge_channel<A>(arguments, c, share).finite();
+    updates &= all_threads(finite);
+  }
   if (first && updates && arguments.batches != nullptr) ++*arguments.batches;
   if (first) *arguments.count = total;
 
-  for (int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; c < channels; c += gridDim.x * blockDim.x) {
-    double mean = 0, var = 0;
-    for_each_rank<A>(arguments, c, [&](const A* row, double own, double) { mean += share(row) * own; });
-    for_each_rank<A>(arguments, c, [&](const A* row, double own, double own_var) {
-      const double difference = own - mean;
-      var += share(row) * (own_var + difference * difference);
-    });
-    static_cast<A*>(arguments.mean)[c] = static_cast<A>(mean);
-    static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(var + arguments.eps));
+  for (int64_t c = begin; c < channels; c += step) {
+    const Merged merged = merge_channel<A>(arguments, c, share);
+    static_cast<A*>(arguments.mean)[c] = static_cast<A>(merged.mean);
+    static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(merged.var + arguments.eps));
     if (!updates || arguments.running_mean.data == nullptr) continue;
-    const double unbiased = var * (static_cast<double>(total) / static_cast<double>(total - 1));
-    update_running(arguments.running_mean, c, mean, factor);
+    const double unbiased = merged.var * (static_cast<double>(total) / static_cast<double>(total - 1));
+    update_running(arguments.running_mean, c, merged.mean, factor);
     update_running(arguments.running_var, c, unbiased, factor);
   }
 }
@@ -78,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) merge_ranks(const GatherArguments ar
 
 const char* gather_stats(const GatherArguments& arguments, Stream stream) {
   const int64_t needed = ceil_div(arguments.channels, kThreads);
-  const int64_t blocks = arguments.averages || needed == 0 ? 1 : needed;
+  const int64_t blocks = arguments.averages || arguments.skip_nonfinite || needed == 0 ? 1 : needed;
   const auto kernel = arguments.accumulate == DType::kDouble ? merge_ranks<double> : merge_ranks<float>;
   return launch(kernel, {blocks, 1, 1}, dim3(kThreads), stream, arguments);
 }

@@ -8,6 +8,7 @@
 
 #include "../dtypes.h"
 #include "../layout.h"
+#include "../packed_stats.h"
 
 struct CUstream_st;
 
@@ -55,13 +56,15 @@ class Workspace {
 };
 constexpr int64_t kTickets = 1024;
 
-// `packed`: 2 * channels + 2 values of the accumulate dtype, see packed_stats.h.
-const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, Workspace& workspace, Stream stream);
+// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h.
+const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
+                  Stream stream);
 
 // What has the accumulate dtype is `accumulate`. `running_mean` and `running_var`: both null, or neither. `batches` may
-// be null unless `averages`, which means a factor of 1 / batches in place of `momentum`.
+// be null unless `averages`, which means a factor of 1 / batches in place of `momentum`. `fault` may be null, and is in
+// the memory of the host.
 struct GatherArguments {
-  const void* gathered;  // (ranks, 2 * channels + 2)
+  const void* gathered;  // (ranks, 2 * channels + 2 + words)
   int64_t ranks;
   int64_t channels;
   DType accumulate;
@@ -74,6 +77,9 @@ struct GatherArguments {
   bool averages;
   double momentum;
   double eps;
+  int64_t words;
+  bool skip_nonfinite;
+  int64_t* fault;
 };
 const char* gather_stats(const GatherArguments& arguments, Stream stream);
 
@@ -87,24 +93,29 @@ struct ElemtArguments {
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
                   Stream stream);
 
-// `sums`: 2 * channels values of the accumulate dtype.
+// `sums`: 2 * channels + words values of the accumulate dtype.
 struct BackwardReduceArguments {
   PerChannel mean;
   PerChannel invstd;
   void* sums;
   PerChannel grad_weight;
   PerChannel grad_bias;
+  Words words;
 };
 const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g,
                             const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream);
 
-// `weight` may be null; `sums` has 2 * channels values, `count` is on the device.
+// `weight` may be null; `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
 struct BackwardElemtArguments {
   PerChannel mean;
   PerChannel invstd;
   PerChannel weight;
   PerChannel sums;
   const int64_t* count;
+  int64_t words;
+  int64_t ranks;
+  int64_t call;
+  int64_t* fault;
 };
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                            const BackwardElemtArguments& arguments, Stream stream);

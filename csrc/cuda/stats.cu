@@ -40,15 +40,16 @@ __device__ __forceinline__ Sums<double> sums_about(double origin, double mean, d
 // `count` values, the distance adds at least its square / count to the variance: so much is left of double precision.
 template <typename A>
 __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, double origin,
-                                            const Sums<double>& sums, int64_t count) {
+                                            const Sums<double>& sums, int64_t count, const Words& words) {
   const double difference = sums.first / static_cast<double>(count);
   packed[c] = static_cast<A>(origin + difference);
   packed[channels + c] = static_cast<A>(sums.second / static_cast<double>(count) - difference * difference);
-  if (c == 0) pack_count(packed, channels, count);
+  if (c == 0) pack_count(packed, channels, count, words);
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x, A* packed, Scratch scratch) {
+__global__ void __launch_bounds__(kThreads)
+    planar_stats(Planar plan, const T* x, A* packed, Words words, Scratch scratch) {
   constexpr int kHere = W == 8 ? 2 : kSlots<W>;  // 16 values in registers; 32 would halve the threads that fit
   constexpr int kValues = kHere * W;
   constexpr unsigned kAll = (1u << kValues) - 1;
@@ -85,14 +86,15 @@ __global__ void __launch_bounds__(kThreads) planar_stats(Planar plan, const T* x
   const double origin = widen(first_of_channel);
   Sums<double> sums = sums_about(origin, static_cast<double>(pivot) + moments.mean, moments.m2, count);
   if (!merge_parts(sums, plan, walk.channel, walk.part, scratch)) return;
-  if (thread_index() == 0) write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner);
+  if (thread_index() == 0)
+    write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner, words);
 }
 
 // A thread has moments of W channels over the same rows, so that one count and one division serve all of them. Each
 // channel has its own pivot, the value in the first row of the part.
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
-    interleaved_stats(Interleaved plan, const T* x, A* packed, Scratch scratch) {
+    interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
   constexpr unsigned kAll = (1u << kSlots<W>)-1;
   InterleavedWalk<W> walk(plan, false);
   const T* first_row = x + walk.first_row() * plan.channels;
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
   const double pivot = widen(own_first), origin = widen(own_origin);
   Sums<double> sums = sums_about(origin, pivot + sum.mean, sum.m2, count);
   if (!merge_parts(sums, plan, walk.tile_begin, W, walk.part, scratch)) return;
-  write_stats(packed, plan.channels, channel, origin, sums, plan.height);
+  write_stats(packed, plan.channels, channel, origin, sums, plan.height, words);
 }
 
 template <typename T, int W>
@@ -148,11 +150,12 @@ struct Stats {
 
 }  // namespace
 
-const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, Workspace& workspace, Stream stream) {
+const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
+                  Stream stream) {
   return dispatch(dtype, [&](auto value) {
     using T = decltype(value);
     return launch_reduction<Stats, T>(g, {x}, workspace, stream, static_cast<const T*>(x),
-                                      static_cast<Accumulate<T>*>(packed));
+                                      static_cast<Accumulate<T>*>(packed), words);
   });
 }
 

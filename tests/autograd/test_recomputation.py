@@ -164,6 +164,7 @@ def train(kind, how, splits=SPLITS, microbatches=2, backward=backward_first_firs
 
 
 def train_with(hows, kind, options):
+    train(kind, None, **options)  # until all ranks expect what comes
     return {how: train(kind, how, **options) for how in (None, *hows)}
 
 

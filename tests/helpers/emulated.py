@@ -5,7 +5,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -206,9 +206,9 @@ class EmulatedOps:
         assert planar or memory(input).numel() == input.numel()
         return [op, CODES[input.dtype], int(not planar), batch, channels, inner, self.seed]
 
-    def batch_norm_stats(self, input: Tensor) -> Tensor:
-        packed = poisoned(2 * input.size(1) + 2, accumulate_dtype(input.dtype))
-        self._call(self._header(0, input), [], [(input, self.offset), (packed, 0)])
+    def batch_norm_stats(self, input: Tensor, words: Sequence[int] = ()) -> Tensor:
+        packed = poisoned(2 * input.size(1) + 2 + len(words), accumulate_dtype(input.dtype))
+        self._call([*self._header(0, input), *words], [], [(input, self.offset), (packed, 0)])
         return packed
 
     def batch_norm_gather_stats(
@@ -219,13 +219,17 @@ class EmulatedOps:
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
+        words: int = 0,
+        skip_nonfinite: bool = False,
+        fault: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        channels = gathered.size(1) // 2 - 1
+        channels = (gathered.size(1) - 2 - words) // 2
         averages = running_mean is not None and momentum is None
         header = [1, CODES[gathered.dtype], 0, 0, channels, 0, self.seed, gathered.size(0), int(averages)]
+        header += [words, int(skip_nonfinite)]
         mean, invstd = poisoned(channels, gathered.dtype), poisoned(channels, gathered.dtype)
         count = torch.tensor(-1)
-        tensors = (gathered, mean, invstd, count, running_mean, running_var, num_batches_tracked)
+        tensors = (gathered, mean, invstd, count, running_mean, running_var, num_batches_tracked, fault)
         self._call(header, [momentum or 0.0, eps], [(tensor, 0) for tensor in tensors])
         return mean, invstd, count
 
@@ -238,13 +242,19 @@ class EmulatedOps:
         return output
 
     def batch_norm_backward_reduce(
-        self, grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        words: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
-        sums = poisoned(2 * channels, accumulate)
+        sums = poisoned(2 * channels + len(words), accumulate)
         grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
         tensors = [(tensor, 0) for tensor in (mean, invstd, sums, *grads)]
-        self._call(self._header(3, input), [], [self._grad(grad_output), (input, self.offset), *tensors])
+        self._call([*self._header(3, input), *words], [], [self._grad(grad_output), (input, self.offset), *tensors])
         return sums, grads[0], grads[1]
 
     def batch_norm_backward_elemt(
@@ -256,11 +266,14 @@ class EmulatedOps:
         invstd: Tensor,
         sums: Tensor,
         count: Tensor,
+        ranks: int = 1,
+        call: int = 0,
+        fault: Tensor | None = None,
     ) -> Tensor:
         grad_input = torch.empty_like(input).fill_(torch.nan)
-        factors = [(tensor, 0) for tensor in (mean, invstd, weight, sums, count)]
+        factors = [(tensor, 0) for tensor in (mean, invstd, weight, sums, count, fault)]
         values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
-        self._call(self._header(4, input), [], [*values, *factors])
+        self._call([*self._header(4, input), sums.numel() - 2 * input.size(1), ranks, call], [], [*values, *factors])
         return grad_input
 
     def _grad(self, grad_output: Tensor) -> tuple[Tensor, int]:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -127,12 +128,20 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
                 if store != current:
                     join(store, rank, world_size)
                     current = store
+                _forget_compiled_calls()
                 answer = True, function(*args)
             except EOFError:  # the session ended
                 return
             except BaseException:
                 answer = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(answer))
+
+
+def _forget_compiled_calls() -> None:
+    """Each function is a program of its own: what an earlier one compiled says nothing of it."""
+    exchange = sys.modules.get("bagua_syncbn.autograd.exchange")
+    if exchange is not None:
+        exchange._process.compiles = False
 
 
 def join_job(store: str, rank: int, world_size: int) -> None:

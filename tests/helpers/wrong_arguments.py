@@ -80,11 +80,11 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
     ),
     (
         lambda ops, x, c: ops.batch_norm_gather_stats(c, c, c, None, 0.1, 1e-5),
-        "gathered: expected (ranks, 2 * channels + 2), got (3)",
+        "gathered: expected (ranks, 2 * channels + 2 + words), got (3)",
     ),
     (
         lambda ops, x, c: ops.batch_norm_gather_stats(torch.ones(2, 7), c, c, None, 0.1, 1e-5),
-        "gathered: expected (ranks, 2 * channels + 2), got (2, 7)",
+        "gathered: expected (ranks, 2 * channels + 2 + words), got (2, 7)",
     ),
     (
         lambda ops, x, c: ops.batch_norm_gather_stats(torch.ones(2, 8).half(), c, c, None, 0.1, 1e-5),

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from comparison import check_ops
-from emulated import NO_BUFFER, ROOT, EmulatedOps, EmulationError, build, build_changed, find_headers
+from emulated import NO_BUFFER, ROOT, EmulatedOps, EmulationError, build_changed, find_headers
 from tolerances import assert_close
 
 from bagua_syncbn.ops import reference
@@ -44,11 +44,6 @@ INTERLEAVED = [
     (10300, 32),  # 40 parts, more than the last block loads at once
     (4700, 64),
 ]
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("emulator"), find_headers())
 
 
 @pytest.fixture(scope="session")

@@ -46,20 +46,33 @@ class PerChannelTensor {
   PerChannel channels_{nullptr, DType::kFloat};
 };
 
+// `zeros` of them, followed by the words: what a rank without values sends.
+Tensor zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const Tensor& like) {
+  const int64_t size = zeros + words.count;
+  const Tensor values = torch::stable::new_zeros(like, {&size, 1}, dtype);
+  for (int64_t w = 0; w < words.count; ++w) {
+    Tensor value = values;
+    value = torch::stable::narrow(value, 0, zeros + w, 1);
+    torch::stable::fill_(value, words.values[w]);
+  }
+  return values;
+}
+
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input) {
+Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values) {
   check_input(input);
+  const Words words = words_of(values);
   const Laid laid = lay_out(input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
-  const int64_t size = packed_size(laid.geometry.channels);
+  const int64_t size = packed_size(laid.geometry.channels, words.count);
   const Context context(input);
   // Zeros: a count of 0, and moments that weigh nothing.
-  if (input.numel() == 0) return torch::stable::new_zeros(input, {&size, 1}, accumulate);
+  if (input.numel() == 0) return zeros_and(words, size - words.count, accumulate, input);
   Tensor packed = allocate_vector(size, accumulate, input);
   TorchWorkspace workspace(input, context);
-  check_cuda(stats(laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, packed.mutable_data_ptr(), workspace,
-                   context.stream()));
+  check_cuda(stats(laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, packed.mutable_data_ptr(), words,
+                   workspace, context.stream()));
   return packed;
 }
 
@@ -67,22 +80,24 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
                                                            const std::optional<Tensor>& running_mean,
                                                            const std::optional<Tensor>& running_var,
                                                            const std::optional<Tensor>& num_batches_tracked,
-                                                           std::optional<double> momentum, double eps) {
-  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum);
+                                                           std::optional<double> momentum, double eps, int64_t words,
+                                                           bool skip_nonfinite, const std::optional<Tensor>& fault) {
+  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, words, fault);
   const Context context(gathered);
   const bool tracks = running_mean && running_var;
   const PerChannelTensor mean_buffer = tracks ? PerChannelTensor(*running_mean) : PerChannelTensor();
   const PerChannelTensor var_buffer = tracks ? PerChannelTensor(*running_var) : PerChannelTensor();
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   const Tensor rows = dense(gathered);
-  const int64_t channels = packed_channels(gathered.size(1));
+  const int64_t channels = packed_channels(gathered.size(1), words);
   Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor count = allocate_scalar(ScalarType::Long, gathered);
   check_cuda(
       gather_stats({rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered), mean.mutable_data_ptr(),
                     invstd.mutable_data_ptr(), static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
-                    static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps},
+                    static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps, words,
+                    skip_nonfinite, record_of(fault)},
                    context.stream()));
   if (tracks) {
     mean_buffer.copy_back(*running_mean);
@@ -106,8 +121,10 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
                                                               const Tensor& mean, const Tensor& invstd,
-                                                              const std::optional<Tensor>& weight) {
+                                                              const std::optional<Tensor>& weight,
+                                                              const std::vector<int64_t>& values) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
+  const Words words = words_of(values);
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -115,12 +132,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const ScalarType parameter = weight ? scalar_type(*weight) : accumulate;
   if (input.numel() == 0) {
-    return {torch::stable::new_zeros(input, {&width, 1}, accumulate),
-            torch::stable::new_zeros(input, {&channels, 1}, parameter),
+    return {zeros_and(words, width, accumulate, input), torch::stable::new_zeros(input, {&channels, 1}, parameter),
             torch::stable::new_zeros(input, {&channels, 1}, parameter)};
   }
   const PerChannelTensor means(mean), invstds(invstd);
-  Tensor sums = allocate_vector(width, accumulate, input);
+  Tensor sums = allocate_vector(width + words.count, accumulate, input);
   Tensor grad_weight = allocate_vector(channels, parameter, input);
   Tensor grad_bias = allocate_vector(channels, parameter, input);
   TorchWorkspace workspace(input, context);
@@ -129,14 +145,16 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
                               invstds,
                               sums.mutable_data_ptr(),
                               {grad_weight.mutable_data_ptr(), dtype_of(grad_weight)},
-                              {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)}},
+                              {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)},
+                              words},
                              workspace, context.stream()));
   return {sums, grad_weight, grad_bias};
 }
 
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count);
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -145,7 +163,8 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums);
   check_cuda(backward_elemt(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),
                             dtype_of(input), laid.geometry,
-                            {means, invstds, weights, totals, static_cast<const int64_t*>(count.const_data_ptr())},
+                            {means, invstds, weights, totals, static_cast<const int64_t*>(count.const_data_ptr()),
+                             sums.numel() - 2 * laid.geometry.channels, ranks, call, record_of(fault)},
                             context.stream()));
   return with_strides_of(grad_input, laid, input);
 }

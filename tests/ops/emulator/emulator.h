@@ -50,6 +50,7 @@ uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance);
 #define gridDim emulator::grid_size
 #define blockDim emulator::block_size
 
+using std::isfinite;
 using std::max;
 using std::min;
 

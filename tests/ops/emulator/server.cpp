@@ -75,27 +75,36 @@ Buffer read_buffer() {
   return buffer;
 }
 
+Words words_of(const std::vector<int64_t>& integers, size_t begin) {
+  Words words;
+  for (size_t i = begin; i < integers.size(); ++i) words.values[words.count++] = static_cast<int32_t>(integers[i]);
+  return words;
+}
+
 const char* run(const std::vector<int64_t>& integers, const std::vector<double>& doubles, const std::vector<Buffer>& b,
                 Workspace& workspace) {
   const auto dtype = static_cast<DType>(integers[1]);
   const Geometry g{integers[2] != 0, integers[3], integers[4], integers[5]};
   switch (integers[0]) {
     case 0:
-      return stats(b[0].data, dtype, g, b[1].data, workspace, nullptr);
+      return stats(b[0].data, dtype, g, b[1].data, words_of(integers, 7), workspace, nullptr);
     case 1:
       return gather_stats({b[0].data, integers[7], g.channels, dtype, b[1].data, b[2].data, b[3].integers(),
-                           b[4].channels(), b[5].channels(), b[6].integers(), integers[8] != 0, doubles[0], doubles[1]},
+                           b[4].channels(), b[5].channels(), b[6].integers(), integers[8] != 0, doubles[0], doubles[1],
+                           integers[9], integers[10] != 0, b[7].integers()},
                           nullptr);
     case 2:
       return elemt(b[0].data, b[1].data, dtype, g, {b[2].channels(), b[3].channels(), b[4].channels(), b[5].channels()},
                    nullptr);
     case 3:
-      return backward_reduce(b[0].data, b[1].data, dtype, g,
-                             {b[2].channels(), b[3].channels(), b[4].data, b[5].channels(), b[6].channels()}, workspace,
-                             nullptr);
+      return backward_reduce(
+          b[0].data, b[1].data, dtype, g,
+          {b[2].channels(), b[3].channels(), b[4].data, b[5].channels(), b[6].channels(), words_of(integers, 7)},
+          workspace, nullptr);
     case 4:
       return backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
-                            {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers()},
+                            {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
+                             integers[7], integers[8], integers[9], b[8].integers()},
                             nullptr);
     default:
       return "no such op";

@@ -1,0 +1,108 @@
+"""What the ops found wrong, where no host waits for them."""
+
+import ctypes
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from .identity import Identity, describe
+
+
+class _Fault:
+    """The memory of the host that ops of one kind of device write to, see :mod:`bagua_syncbn.ops.schemas`."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.tensor = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
+        # Read without an op: it is looked at in every call.
+        self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
+
+    def take(self) -> list[int]:
+        record: list[int] = self.tensor.tolist()
+        self.tensor.zero_()
+        return record
+
+
+_on_cpu = _Fault(False)
+_faults = {"cpu": _on_cpu}
+
+# Sums of this rank by their number in this process, for those that turn out to be wrong some time later.
+_sums: deque[tuple[int, Identity]] = deque(maxlen=1024)
+_numbers = itertools.count()
+
+
+def fault_for(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns what to give as ``fault`` to an op on ``tensor``.
+
+    None where its device cannot write to the memory of the host, and for a tensor without values.
+    """
+    return fault_on(tensor.device) if type(tensor) is torch.Tensor else None
+
+
+def fault_on(device: torch.device) -> torch.Tensor | None:
+    """Likewise for a kind of device."""
+    fault = _faults.get(device.type)
+    if fault is None:
+        if device.type != "cuda" or torch.compiler.is_compiling():
+            return None
+        fault = _faults["cuda"] = _Fault(True)
+    return fault.tensor
+
+
+def number_of_sum(identity: Identity) -> int:
+    """Returns what to give to the op that takes a sum apart as ``call``."""
+    number = next(_numbers)
+    _sums.append((number, identity))
+    return number
+
+
+def take_fault_on_cpu() -> list[int] | None:
+    """Returns what ops on CPU found wrong since the last call, None if nothing."""
+    return _on_cpu.take() if _on_cpu.kind.value else None
+
+
+def raise_if_found() -> None:
+    """Raises for what ops are known to have found wrong. Waits for no device."""
+    for fault in _faults.values():
+        if fault.kind.value:
+            raise RuntimeError(found(fault.take()))
+
+
+def check() -> None:
+    """Waits for the devices, and raises if ranks made different calls without an error so far.
+
+    In eager mode on CPU they raise at once. On CUDA no host waits: where ranks differ the output or gradient is NaN,
+    running statistics stay as they are, and the first call that finds out raises. This one finds out for certain, for
+    example at the end of an epoch. So it does for compiled calls on CPU; those on CUDA give NaN and are not named.
+
+    Raises:
+        RuntimeError: ranks made different calls. It names them.
+
+    Example::
+
+        >>> bagua_syncbn.check()
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    raise_if_found()
+
+
+def found(record: Sequence[int]) -> str:
+    """Returns the message for what an op wrote to ``fault``."""
+    kind, where, *words = record
+    if kind == 3:
+        own = [identity.text for number, identity in _sums if number == where]
+        return differ([f"this rank: {own[0] if own else 'backward, compiled'}", "another rank: another call"])
+    said = [f"rank 0: {describe(words[:3])}", f"rank {where}: {describe(words[3:])}"]
+    if kind == 1:
+        return differ(said)
+    return f"sync_batch_norm: expected from each rank a count of values, from 0 to 2**53, got no such from {said[1]}"
+
+
+def differ(calls: Sequence[str]) -> str:
+    """Returns the message for ranks that made different ``calls``."""
+    return (
+        "sync_batch_norm: expected all ranks of a group to call the same layers in the same order with the same "
+        f"options, got {'; '.join(calls)}"
+    )

@@ -1,0 +1,132 @@
+"""Who speaks in a message, and of what: the words that travel with the statistics, and the text for people.
+
+The words are small integers, which every rank that makes the same call has alike. Three go with what is gathered: of
+the layer, which is its place in the converted model, of the terms that the call must have in common, and the number of
+the call in its group. In a sum words would mix: there a fingerprint of them goes in three parts, each with its square.
+The ranks agree if and only if the mean of the squares is the square of the mean.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+
+# Words fit float32, which holds every integer up to 2**24.
+WORD = 2**24
+WORDS = 3  # that are gathered: layer, terms, call
+PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
+
+_DIRECTIONS = ("forward", "backward", "double backward")
+
+
+class Terms(NamedTuple):
+    """What a call must have in common on all ranks. Numbers only, whose hash is the same in each process."""
+
+    channels: int
+    eps: float
+    momentum: float  # -1 for None
+    eps_mode: int
+    skip_nonfinite: bool
+    is_double: bool
+
+    def word(self, direction: int) -> int:
+        return hash((direction, *self)) % WORD
+
+
+class Identity:
+    """A call as all ranks must make it.
+
+    Attributes:
+        key: words for the layer, 0 where its place is not known, and for the terms.
+        message: whether its message is a sum, else it is gathered; its size and dtype.
+        text: the same for people.
+    """
+
+    __slots__ = ("backward", "derivative", "key", "message", "text")
+
+    backward: "Identity"
+    derivative: "Identity"
+
+    def __init__(self, place: int, name: str, terms: Terms, direction: int) -> None:
+        numel = 2 * terms.channels + (PARTS if direction else 2 + WORDS)
+        self.message = bool(direction), numel, torch.float64 if terms.is_double else torch.float32
+        self.key = place, terms.word(direction)
+        self.text = f"{_DIRECTIONS[direction]} of {name} ({_text_of(terms)})"
+        _texts[self.key] = self.text
+
+
+def _text_of(terms: Terms) -> str:
+    values = [f"{terms.channels} channels", "float64" if terms.is_double else "float32", f"eps={terms.eps:g}"]
+    values.append(f"momentum={None if terms.momentum == -1 else terms.momentum}")
+    if terms.eps_mode:
+        values.append(f"eps_mode={ops.EPS_MODES[terms.eps_mode]}")
+    return ", ".join([*values, "skip_nonfinite"] if terms.skip_nonfinite else values)
+
+
+# Of all that this rank has said, by key.
+_texts: dict[tuple[int, int], str] = {}
+
+
+def terms_of(input: Tensor, options: ops.MergeOptions) -> Terms:
+    """Returns the terms of a call with ``input``."""
+    momentum = -1.0 if options.momentum is None else options.momentum
+    mode = ops.EPS_MODES.index(options.eps_mode)
+    return Terms(input.size(1), options.eps, momentum, mode, options.skip_nonfinite, input.dtype == torch.float64)
+
+
+def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Identity:
+    """Returns the identity of a forward call; those of what follows in backward are its attributes."""
+    place, name, kind = 0, None, "sync_batch_norm"
+    if layer is not None:
+        place, name = getattr(layer, "place_in_model", 0), getattr(layer, "name_in_model", None)
+        kind = type(layer).__name__
+    call = place, name, kind, input.size(1), input.dtype, options[3:]
+    identity = _identities.get(call)
+    if identity is None:
+        speaker = kind if name is None else f"{kind} {name!r}"
+        identity = _identities[call] = _make_identity(place, speaker, terms_of(input, options))
+    return identity
+
+
+# By all that they are made of.
+_identities: dict[Any, Identity] = {}
+
+
+def _make_identity(place: int, speaker: str, terms: Terms) -> Identity:
+    if len(_identities) == _MOST_IDENTITIES:  # options that change with every step
+        _identities.clear()
+        _texts.clear()
+    identity, backward, derivative = (Identity(place, speaker, terms, direction) for direction in range(3))
+    identity.backward = derivative.backward = backward
+    identity.derivative = backward.derivative = derivative
+    return identity
+
+
+_MOST_IDENTITIES = 2**14
+
+
+def parts_of(words: Sequence[int], number: int, ranks: int) -> list[int]:
+    """Returns a fingerprint of the words, and of a number more, as it goes into a sum over so many ranks: exactly."""
+    place, terms, call = words
+    mixed = (((place << 24 | terms) + call * _MIX_CALL + number * _MIX_NUMBER) * _MIX & 2**64 - 1) >> 31
+    bits = (24 - (ranks - 1).bit_length()) // 2
+    mask = (1 << bits) - 1
+    one, two, three = mixed & mask, mixed >> bits & mask, mixed >> 2 * bits & mask
+    return [one, one * one, two, two * two, three, three * three]
+
+
+# Odd, and without a pattern.
+_MIX, _MIX_CALL, _MIX_NUMBER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+
+
+def describe(words: Sequence[float]) -> str:
+    """Returns in words for people what another rank said in the three that are gathered."""
+    place, terms, call = map(int, words)
+    text = _texts.get((place, terms))
+    if text is None:
+        same = [text for (other, _), text in _texts.items() if other == place != 0]
+        text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"
+    return f"{text}, call {call}" if call else text

@@ -1,0 +1,106 @@
+"""Ranks that end in the middle of a step: their peers get an error that names the layer they were in; none aborts."""
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua_syncbn
+
+SECONDS = 90.0  # the time-out of the group; what peers see of a death comes long before
+
+
+def die(how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    raise ValueError("of this rank alone")
+
+
+class Dying(nn.Module):
+    """Between two layers."""
+
+    how = ""
+
+    def forward(self, input):
+        if self.how:
+            die(self.how)
+        return input
+
+
+def rank_of_job(rank: int, size: int, store: str, how: str, where: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+    )
+    dying = Dying()
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), dying, nn.BatchNorm1d(4)))
+    x = torch.randn(3, 4, requires_grad=True)
+    model(x).sum().backward()  # a step that works
+    is_dying = rank == size - 1
+    try:
+        if is_dying and where == "forward":
+            dying.how = how
+        if is_dying and where == "backward":
+            dying.register_full_backward_hook(lambda *_: die(how))
+        output = model(x)
+        if is_dying and where == "between":
+            die(how)
+        output.square().sum().backward()
+        answers.put((rank, "finished", ""))
+    except RuntimeError as error:
+        try:
+            model(x)
+        except RuntimeError as again:
+            answers.put((rank, str(error), str(again)))
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Processes that begin with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "bagua_syncbn"])
+    return context
+
+
+EXIT_CODES = {"killed": -signal.SIGKILL, "exit": 3, "exception": 1}
+PLACES = {"forward": "forward of SyncBatchNorm1d '2'", "between": "backward of SyncBatchNorm1d '2'"}
+PLACES["backward"] = "backward of SyncBatchNorm1d '0'"
+
+
+QUICK = ("killed", "forward"), ("exit", "between"), ("exception", "backward")
+ALL = [
+    pytest.param(how, where, marks=() if (how, where) in QUICK else pytest.mark.slow)
+    for how in EXIT_CODES
+    for where in PLACES
+]
+
+
+@pytest.mark.parametrize(("how", "where"), ALL)
+def test_peers_of_a_dead_rank_say_where_they_were(context, tmp_path, how, where):
+    size = 3 if (how, where) == ("killed", "backward") else 2
+    answers = context.SimpleQueue()
+    arguments = size, str(tmp_path / "store"), how, where, answers
+    ranks = [context.Process(target=rank_of_job, args=(rank, *arguments)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    begin = time.monotonic()
+    for process in ranks:
+        process.join(2 * SECONDS)
+        if process.is_alive():
+            process.kill()
+    assert time.monotonic() - begin < SECONDS
+    assert [process.exitcode for process in ranks] == [0] * (size - 1) + [EXIT_CODES[how]]
+    for _ in range(size - 1):
+        _, message, again = answers.get()
+        assert f"sync_batch_norm: expected the {size} ranks of a group to meet in the {PLACES[where]}" in message
+        assert "Another rank has ended" in message
+        assert "process_group: expected one that works" in again

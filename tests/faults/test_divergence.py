@@ -1,0 +1,169 @@
+"""Ranks that do not make the same calls: each row ends right, or with an error on all ranks that names what they did.
+
+The table in docs/reliability.md is about these rows.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from programs import Change, Model, run, run_after_failure
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the last rank does: ``program`` in place of ``base``, after ``change``; and what errors must tell."""
+
+    program: str = "abc<"
+    change: Change | None = None
+    told: tuple[str, ...] = ()  # in the error of each rank
+    base: str = "abc<"
+
+
+def setter(layer, name, value):
+    def change(model: Model) -> None:
+        setattr(getattr(model, layer), name, value)
+
+    return change
+
+
+def exchange(first, second):
+    def change(model: Model) -> None:
+        one, other = getattr(model, first), getattr(model, second)
+        setattr(model, first, other)
+        setattr(model, second, one)
+
+    return change
+
+
+def other_channels(model: Model) -> None:
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        value = torch.ones(10)
+        setattr(model.b, name, nn.Parameter(value) if name in ("weight", "bias") else value)
+    model.b.num_features = 10
+
+
+def other_kind_of_call(model: Model) -> None:
+    model.a.__dict__["place_in_model"] = 0  # as of a functional call
+
+
+def attribute(name, value):
+    return lambda model: setattr(model, name, value)
+
+
+# Named at once: "forward of SyncBatchNorm1d 'a'" and so on.
+A, B, C = "'a' (8", "'b' (8", "'c' (12"
+NAMED = {
+    # other order, other branch, more or fewer calls
+    "two layers of equal size swapped": Row("bac<", told=(A, B)),
+    "two layers of other sizes swapped": Row("cba<", told=(A, C)),
+    "the objects swapped": Row(change=exchange("a", "b"), told=(A, B)),
+    "the last two swapped": Row("acb<", told=(B, C)),
+    "another branch of equal size": Row("abb<", told=(B, C)),
+    "another branch in the middle": Row("aac<", told=(A, B)),
+    "first layer skipped": Row("bc<", told=(A, B)),
+    "layer skipped": Row("ac<", told=(B, C)),
+    "last layer skipped": Row("ab<", told=(C, "backward of", B)),
+    "all but one skipped": Row("c<", told=(A, C)),
+    "first layer twice": Row("aabc<", told=(A, B)),
+    "last layer twice": Row("abcc<", told=("forward of", "backward of", C)),
+    "two forwards before a backward": Row("abcabc<", told=("forward of", "backward of", A, C)),
+    "backward in parts": Row("ab<c<", told=("backward of", "forward of", B, C)),
+    "backward in another order": Row("abc>", told=("backward of", A, C)),
+    "no backward": Row("abc", told=("backward of", C, "forward of", A)),
+    "no backward of one layer's input": Row(change=attribute("no_gradient_for", "b"), told=("backward of", A, B)),
+    "no backward of the last input": Row(change=attribute("no_gradient_for", "c"), told=("backward of", B, C)),
+    "no backward of the first input": Row(change=attribute("no_gradient_for", "a"), told=("backward of", A)),
+    "torch.no_grad": Row(change=attribute("grad", False), told=("backward of", C, "forward of", A)),
+    # evaluation
+    "evaluation of the first layer": Row(change=lambda model: model.a.eval(), told=(A, B)),
+    "evaluation of a layer": Row(change=lambda model: model.b.eval(), told=(B, C)),
+    "evaluation of the last layer": Row(change=lambda model: model.c.eval(), told=(C, "backward of", B)),
+    # exceptions that are swallowed
+    "exception between two layers": Row("a!", told=(A, B)),
+    "exception before the last layer": Row("ab!", told=(A, C)),
+    "exception before backward": Row("abc!", told=("backward of", C, "forward of", A)),
+    "exception in backward, first": Row(change=attribute("raises_in_backward", "c"), told=("backward of", C, A)),
+    "exception in backward, later": Row(change=attribute("raises_in_backward", "b"), told=("backward of", B, A)),
+    # terms
+    "other eps": Row(change=setter("a", "eps", 1e-3), told=("eps=1e-05", "eps=0.001", A)),
+    "other eps of a later layer": Row(change=setter("c", "eps", 1e-3), told=("eps=1e-05", "eps=0.001", C)),
+    "other momentum": Row(change=setter("b", "momentum", 0.2), told=("momentum=0.1", "momentum=0.2", B)),
+    "momentum=None": Row(change=setter("b", "momentum", None), told=("momentum=0.1", "momentum=None", B)),
+    "other eps_mode": Row(change=setter("a", "eps_mode", "clamp"), told=("eps_mode=clamp", A)),
+    "other skip_nonfinite": Row(change=setter("a", "skip_nonfinite", True), told=("skip_nonfinite", A)),
+    "float64": Row(change=nn.Module.double, told=("float32", "float64", A)),
+    "float64 in one layer": Row(change=lambda model: model.b.double(), told=("float32", "float64", B)),
+    "other number of channels": Row(change=other_channels, told=("8 channels", "10 channels", "'b'")),
+    "a layer without a place": Row(change=other_kind_of_call, told=(A,)),
+}  # fmt: skip
+
+# Nothing is sent that others could compare: they wait until the time-out.
+ABSENT = {
+    "evaluation of the model": Row(change=nn.Module.eval, told=(A,)),
+    "step left out": Row("", told=(A,)),
+    "exception before the first layer": Row("!", told=(A,)),
+    "last step ends early": Row("ab", told=("of SyncBatchNorm1d 'c'",)),
+}
+
+LEGITIMATE = {
+    "the same": Row(),
+    "a bias of another dtype": Row(change=setter("a", "bias", nn.Parameter(torch.zeros(8, dtype=torch.float64)))),
+    "no affine": Row(change=setter("a", "bias", None)),
+    "a layer that is not synchronized, evaluated": Row(change=lambda model: nn.BatchNorm1d(8).eval()(torch.ones(2, 8))),
+    "a frozen weight": Row(change=lambda model: model.a.weight.requires_grad_(False)),
+    "other programs on all ranks": Row("abc<", base="abc<"),
+    "calls that repeat": Row("aabb<ab<", base="aabb<ab<"),
+    "no backward on all ranks": Row("abc", base="abc"),
+    "backward in parts on all ranks": Row("ab>c<", base="ab>c<"),
+}
+
+ROWS = NAMED | ABSENT | LEGITIMATE
+
+
+def run_row(name, when, timeout):
+    row = ROWS[name]
+    return run(row.base, row.program, row.change, when, timeout)
+
+
+ALWAYS_WITH_3 = ("two layers of equal size swapped", "two layers of other sizes swapped", "layer skipped", "other eps")
+
+
+def cases(rows):
+    """All rows with two ranks, from the first step on and from the second; with more mostly if there is time."""
+    for name in rows:
+        for ranks, when in ((2, 0), (2, 1), (3, 1), (4, 1)):
+            slow = ranks > 2 and name not in ALWAYS_WITH_3
+            yield pytest.param(name, ranks, when, marks=pytest.mark.slow if slow or ranks == 4 else ())
+
+
+@pytest.mark.parametrize(("name", "ranks", "when"), cases(NAMED))
+def test_a_divergence_is_named_on_all_ranks(pool, name, ranks, when):
+    for message in pool.run(run_row, ranks, name, when, 20.0):
+        assert "expected all ranks of a group to call the same layers" in message
+        assert "rank 0: " in message or "ranks 0, 1" in message
+        for told in NAMED[name].told:
+            assert told in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ABSENT)
+def test_ranks_that_wait_for_one_say_where(pool, name):
+    waiting, absent = pool.run(run_row, 2, name, 2, 2.0)
+    assert absent == "finished"
+    assert "sync_batch_norm: expected the 2 ranks of a group to meet in the" in waiting
+    for told in ABSENT[name].told:
+        assert told in waiting
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_what_is_legitimate_is_not_refused(pool, name):
+    assert pool.run(run_row, 2, name, 1, 20.0) == ["finished"] * 2
+
+
+def test_a_group_in_which_ranks_differed_is_not_used_again(pool):
+    for first, second in pool.run(run_after_failure, 2):
+        assert "'a'" in first
+        assert "'b'" in first
+        assert "process_group: expected one that works, got one that failed before, in the forward of" in second

@@ -1,0 +1,152 @@
+"""Words that travel with the statistics, and counts that are none: what the ops do where the ranks do not agree.
+
+Each op in all its forms: the one that runs here, the reference, and the CUDA kernels in the emulator.
+"""
+
+import shutil
+
+import pytest
+import torch
+from emulated import EmulatedOps, find_headers
+
+from bagua_syncbn import ops
+from bagua_syncbn.ops import reference
+
+pytestmark = pytest.mark.reference_too
+
+CHANNELS = 260  # more than one block has threads
+
+
+@pytest.fixture(scope="module")
+def emulated(request):
+    if find_headers() is None or shutil.which("g++") is None:
+        pytest.skip("needs g++ and the headers of the CUDA toolkit")
+    emulated = EmulatedOps(request.getfixturevalue("built"))
+    yield emulated
+    emulated.close()
+
+
+@pytest.fixture(params=["here", "reference", "emulated"])
+def form(request):
+    return {"here": lambda: ops, "reference": lambda: reference}.get(
+        request.param, lambda: request.getfixturevalue("emulated")
+    )()
+
+
+def gathered(form, *words, dtype=torch.float32):
+    return torch.stack([form.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), said) for said in words])
+
+
+def buffers():
+    return [torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.tensor(7)]
+
+
+SAID = [5, 2**24 - 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_words_that_agree_change_nothing(form, dtype):
+    rows, fault, tracked = gathered(form, SAID, SAID, dtype=dtype), torch.zeros(8, dtype=torch.int64), buffers()
+    assert rows[:, -3:].tolist() == [SAID, SAID]
+    merged = form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, 3, True, fault)
+    without, plain = buffers(), rows[:, :-3].contiguous()
+    for got, expected in zip(merged, form.batch_norm_gather_stats(plain, *without, 0.1, 1e-5), strict=True):
+        assert torch.equal(got, expected)
+    for got, expected in zip(tracked, without, strict=True):
+        assert torch.equal(got, expected)
+    assert not fault.any()
+
+
+@pytest.mark.parametrize(("rank", "word"), [(1, 0), (2, 1), (1, 2)])
+def test_a_rank_with_other_words_is_found(form, rank, word):
+    words = [list(SAID) for _ in range(3)]
+    words[rank][word] ^= 1
+    found(form, gathered(form, *words), [1, rank, *SAID, *words[rank]])
+
+
+NO_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
+
+
+@pytest.mark.parametrize(("low", "high"), NO_COUNTS)
+def test_a_count_that_is_none_is_found(form, low, high):
+    rows = gathered(form, SAID, SAID, SAID)
+    rows[1, -5], rows[1, -4] = low, high
+    found(form, rows, [2, 1, *SAID, *SAID])
+
+
+def found(form, rows, expected):
+    fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
+    for momentum in (0.1, None):
+        mean, invstd, _ = form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, 3, False, fault)
+        assert mean.isnan().all()
+        assert invstd.isnan().all()
+        for got, before in zip(tracked, buffers(), strict=True):
+            assert torch.equal(got, before)
+    assert fault.tolist() == expected
+    rows[2, -1] += 1
+    form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, 3, False, fault)
+    assert fault.tolist() == expected  # the first one stays
+    form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, 3, False, None)
+
+
+def gradient(form, words, ranks, input=None):
+    """The gradient where each of the ranks has sent the same sums, and its words."""
+    input = torch.randn(4, CHANNELS, 3) if input is None else input
+    mean, invstd, weight = torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.ones(CHANNELS)
+    sent = [form.batch_norm_backward_reduce(input, input, mean, invstd, weight, said)[0] for said in words]
+    fault, count = torch.zeros(8, dtype=torch.int64), torch.tensor(12 * ranks)
+    arguments = input, input, weight, mean, invstd, sum(sent), count, ranks, 41, fault
+    return form.batch_norm_backward_elemt(*arguments), fault.tolist()
+
+
+@pytest.mark.parametrize("shape", [(4, CHANNELS, 3), (40, CHANNELS)])
+def test_words_in_a_sum_are_found_where_they_differ(form, shape):
+    input = torch.randn(shape)
+    for words in ([[3, 9], [3, 9]], [[3, 9, 0, 0], [3, 9, 0, 0]], [[]]):
+        grad, fault = gradient(form, words, len(words), input)
+        assert not grad.isnan().any()
+        assert not any(fault)
+    # Of the same sum, and of the same sum but for one rank of three.
+    for words in ([[2, 4], [4, 16]], [[3, 9, 2, 4], [3, 9, 1, 1]], [[3, 9], [2, 4], [4, 16]]):
+        grad, fault = gradient(form, words, len(words), input)
+        assert grad.isnan().all()
+        assert fault == [3, 41, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("which", ["mean", "var"])
+def test_buffers_stay_where_statistics_are_not_finite(form, which, value, momentum):
+    rows = gathered(form, SAID, SAID)
+    rows[1, (CHANNELS if which == "var" else 0) + CHANNELS - 1] = value  # of the last channel
+    tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
+    form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, 3, True, fault)
+    assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
+    form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, 3, False, fault)
+    assert not torch.cat(tracked[:2]).isfinite().all()
+    assert tracked[2] == 8
+    assert not fault.any()
+
+
+def test_forms_agree_on_counts_up_to_the_last(form):
+    rows = gathered(form, [], [], dtype=torch.float64)
+    for low, high in [(0, 2**29), (2**24 - 1, 2**29 - 1), (1, 0)]:
+        rows[0, -2], rows[0, -1] = low, high
+        results = [f.batch_norm_gather_stats(rows, None, None, None, None, 1e-5) for f in (form, reference)]
+        assert results[0][2] == results[1][2] == low + high * 2**24 + 12
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
+def test_a_fingerprint_is_exact_in_a_sum(ranks):
+    from bagua_syncbn.autograd.identity import parts_of
+
+    words = [[layer, 2**24 - 1 - layer, call] for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
+    for said in words:
+        part = torch.tensor(parts_of(said, 5, ranks), dtype=torch.float32)
+        total = torch.zeros(6)
+        for _ in range(ranks):
+            total += part
+        assert total.tolist() == [ranks * value for value in part.tolist()]
+    assert len({tuple(parts_of(said, 5, ranks)) for said in words}) == 3
