@@ -256,7 +256,9 @@ class InGraph:
         return self._communicator.all_reduce(sums)
 
     def what_to_check(self, sums: Tensor) -> tuple[int, int, Tensor | None]:
-        return self._communicator.size, 0, fault_on(sums.device)
+        # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
+        # write to could not run two forwards before the backward of the first.
+        return self._communicator.size, 0, None
 
     def check(self, device: torch.device) -> None:
         pass
