@@ -102,6 +102,15 @@ class _Process:
 _process = _Process()
 
 
+def _note_compilation() -> None:
+    _process.compiles = True
+
+
+# Run when it is traced, and not traced: a checkpointed region that is compiled must not change what is outside of it.
+# As by torch.compiler.assume_constant_result, which would have every process import the compiler.
+_note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
@@ -237,7 +246,7 @@ class InGraph:
     """The messages of a call that torch.compile traces: no sizes are agreed upon, and the words are constants."""
 
     def __init__(self, terms: Terms, communicator: Communicator) -> None:
-        _process.compiles = True
+        _note_compilation()
         self._terms = terms
         self._communicator = communicator
 
