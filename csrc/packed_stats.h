@@ -24,7 +24,12 @@ struct Words {
 
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_words(A* target, const Words& words) {
-  for (int64_t w = 0; w < words.count; ++w) target[w] = static_cast<A>(words.values[w]);
+#if defined(__CUDA_ARCH__)
+#pragma unroll  // an index known when it is compiled: else the words are copied to local memory
+#endif
+  for (int64_t w = 0; w < kMostWords; ++w) {
+    if (w < words.count) target[w] = static_cast<A>(words.values[w]);
+  }
 }
 
 BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels, int64_t words) {
@@ -77,15 +82,13 @@ BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int6
   return fault;
 }
 
-// Whether the words of all ranks in a sum were the same: only then is the mean of the squares the square of the mean.
+// Whether a word was the same on all ranks, by the sums of it and of its square: only then is the mean of the squares
+// the square of the mean.
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE bool same_words(const A* words, int64_t count, int64_t ranks) {
-  for (int64_t w = 0; w < count; w += 2) {
-    if (!is_integer(words[w], kCountBase) || !is_integer(words[w + 1], kCountBase)) return false;
-    const auto sum = static_cast<int64_t>(words[w]), squares = static_cast<int64_t>(words[w + 1]);
-    if (squares * ranks != sum * sum) return false;
-  }
-  return true;
+BAGUA_SYNCBN_HOST_DEVICE bool same_word(A sum, A squares, int64_t ranks) {
+  if (!is_integer(sum, kCountBase) || !is_integer(squares, kCountBase)) return false;
+  const auto word = static_cast<int64_t>(sum);
+  return static_cast<int64_t>(squares) * ranks == word * word;
 }
 
 // Writes `fault` to `record`, which may be null, unless one stands there. The host may look at any time, at the kind.

@@ -18,9 +18,9 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   const Tensor grads = laid_out_like(grad_output, laid);
   Tensor grad_input = allocate_like(laid.tensor);
   const ChannelArray<double> totals(sums);
-  const double* words = totals.data() + 2 * g.channels;
-  const bool same = same_words(words, sums.numel() - 2 * g.channels, ranks);
-  if (!same) record_fault(record_of(fault), {Fault::kSum, call}, words, 0, 0);
+  bool same = true;
+  for (int64_t w = 2 * g.channels; w < sums.numel(); w += 2) same &= same_word(totals[w], totals[w + 1], ranks);
+  if (!same) record_fault<double>(record_of(fault), {Fault::kSum, call}, nullptr, 0, 0);
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;

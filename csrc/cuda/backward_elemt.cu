@@ -13,11 +13,14 @@ namespace {
 // One by the count; NaN, which no gradient survives, where the ranks did not speak of the same.
 template <typename A>
 __device__ __forceinline__ A inverse_count_of(const BackwardElemtArguments& arguments, int64_t channels) {
-  double words[kMostWords];
-  for (int64_t w = 0; w < arguments.words; ++w) words[w] = load_channel(arguments.sums, 2 * channels + w).as<double>();
-  if (same_words(words, arguments.words, arguments.ranks)) return A(1) / static_cast<A>(*arguments.count);
+  bool same = true;
+  for (int64_t w = 2 * channels; w < 2 * channels + arguments.words; w += 2) {
+    const double sum = load_channel(arguments.sums, w).as<double>();
+    same &= same_word(sum, load_channel(arguments.sums, w + 1).as<double>(), arguments.ranks);
+  }
+  if (same) return A(1) / static_cast<A>(*arguments.count);
   if (blockIdx.x == 0 && thread_index() == 0) {
-    record_fault(arguments.fault, {Fault::kSum, arguments.call}, words, 0, 0);
+    record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
   }
   return static_cast<A>(NAN);
 }

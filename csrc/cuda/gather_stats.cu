@@ -88,22 +88,28 @@ __global__ void __launch_bounds__(kThreads) merge_ranks(const GatherArguments ar
     factor = 1.0 / static_cast<double>(max(*arguments.batches + 1, int64_t(1)));
     __syncthreads();  // all have read it
   }
-  if (arguments.skip_nonfinite) {
-    bool finite = true;
-    for (int64_t c = begin; c < channels; c += step) finite &= merge_channel<A>(arguments, c, share).finite();
-    updates &= all_threads(finite);
-  }
-  if (first && updates && arguments.batches != nullptr) ++*arguments.batches;
   if (first) *arguments.count = total;
 
-  for (int64_t c = begin; c < channels; c += step) {
-    const Merged merged = merge_channel<A>(arguments, c, share);
-    static_cast<A*>(arguments.mean)[c] = static_cast<A>(merged.mean);
-    static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(merged.var + arguments.eps));
-    if (!updates || arguments.running_mean.data == nullptr) continue;
-    const double unbiased = merged.var * (static_cast<double>(total) / static_cast<double>(total - 1));
-    update_running(arguments.running_mean, c, merged.mean, factor);
-    update_running(arguments.running_var, c, unbiased, factor);
+  // Twice where it has to be known of all channels, before any buffer changes, whether they are finite.
+  bool finite = true;
+#pragma unroll 1
+  for (bool writes = !arguments.skip_nonfinite;; writes = true) {
+    if (writes) {
+      if (arguments.skip_nonfinite) updates &= all_threads(finite);
+      if (first && updates && arguments.batches != nullptr) ++*arguments.batches;
+    }
+    for (int64_t c = begin; c < channels; c += step) {
+      const Merged merged = merge_channel<A>(arguments, c, share);
+      finite &= merged.finite();
+      if (!writes) continue;
+      static_cast<A*>(arguments.mean)[c] = static_cast<A>(merged.mean);
+      static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(merged.var + arguments.eps));
+      if (!updates || arguments.running_mean.data == nullptr) continue;
+      const double unbiased = merged.var * (static_cast<double>(total) / static_cast<double>(total - 1));
+      update_running(arguments.running_mean, c, merged.mean, factor);
+      update_running(arguments.running_var, c, unbiased, factor);
+    }
+    if (writes) return;
   }
 }
 
