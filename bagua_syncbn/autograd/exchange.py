@@ -143,13 +143,13 @@ class Exchange:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
         return self._send(self._communicator.all_reduce, sums, self._identity.backward)
 
-    def what_to_check(self, sums: Tensor) -> tuple[int, int, Tensor | None]:
-        """Returns what that op needs to compare the words: ``ranks``, ``call`` and ``fault``."""
-        return self._communicator.size, number_of_sum(self._identity.backward), fault_for(sums)
-
-    def check(self, device: torch.device) -> None:
-        """Raises if the op found that the ranks differ. On CPU only: other devices are not waited for."""
-        self._check(self._identity.backward, device)
+    def backward_elemt(self, *arguments: Any) -> Tensor:
+        """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ."""
+        identity, fault = self._identity.backward, fault_for(arguments[0])
+        call = number_of_sum(identity)
+        grad_input: Tensor = ops.batch_norm_backward_elemt(*arguments, self._communicator.size, call, fault)
+        self._check(identity, grad_input.device)
+        return grad_input
 
     def total(self, packed: Tensor) -> Tensor:
         """Returns the sum over ranks of ``packed``: for derivatives of any order."""
@@ -264,13 +264,11 @@ class InGraph:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
 
-    def what_to_check(self, sums: Tensor) -> tuple[int, int, Tensor | None]:
+    def backward_elemt(self, *arguments: Any) -> Tensor:
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
-        return self._communicator.size, 0, None
-
-    def check(self, device: torch.device) -> None:
-        pass
+        grad_input: Tensor = ops.backward_elemt_in_graph(*arguments, self._communicator.size)
+        return grad_input
 
     def total(self, packed: Tensor) -> Tensor:
         return self._communicator.all_reduce(packed)
@@ -288,11 +286,10 @@ class Alone:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return sums
 
-    def what_to_check(self, sums: Tensor) -> tuple[int, int, Tensor | None]:
-        return 1, 0, None
-
-    def check(self, device: torch.device) -> None:
-        pass
+    def backward_elemt(self, *arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return ops.backward_elemt_in_graph(*arguments, 1)  # type: ignore[no-any-return]
+        return ops.batch_norm_backward_elemt(*arguments)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
         return packed

@@ -73,9 +73,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         grad_input = None
         if needs_grad[0]:
             sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
-            to_check = exchange.what_to_check(sums)
-            grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, *to_check)
-            exchange.check(input.device)
+            grad_input = exchange.backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
         return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 5
 
 

@@ -14,6 +14,7 @@ batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
 batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
+backward_elemt_in_graph = torch.ops.bagua_syncbn.batch_norm_backward_elemt.in_graph
 
 __all__ = [
     "EPS_MODES",
@@ -21,6 +22,7 @@ __all__ = [
     "MergeOptions",
     "MergedStats",
     "accumulate_dtype",
+    "backward_elemt_in_graph",
     "batch_norm_backward_elemt",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",

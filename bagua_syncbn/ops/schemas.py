@@ -129,3 +129,33 @@ def _(
     fault: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(input)
+
+
+# For graphs that torch.compile makes: an op that may write to an argument stands in them wrapped, and Inductor cannot
+# lower that in a backward pass. It calls the other one, so that each device has its kernel.
+library.define(
+    "batch_norm_backward_elemt.in_graph(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, int ranks) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.register_fake("bagua_syncbn::batch_norm_backward_elemt.in_graph", lib=library)
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    ranks: int,
+) -> Tensor:
+    return torch.empty_like(input)
+
+
+library.impl(
+    "batch_norm_backward_elemt.in_graph",
+    lambda *arguments: torch.ops.bagua_syncbn.batch_norm_backward_elemt.default(*arguments),
+    "CompositeExplicitAutograd",
+)

@@ -68,7 +68,7 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
     ),
     (
         lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c, COUNT),
-        "sums: expected two elements for each channel, got 3",
+        "sums: expected two elements for each channel, and up to three pairs of words, got 3",
     ),
     (
         lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c.repeat(2), COUNT.double()),
