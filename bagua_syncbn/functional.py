@@ -97,7 +97,8 @@ def sync_batch_norm(
             on another device than ``input``; :func:`torch.jit.trace` runs in training over several ranks; a checkpoint
             repeats more than it ran, or repeats under forward-mode differentiation.
 
-    Each of these is raised before this rank communicates or writes to a buffer.
+    Each of these is raised before this rank sends statistics or writes to a buffer. (The first use of a group makes it,
+    which all its ranks do together.)
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     _check_tensors(input, tensors, num_batches_tracked)

@@ -89,7 +89,8 @@ def test_functional(arguments, error, message):
 
 
 def refused_in_a_job():
-    """What rank 0 alone is refused, before it communicates."""
+    """What rank 0 alone is refused, without a message; all ranks have made their group."""
+    SyncBatchNorm(3)(torch.randn(4, 3))
     if dist.get_rank():
         return [str(dist.get_rank())] * 2
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
