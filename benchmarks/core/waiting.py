@@ -1,6 +1,7 @@
 """How long the host is held up in collectives, from issuing one to the end of waiting for it; and bytes written."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,11 +39,11 @@ class CollectiveClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.collectives = 0
+        self.collectives: Counter[str] = Counter()  # by their method
         self.waits = 0
         self._inside = False
 
-    def _timed(self, method: Callable[..., Any], counter: str) -> Callable[..., Any]:
+    def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return method(*args, **kwargs)
@@ -53,18 +54,21 @@ class CollectiveClock:
             finally:
                 self.seconds += time.perf_counter() - start
                 self._inside = False
-                setattr(self, counter, getattr(self, counter) + 1)
+                if name == "wait":
+                    self.waits += 1
+                else:
+                    self.collectives[name] += 1
 
         return timed
 
     @contextmanager
     def installed(self) -> Iterator["CollectiveClock"]:
         # As they lie in the classes: what getattr returns of a compiled method does not bind again when it is put back.
-        places = [(dist.ProcessGroup, name, "collectives") for name in _METHODS if name in vars(dist.ProcessGroup)]
-        places.append((dist.Work, "wait", "waits"))
-        originals = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
-        for owner, name, counter in places:
-            setattr(owner, name, self._timed(getattr(owner, name), counter))
+        places = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
+        places.append((dist.Work, "wait"))
+        originals = [(owner, name, vars(owner)[name]) for owner, name in places]
+        for owner, name in places:
+            setattr(owner, name, self._timed(getattr(owner, name), name))
         try:
             yield self
         finally:

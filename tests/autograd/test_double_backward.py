@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from formula import EPS, draw, normalize
-from observed import collectives
+from observed import REDUCE, collectives
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 
@@ -197,7 +196,7 @@ def test_input_that_depends_on_the_weight(pool):
         torch.testing.assert_close(rank_second, second.sum(0))
 
 
-def profiled_backward(create_graph):
+def counted_backward(create_graph):
     layer = SyncBatchNorm(3, dtype=torch.float64)
     input = draw(4, 3, seed=dist.get_rank()).requires_grad_()
     for _ in range(2):  # until all ranks expect what comes
@@ -205,20 +204,20 @@ def profiled_backward(create_graph):
         if create_graph:
             grad.square().sum().backward()
     output = layer(input)
-    with profile(activities=[ProfilerActivity.CPU]) as first:
+    with collectives() as first:
         (grad,) = torch.autograd.grad(output, input, draw(4, 3, seed=9), create_graph=create_graph)
-    with profile(activities=[ProfilerActivity.CPU]) as second:
+    with collectives() as second:
         if create_graph:
             grad.square().sum().backward()
-    return collectives(first), collectives(second)
+    return first, second
 
 
 def test_collectives(pool):
-    for first, second in pool.run(profiled_backward, 2, True):
-        assert first == {"c10d::allreduce_": 1}
-        assert second == {"c10d::allreduce_": 2}  # of the sums, and of the moments
-    for first, second in pool.run(profiled_backward, 2, False):
-        assert (first, second) == ({"c10d::allreduce_": 1}, {})
+    for first, second in pool.run(counted_backward, 2, True):
+        assert first == {REDUCE: 1}
+        assert second == {REDUCE: 2}  # of the sums, and of the moments
+    for first, second in pool.run(counted_backward, 2, False):
+        assert (first, second) == ({REDUCE: 1}, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,10 +1,16 @@
 """What a step does beside computing: collectives, and reads of device values on the host."""
 
-from collections import Counter
+from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.core.dispatch import reads_on_host
+from benchmarks.core.waiting import CollectiveClock
+
+# c10d's methods that a forward and a backward pass call, the first by the name that this torch has for it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+REDUCE = "allreduce"
 
 
 class ForbidHostReads(TorchDispatchMode):
@@ -13,6 +19,8 @@ class ForbidHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives(prof):
-    """Counts the c10d operations that were profiled."""
-    return Counter(event.name for event in prof.events() if event.name.startswith("c10d::"))
+@contextmanager
+def collectives():
+    """Counts what this process calls meanwhile, in any thread, by the names of c10d's methods."""
+    with CollectiveClock().installed() as clock:
+        yield clock.collectives
