@@ -32,13 +32,18 @@ def one_rank(request):
 
 
 class Forced:
-    """The communicator of one rank, for layers that believe there are two."""
+    """The communicator of one rank, for layers that believe there are two: the other one has what this one has."""
 
     size, rank = 2, 0
 
     def __init__(self):
-        communicator = bagua.communicator_among((0,))
-        self.all_gather, self.all_reduce = communicator.all_gather, communicator.all_reduce
+        self.one = bagua.communicator_among((0,))
+
+    def all_gather(self, packed):
+        return self.one.all_gather(packed).repeat(2, 1)
+
+    def all_reduce(self, packed):
+        return self.one.all_reduce(packed).mul_(2)
 
 
 def exchange(device):
@@ -66,14 +71,14 @@ def train_layer(device, dtype):
         input, grad_output = torch.randn(2, 6, 8, 5, 5).to(dtype)
         wide = input.double().requires_grad_()
         reference.zero_grad()
-        expected = reference(wide)
-        expected.backward(grad_output.double())
+        expected = reference(torch.cat([wide, wide]))
+        expected.backward(torch.cat([grad_output, grad_output]).double() / 2)
         layer.zero_grad()
         input = input.to(device).requires_grad_()
         output = layer(input)
         output.backward(grad_output.to(device))
         assert output.dtype == dtype
-        assert_close(output.detach().cpu(), expected.detach(), "output")
+        assert_close(output.detach().cpu(), expected.detach()[: len(input)], "output")
         assert_close(input.grad.cpu(), wide.grad, "input.grad")
         for parameter, wanted in zip(layer.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.double().cpu(), wanted.grad, rtol=1e-4, atol=1e-3)
@@ -107,9 +112,9 @@ def train_model(device, algorithm):
     generator = torch.Generator().manual_seed(1)
     for step in range(5):
         input, target = torch.randn(6, 3, 6, 6, generator=generator), torch.randn(6, 4, generator=generator)
-        for net, its in ((model, optimizer), (local, local_optimizer)):
+        for net, its, ranks in ((model, optimizer, 1), (local, local_optimizer, 2)):
             its.zero_grad()
-            loss = F.mse_loss(net(input.to(device)), target.to(device))
+            loss = F.mse_loss(net(input.repeat(ranks, 1, 1, 1).to(device)), target.repeat(ranks, 1).to(device))
             loss.backward()
             its.step()
             assert loss.isfinite()
@@ -133,7 +138,8 @@ def watch_layer(device):
     layer = bagua_syncbn.SyncBatchNorm2d(8, process_group=Forced()).to(device)
     input = torch.randn(6, 8, 5, 5, device=device, requires_grad=True)
     grad_output = torch.randn(6, 8, 5, 5, device=device)
-    layer(input).backward(grad_output)
+    for _ in range(2):  # until the ranks have agreed on what they send
+        layer(input).backward(grad_output)
     if device == "cpu":
         timeline.clear()
         with Watch():
