@@ -13,8 +13,10 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
 from .autograd import (
+    Epilogue,
     differentiable_batch_norm,
     exchange_of,
+    fused_evaluation,
     is_repetition,
     is_transforming,
     replicated_batch_norm,
@@ -22,6 +24,7 @@ from .autograd import (
     unseen_by_selective_checkpointing,
 )
 from .communicators import EVERYONE, Replica, peers_of
+from .ops import activation_of
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,12 +44,16 @@ def sync_batch_norm(
     eps_mode: str = "plus",
     skip_nonfinite: bool = False,
     layer: nn.Module | None = None,
+    activation: str | tuple[str, float] | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     r"""Batch normalization with the statistics of all ranks of a group.
 
     .. math::
 
-        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta
+        y = \mathrm{act}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta + r\right)
+
+    where the activation and the residual :math:`r` may be left out.
 
     With ``training=True`` mean and biased variance are taken per channel over the batches of all ranks together: the
     output, the gradients and the running statistics are those of one process on the concatenated batch (`Ioffe and
@@ -57,6 +64,9 @@ def sync_batch_norm(
 
     With ``training=False`` it is :func:`torch.nn.functional.batch_norm` with the running statistics, on this rank
     alone.
+
+    For the backward pass ``input`` is kept, with an activation also ``residual``, and no other tensor of this size:
+    what the activation was applied to is computed anew. Gradients are exact, and can be differentiated again.
 
     Args:
         input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format.
@@ -81,21 +91,25 @@ def sync_batch_norm(
             decided on the device.
         layer: the module that calls. Activation checkpointing repeats the calls of each module in their order; all
             calls without a module count as calls of one module.
+        activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
+            ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, those of :mod:`torch.nn.functional`; the slope of
+            ``leaky_relu`` and the alpha of ``elu`` with it, as in ``("leaky_relu", 0.2)``; or None.
+        residual: :math:`r`, (N, C, \*), of the dtype of ``input`` and on its device, in any memory format; or None.
 
     Returns:
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; a parameter
-            or buffer is not floating point; ``num_batches_tracked`` is boolean or complex; ``process_group`` is of no
-            known kind.
+        TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; ``residual``
+            is of another dtype; a parameter or buffer is not floating point; ``num_batches_tracked`` is boolean or
+            complex; ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
-            ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; this rank is not in
-            ``process_group``.
-        RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, or one of them is
-            on another device than ``input``; :func:`torch.jit.trace` runs in training over several ranks; a checkpoint
-            repeats more than it ran, or repeats under forward-mode differentiation.
+            ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; ``activation`` is none of
+            those, or has a parameter that it does not take; this rank is not in ``process_group``.
+        RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, ``residual`` is
+            not of the size of ``input``, or one of them is on another device; :func:`torch.jit.trace` runs in training
+            over several ranks; a checkpoint repeats more than it ran, or repeats under forward-mode differentiation.
 
     Each of these is raised before this rank sends statistics or writes to a buffer. (The first use of a group makes it,
     which all its ranks do together.)
@@ -104,8 +118,12 @@ def sync_batch_norm(
     _check_tensors(input, tensors, num_batches_tracked)
     check_eps_mode(eps_mode)
     _check_eps(eps, positive=training and eps_mode == "plus")
+    epilogue = None
+    if activation is not None or residual is not None:
+        epilogue = Epilogue(activation_of(activation), residual)
+        _check_residual(residual, input)
     if not training:
-        return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode)
+        return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode, epilogue)
 
     if momentum is None and running_mean is not None and num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
@@ -113,7 +131,7 @@ def sync_batch_norm(
         num_batches_tracked = None  # it counts what the running statistics hold
     options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite)
     if isinstance(process_group, Replica):
-        return replicated_batch_norm(input, weight, bias, options, process_group)
+        return replicated_batch_norm(input, weight, bias, options, process_group, epilogue)
     peers = peers_of(process_group)
     communicator = peers.communicator()
     if communicator.size == 1:
@@ -123,8 +141,13 @@ def sync_batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        if eps_mode == "plus" and not skip_nonfinite and momentum is not None and _suits_torch(input, tensors.values()):
-            return _batch_norm_alone(input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked)
+        if eps_mode == "plus" and not skip_nonfinite and momentum is not None:
+            is_fused = epilogue is not None and not _is_recorded(input)
+            if not is_fused and _suits_torch(input, tensors.values()):
+                output = _batch_norm_alone(
+                    input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
+                )
+                return output if epilogue is None else epilogue.after(output)
     if is_tracing() and communicator.size > 1:
         raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
     if type(input) is not Tensor and hasattr(input, "to_local"):
@@ -139,8 +162,8 @@ def sync_batch_norm(
                 "activation checkpointing repeats; take the checkpoint away"
             )
         exchange = exchange_of(layer, input, options, communicator)
-        return differentiable_batch_norm(input, weight, bias, options, exchange)
-    return synchronized_batch_norm(input, weight, bias, options, communicator, layer)
+        return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
+    return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
 
 
 @functools.cache
@@ -201,6 +224,16 @@ def _check_tensors(input: Tensor, tensors: dict[str, Tensor | None], num_batches
         _found_right.add(kinds)
 
 
+def _check_residual(residual: Tensor | None, input: Tensor) -> None:
+    if residual is None:
+        return
+    if residual.dtype != input.dtype:
+        raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
+    if not is_tracing() and residual.size() != input.size():
+        raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {list(residual.size())}")
+    _check_device("residual", residual, input)
+
+
 # Dtype, device and size of all tensors of a call: what a check looks at. A layer's seldom change.
 _Kinds = tuple[object, ...]
 _found_right: set[_Kinds] = set()
@@ -249,8 +282,13 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     if is_tracing():
         return True
     # What a trace decides holds for other sizes too: there, the size must not decide who is faster.
-    is_traced = torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
-    return input.numel() > 0 and (is_traced or is_transforming() or not ops.beat_torch(input))
+    return input.numel() > 0 and (_is_recorded(input) or not ops.beat_torch(input))
+
+
+def _is_recorded(input: Tensor) -> bool:
+    """Whether something else than autograd makes a program or a derivative of what is called."""
+    is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
+    return is_traced or is_transforming()
 
 
 def _batch_norm_alone(
@@ -281,9 +319,15 @@ def _batch_norm_eval(
     bias: Tensor | None,
     eps: float,
     eps_mode: str,
+    epilogue: Epilogue | None,
 ) -> Tensor:
     if running_mean is None or running_var is None:
         raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
+    if epilogue is not None and not _is_recorded(input):
+        dtype = ops.accumulate_dtype(input.dtype)
+        var = running_var.to(dtype)
+        invstd = (var.clamp(min=eps) if eps_mode == "clamp" else var + eps).rsqrt()
+        return fused_evaluation(input, weight, bias, epilogue, running_mean.to(dtype), invstd)
     if eps_mode == "clamp":
         # F.batch_norm adds eps again; that of torch 2.10 takes no eps of 0.
         running_var = (running_var.to(ops.accumulate_dtype(running_var.dtype)) - eps).clamp(min=0)
@@ -291,4 +335,5 @@ def _batch_norm_eval(
     if not _torch_takes(input, tensors):
         dtype = ops.accumulate_dtype(input.dtype)
         running_mean, running_var, weight, bias = (None if t is None else t.to(dtype) for t in tensors)
-    return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    output = F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    return output if epilogue is None else epilogue.after(output)

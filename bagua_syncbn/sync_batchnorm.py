@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
 from .functional import check_dimensions, check_eps_mode, sync_batch_norm
+from .ops import activation_of
 from .tracing import Proxy, as_one_node
 
 
@@ -26,8 +27,9 @@ class SyncBatchNorm(_BatchNorm):
 
     .. math::
 
-        y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta
+        y = \mathrm{act}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta + r\right)
 
+    where there is an activation only if one is given, and a residual :math:`r` only if the layer is called with one.
     In training, mean and variance are taken over the batches of all ranks together, as
     :func:`~bagua_syncbn.sync_batch_norm` describes. In evaluation each rank is on its own: it normalizes by the running
     statistics, or by those of its own batch with ``track_running_stats=False``. Parameters, buffers and state dict are
@@ -51,19 +53,25 @@ class SyncBatchNorm(_BatchNorm):
             divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
         skip_nonfinite: whether to leave the running statistics as they are in a step whose batch statistics, of all
             ranks, are infinite or not a number. Also an attribute, which can be set.
+        activation: computed by the layer, which then stores its input only for the backward pass; see
+            :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute, ``fused_activation``, which can be set.
 
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
+        - Residual: as the input, or None
         - Output: as the input, in its memory format
 
     Raises:
         TypeError, ValueError: ``process_group`` is of no known kind, or excludes this rank.
-        ValueError: ``eps_mode`` is neither of the two.
+        ValueError: ``eps_mode`` is neither of the two; ``activation`` is none that there is.
 
     Example::
 
         >>> layer = bagua_syncbn.SyncBatchNorm(64)
         >>> layer(torch.randn(8, 64, 14, 14)).shape
+        torch.Size([8, 64, 14, 14])
+        >>> layer = bagua_syncbn.SyncBatchNorm(64, activation="relu")
+        >>> layer(torch.randn(8, 64, 14, 14), residual=torch.randn(8, 64, 14, 14)).shape
         torch.Size([8, 64, 14, 14])
     """
 
@@ -72,6 +80,10 @@ class SyncBatchNorm(_BatchNorm):
 
     # Whether a step with statistics that are not finite leaves the running ones as they are, see sync_batch_norm.
     skip_nonfinite: bool = False
+
+    # What the layer computes after the normalization, see sync_batch_norm. Not "activation", under which classes that
+    # are converted have modules.
+    fused_activation: str | tuple[str, float] | None = None
 
     # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
     # copies and files.
@@ -110,15 +122,18 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
         eps_mode: str = "plus",
         skip_nonfinite: bool = False,
+        activation: str | tuple[str, float] | None = None,
     ) -> None:
         peers = peers_of(process_group)
         check_eps_mode(eps_mode)
+        activation = activation_of(activation)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self._peers = peers
         self.eps_mode = eps_mode
         self.skip_nonfinite = skip_nonfinite
+        self.fused_activation = activation
 
     @property
     def process_group(self) -> Any:
@@ -139,9 +154,9 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         check_dimensions(input)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy):
-            return as_one_node(self, input, (input,), {})
+            return as_one_node(self, input, (input,) if residual is None else (input, residual), {})
         self._check_input_dim(input)
         tracks = self.training and self.track_running_stats
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
@@ -160,6 +175,8 @@ class SyncBatchNorm(_BatchNorm):
             eps_mode=self.eps_mode,
             skip_nonfinite=self.skip_nonfinite,
             layer=self,
+            activation=self.fused_activation,
+            residual=residual,
         )
 
     def _ranks(self) -> Peers | Replica:
@@ -195,8 +212,10 @@ class SyncBatchNorm(_BatchNorm):
     def extra_repr(self) -> str:
         eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
+        activation = activation_of(self.fused_activation)
+        act = "" if activation is None else f", activation={activation}"
         group = "" if self._peers is EVERYONE else f", process_group={self._peers}"
-        return f"{super().extra_repr()}{eps_mode}{skip}{group}"
+        return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
         return state_to_travel(vars(self))

@@ -2,6 +2,8 @@
 
 =====================  ================================================================================================
 ``step``               the step and its gradient: what runs in training, and what torch.compile traces
+``fused``              the same with an activation, and what is added before it
+``epilogue``           what these are
 ``differentiable``     the same step in parts that can be differentiated any number of times and in both directions
 ``checkpointing``      which call activation checkpointing repeats, and what that call gathered
 ``exchange``           what goes between ranks, and that no two sizes meet
@@ -14,17 +16,21 @@
 
 from .checkpointing import Repeatable, is_repetition
 from .differentiable import differentiable_batch_norm
+from .epilogue import Epilogue
 from .exchange import exchange_of
 from .faults import check
+from .fused import fused_evaluation
 from .replicas import replicated_batch_norm
 from .step import synchronized_batch_norm
 from .torch_private import is_transforming, unseen_by_selective_checkpointing
 
 __all__ = [
+    "Epilogue",
     "Repeatable",
     "check",
     "differentiable_batch_norm",
     "exchange_of",
+    "fused_evaluation",
     "is_repetition",
     "is_transforming",
     "replicated_batch_norm",

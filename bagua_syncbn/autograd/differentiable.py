@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .epilogue import Epilogue
 from .exchange import AnyExchange
 
 
@@ -25,6 +26,7 @@ def differentiable_batch_norm(
     options: ops.MergeOptions,
     exchange: AnyExchange,
     merged: ops.MergedStats | None = None,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``merged`` are the statistics of one made before.
 
@@ -37,6 +39,8 @@ def differentiable_batch_norm(
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
+    if epilogue is not None:
+        output = epilogue.after(output)
     return output.to(input.dtype)
 
 
@@ -44,20 +48,24 @@ def differentiable_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     merged: ops.MergedStats,
     exchange: AnyExchange,
     needs_grad: Sequence[bool],
+    epilogue: Epilogue | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of input, weight and bias as functions of the first three arguments; None if not needed.
+    """Returns the gradients of input, weight, bias and residual as functions of the tensors; None if not needed.
 
     Autograd makes them from :func:`differentiable_batch_norm`, so that no formula is written twice.
     """
-    # A view, so that autograd ends at this use of the weight: the input may depend on it too.
-    weight_view = None if weight is None else weight.view_as(weight)
-    bias = torch.zeros_like(merged.mean, requires_grad=True)  # of which nothing depends on the value
+    residual = None if epilogue is None else epilogue.residual
+    # Views, so that autograd ends at this use of each: one may depend on another.
+    input = input.view_as(input)
+    weight, bias, residual = (None if tensor is None else tensor.view_as(tensor) for tensor in (weight, bias, residual))
     unused = ops.MergeOptions(None, None, None, None, 0.0, "plus")
-    output = differentiable_batch_norm(input, weight_view, bias, unused, exchange, merged)
-    tensors = (input, weight_view, bias)
+    epilogue = None if epilogue is None else epilogue._replace(residual=residual)
+    output = differentiable_batch_norm(input, weight, bias, unused, exchange, merged, epilogue)
+    tensors = (input, weight, bias, residual)
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
     grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
     return tuple(next(grads) if needed else None for needed in needs_grad)

@@ -143,11 +143,15 @@ class Exchange:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
         return self._send(self._communicator.all_reduce, sums, self._identity.backward)
 
-    def backward_elemt(self, *arguments: Any) -> Tensor:
-        """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ."""
+    def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+        """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ.
+
+        With ``act``, bias, code and parameter of an activation, it is the op that has one.
+        """
         identity, fault = self._identity.backward, fault_for(arguments[0])
         call = number_of_sum(identity)
-        grad_input: Tensor = ops.batch_norm_backward_elemt(*arguments, self._communicator.size, call, fault)
+        op = ops.batch_norm_act_backward_elemt if act else ops.batch_norm_backward_elemt
+        grad_input: Tensor = op(*arguments, self._communicator.size, call, fault, *act)
         self._check(identity, grad_input.device)
         return grad_input
 
@@ -264,7 +268,10 @@ class InGraph:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
 
-    def backward_elemt(self, *arguments: Any) -> Tensor:
+    def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+        if act:
+            rest = self._communicator.size, 0, None, *act
+            return ops.reference.batch_norm_act_backward_elemt(*arguments, *rest)
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
         grad_input: Tensor = ops.backward_elemt_in_graph(*arguments, self._communicator.size)
@@ -286,13 +293,26 @@ class Alone:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return sums
 
-    def backward_elemt(self, *arguments: Any) -> Tensor:
+    def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+        if act:
+            kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
+            return kernels.batch_norm_act_backward_elemt(*arguments, 1, 0, None, *act)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             return ops.backward_elemt_in_graph(*arguments, 1)  # type: ignore[no-any-return]
         return ops.batch_norm_backward_elemt(*arguments)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
         return packed
+
+
+class Given(Alone):
+    """Statistics that do not depend on the input: nothing passes through them."""
+
+    def all_reduce(self, sums: Tensor) -> Tensor:
+        return torch.zeros_like(sums)
+
+    def total(self, packed: Tensor) -> Tensor:
+        return torch.zeros_like(packed)
 
 
 _ALONE = Alone()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators.replicas import Replica
+from .epilogue import Epilogue
 
 
 def replicated_batch_norm(
@@ -32,6 +33,7 @@ def replicated_batch_norm(
     bias: Tensor | None,
     options: ops.MergeOptions,
     replica: Replica,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` in a replica. Only replica 0 updates its buffers."""
 
@@ -46,6 +48,10 @@ def replicated_batch_norm(
     input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
     merged, count = replica.meet(statistics, merge)
     totals.merged, totals.count = merged.detach(), count
+    if epilogue is not None:
+        activation = epilogue.activation or ops.IDENTITY
+        fused: Tensor = _FusedNormalize.apply(input, weight, bias, merged, epilogue.residual, activation)
+        return fused
     output: Tensor = _Normalize.apply(input, weight, bias, merged)
     return output
 
@@ -145,4 +151,32 @@ class _Normalize(torch.autograd.Function):
         input, weight, merged = ctx.saved_tensors
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *merged.chunk(2), weight)
         grads = (grad_output, grad_weight, grad_bias, sums)
+        return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))
+
+
+class _FusedNormalize(torch.autograd.Function):
+    """With an activation, whose gradient goes along x as ``grad_output`` does without."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        merged: Tensor,
+        residual: Tensor | None,
+        activation: ops.Activation,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, bias, merged, residual)
+        act = ctx.act = activation.code, activation.parameter
+        return ops.batch_norm_act_elemt(input, weight, bias, *merged.chunk(2), residual, *act)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, merged, residual = ctx.saved_tensors
+        sums, grad_weight, grad_bias, grad = ops.batch_norm_act_backward_reduce(
+            grad_output, input, *merged.chunk(2), weight, bias, residual, *ctx.act, True
+        )
+        grads = (grad, grad_weight, grad_bias, sums, grad, None)
         return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

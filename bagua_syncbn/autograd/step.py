@@ -9,7 +9,9 @@ from .. import ops
 from ..communicators import Communicator
 from .checkpointing import result_of_call
 from .differentiable import differentiable_backward
+from .epilogue import Epilogue
 from .exchange import AnyExchange, exchange_of
+from .fused import fused_batch_norm
 from .torch_private import unseen_by_selective_checkpointing
 
 
@@ -20,6 +22,7 @@ def synchronized_batch_norm(
     options: ops.MergeOptions,
     communicator: Communicator,
     layer: nn.Module | None,
+    epilogue: Epilogue | None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
     exchange = exchange_of(layer, input, options, communicator)
@@ -27,6 +30,8 @@ def synchronized_batch_norm(
         merged = exchange.gather(input, options)
     else:
         exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
+    if epilogue is not None:
+        return fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
     output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
     return output
 
@@ -60,11 +65,12 @@ class _SyncBatchNorm(torch.autograd.Function):
         mean, invstd, count, clamped = merged
         needs_grad = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
+            bias = torch.zeros_like(mean, requires_grad=True)  # of which nothing depends on the value
             grads = differentiable_backward(
-                grad_output, input, weight, ops.MergedStats(*merged), ctx.exchange, needs_grad
+                grad_output, input, weight, bias, ops.MergedStats(*merged), ctx.exchange, (*needs_grad, False)
             )
-            return *grads, *[None] * 5
-        grad_output = _laid_out_as(input, grad_output)
+            return *grads[:3], *[None] * 5
+        grad_output = ops.laid_out_as(input, grad_output)
         # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
         # holds is not, so nothing else decides whether to communicate.
         exchange: AnyExchange = ctx.exchange
@@ -75,13 +81,3 @@ class _SyncBatchNorm(torch.autograd.Function):
             sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
             grad_input = exchange.backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
         return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 5
-
-
-def _laid_out_as(input: Tensor, grad_output: Tensor) -> Tensor:
-    """Returns ``grad_output`` in the memory format of ``input``, so that no two ops make the same copy."""
-    if grad_output.stride() == input.stride():
-        return grad_output
-    strides = zip(input.size(), input.stride(), grad_output.stride(), strict=True)
-    if all(size == 1 or expected == stride for size, expected, stride in strides):
-        return grad_output
-    return torch.empty_like(input).copy_(grad_output)

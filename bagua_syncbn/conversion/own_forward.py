@@ -28,9 +28,9 @@ class ObservedSyncBatchNorm(SyncBatchNorm):
     # torch.compile traces.
     was_synchronized: bool
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self.note_synchronization()
-        return _synchronized_forward(self, input)
+        return _synchronized_forward(self, input, residual)
 
     def note_synchronization(self) -> None:
         if "was_synchronized" in vars(self):
@@ -145,12 +145,12 @@ class _Redirect(TorchFunctionMode):
         return any(_have_one_in_common(call.tensors, _tensors_of(part)) for part in parts)
 
 
-def _synchronized_forward(layer: SyncBatchNorm, input: Tensor) -> Tensor:
+def _synchronized_forward(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None) -> Tensor:
     """The forward of :class:`SyncBatchNorm`, as a function that the mode sees: what it calls in turn, it does not."""
     if has_torch_function((input,)):
-        output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input)
+        output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input, residual)
         return output
-    return SyncBatchNorm.forward(layer, input)
+    return SyncBatchNorm.forward(layer, input, residual)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:

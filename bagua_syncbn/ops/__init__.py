@@ -3,7 +3,9 @@
 import torch
 
 from . import reference
+from .activations import IDENTITY, Activation, activation_of
 from .fallback import cuda_problem
+from .layout import laid_out_as
 from .merge import EPS_MODES, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .reference import per_channel, reduced_dims
@@ -14,15 +16,24 @@ batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
 batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
+batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
+batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
+batch_norm_act_backward_elemt = torch.ops.bagua_syncbn.batch_norm_act_backward_elemt.default
 backward_elemt_in_graph = torch.ops.bagua_syncbn.batch_norm_backward_elemt.in_graph
 
 __all__ = [
     "EPS_MODES",
+    "IDENTITY",
     "KERNELS",
+    "Activation",
     "MergeOptions",
     "MergedStats",
     "accumulate_dtype",
+    "activation_of",
     "backward_elemt_in_graph",
+    "batch_norm_act_backward_elemt",
+    "batch_norm_act_backward_reduce",
+    "batch_norm_act_elemt",
     "batch_norm_backward_elemt",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
@@ -31,6 +42,7 @@ __all__ = [
     "beat_torch",
     "clear_clamped",
     "cuda_problem",
+    "laid_out_as",
     "merge_stats",
     "per_channel",
     "reduced_dims",

@@ -1,10 +1,11 @@
-"""The five ops in plain torch, for any device: the definition that native kernels are tested against."""
+"""The ops in plain torch, for any device: the definition that native kernels are tested against."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from . import activations
 from .schemas import accumulate_dtype, library
 
 # What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
@@ -115,13 +116,15 @@ def batch_norm_gather_stats(
     return mean.to(dtype), (var + eps).rsqrt().to(dtype), total
 
 
-def batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+def _normalized(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     scale = invstd if weight is None else invstd * weight
     # Subtract first: (x * scale) + (bias - mean * scale) cancels badly where the mean is large beside the deviation.
     output = (input - per_channel(mean, input)).mul_(per_channel(scale, input))
-    if bias is not None:
-        output.add_(per_channel(bias, input))
-    return torch.empty_like(input).copy_(output)
+    return output if bias is None else output.add_(per_channel(bias, input))
+
+
+def batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    return torch.empty_like(input).copy_(_normalized(input, weight, bias, mean, invstd))
 
 
 def batch_norm_backward_reduce(
@@ -171,11 +174,69 @@ def batch_norm_backward_elemt(
     return torch.empty_like(input).copy_(grad_input)
 
 
+def batch_norm_act_elemt(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    residual: Tensor | None,
+    activation: int,
+    parameter: float,
+) -> Tensor:
+    z = _normalized(input, weight, bias, mean, invstd)
+    z = z if residual is None else z.add_(residual)
+    return torch.empty_like(input).copy_(activations.value(z, activation, parameter))
+
+
+def batch_norm_act_backward_reduce(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    parameter: float,
+    returns_grad: bool,
+    words: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z = _normalized(input, weight, bias, mean, invstd)
+    z = z if residual is None else z.add_(residual)
+    grad = grad_output * activations.derivative(z, activation, parameter)
+    sums = batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
+    return *sums, torch.empty_like(input).copy_(grad) if returns_grad else input.new_empty(0)
+
+
+def batch_norm_act_backward_elemt(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    ranks: int,
+    call: int,
+    fault: Tensor | None,
+    bias: Tensor | None,
+    activation: int,
+    parameter: float,
+) -> Tensor:
+    z = _normalized(input, weight, bias, mean, invstd)
+    grad = grad_output * activations.derivative(z, activation, parameter)
+    return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault)
+
+
 for _kernel in (
     batch_norm_stats,
     batch_norm_gather_stats,
     batch_norm_elemt,
     batch_norm_backward_reduce,
     batch_norm_backward_elemt,
+    batch_norm_act_elemt,
+    batch_norm_act_backward_reduce,
+    batch_norm_act_backward_elemt,
 ):
     library.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

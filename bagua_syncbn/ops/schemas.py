@@ -1,4 +1,4 @@
-r"""Declares the five ops of ``torch.ops.bagua_syncbn``: the schema of each, and the shapes that tracing needs.
+r"""Declares the ops of ``torch.ops.bagua_syncbn``: the schema of each, and the shapes that tracing needs.
 
 Shapes and dtypes. ``input`` is (N, C, \*) in float16, bfloat16, float32 or float64. The *accumulate dtype* is float64
 for float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
@@ -23,6 +23,17 @@ for float64 input and float32 for all others; ``mean``, ``invstd`` and everythin
                                 words that follow the 2C sums are pairs ``(w, w**2)``, added up: where those of the
                                 ranks differed, the gradient is NaN and ``fault`` says so
 ==============================  =====================================================================================
+
+Three of them exist with an activation too, and what is added before it: ``y = act(z)``, ``z = (input - mean) * invstd *
+weight + bias + residual``. ``activation`` is the code of one in ``activations.py``.
+
+==================================  =================================================================================
+``batch_norm_act_elemt``            ``act(z)``, in the dtype and memory format of ``input``
+``batch_norm_act_backward_reduce``  as ``batch_norm_backward_reduce`` of ``grad = grad_output * act'(z)``, made from
+                                    ``input`` and ``residual`` once more. With ``returns_grad`` the fourth result is
+                                    ``grad``, which is also the gradient of ``residual``; without it has no values
+``batch_norm_act_backward_elemt``   as ``batch_norm_backward_elemt`` of this ``grad``, where there is no ``residual``
+==================================  =================================================================================
 
 Words are integers that the dtype holds exactly, the same on all ranks. ``fault`` is an int64 tensor of 8 values in the
 memory of the host, pinned for a device that writes to it; the first fault stays until the host clears it:
@@ -136,6 +147,47 @@ def _(
     call: int = 0,
     fault: Tensor | None = None,
 ) -> Tensor:
+    return torch.empty_like(input)
+
+
+@_op(
+    "batch_norm_act_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, "
+    "int activation, float parameter) -> Tensor"
+)
+def _(input: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(input)
+
+
+@_op(
+    "batch_norm_act_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
+    "Tensor? bias, Tensor? residual, int activation, float parameter, bool returns_grad, int[] words=[]) "
+    "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad)"
+)
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    parameter: float,
+    returns_grad: bool,
+    words: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    like = mean if weight is None else weight
+    grad = torch.empty_like(input) if returns_grad else input.new_empty(0)
+    return mean.new_empty(2 * channels + len(words)), like.new_empty(channels), like.new_empty(channels), grad
+
+
+@_op(
+    "batch_norm_act_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, int ranks, int call, Tensor(a!)? fault, Tensor? bias, int activation, "
+    "float parameter) -> Tensor"
+)
+def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
     return torch.empty_like(input)
 
 

@@ -52,7 +52,7 @@ def test_signature():
     parameters = inspect.signature(SyncBatchNorm).parameters
     assert list(parameters) == [
         *("num_features", "eps", "momentum", "affine", "track_running_stats", "process_group", "device", "dtype"),
-        *("bias", "eps_mode", "skip_nonfinite"),
+        *("bias", "eps_mode", "skip_nonfinite", "activation"),
     ]
     assert parameters["bias"].kind is parameters["eps_mode"].kind is inspect.Parameter.KEYWORD_ONLY
     torchs = list(inspect.signature(torch.nn.functional.batch_norm).parameters)

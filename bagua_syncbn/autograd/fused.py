@@ -1,0 +1,106 @@
+"""The step with what follows the normalization: y = act(bn(x) + residual).
+
+Backward keeps x, the residual and the statistics, and makes ``z = bn(x) + residual`` from them once more. With
+``g = grad_output * act'(z)``, which is the gradient of the residual, it is the step without activation for ``g``.
+Without a residual ``g`` is never stored: both passes over ``grad_output`` and x make it anew. With one it has to be
+made, and the first pass writes it. Without an activation ``g`` is ``grad_output``, and not even the residual is kept.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .differentiable import differentiable_backward
+from .epilogue import Epilogue
+from .exchange import AnyExchange, Given
+
+
+def fused_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    merged: ops.MergedStats,
+    exchange: AnyExchange,
+) -> Tensor:
+    """Normalizes by the statistics ``merged``, and does what follows."""
+    activation = epilogue.activation or ops.IDENTITY
+    output: Tensor = _FusedBatchNorm.apply(input, weight, bias, epilogue.residual, activation, *merged, exchange)
+    return output
+
+
+def fused_evaluation(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, epilogue: Epilogue, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    """Normalizes by running statistics, which are constants, and does what follows."""
+    count = torch.ones((), dtype=torch.int64, device=input.device)
+    return fused_batch_norm(input, weight, bias, epilogue, ops.MergedStats(mean, invstd, count, None), Given())
+
+
+def _kernels() -> ModuleType:
+    """The ops; while torch.compile traces, in operations of torch, which it fuses with what is around them."""
+    return ops.reference if torch.compiler.is_compiling() else ops
+
+
+class _FusedBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        activation: ops.Activation,
+        mean: Tensor,
+        invstd: Tensor,
+        count: Tensor,
+        clamped: Tensor | None,
+        exchange: AnyExchange,
+    ) -> Tensor:
+        code, parameter = ctx.act = activation.code, activation.parameter
+        ctx.save_for_backward(input, weight, bias, residual if code else None, mean, invstd, count, clamped)
+        ctx.activation, ctx.exchange = activation, exchange
+        output: Tensor = _kernels().batch_norm_act_elemt(input, weight, bias, mean, invstd, residual, code, parameter)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _differentiable_gradients if torch.is_grad_enabled() else _gradients
+        needs_grad = ctx.needs_input_grad[:4]
+        grads = gradients(ctx, grad_output)
+        return *(grad if needed else None for grad, needed in zip(grads, needs_grad, strict=True)), *[None] * 6
+
+
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of input, weight, bias and residual."""
+    input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
+    exchange: AnyExchange = ctx.exchange
+    words = exchange.words_of_sums() if ctx.needs_input_grad[0] else []
+    grad = ops.laid_out_as(input, grad_output)
+    code, parameter = ctx.act
+    act: tuple[Any, ...] = ()
+    if code:
+        sums, grad_weight, grad_bias, made = _kernels().batch_norm_act_backward_reduce(
+            grad, input, mean, invstd, weight, bias, residual, code, parameter, residual is not None, words
+        )
+        grad, act = (grad, (bias, code, parameter)) if residual is None else (made, ())
+    else:
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
+    grad_input = None
+    if ctx.needs_input_grad[0]:
+        sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
+        grad_input = exchange.backward_elemt(grad, input, weight, mean, invstd, sums, count, act=act)
+    return grad_input, grad_weight, grad_bias, grad
+
+
+def _differentiable_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, bias, residual, *merged = ctx.saved_tensors
+    needs_grad = [*ctx.needs_input_grad[:3], residual is not None and ctx.needs_input_grad[3]]
+    epilogue = Epilogue(ctx.activation, residual)
+    *grads, grad_residual = differentiable_backward(
+        grad_output, input, weight, bias, ops.MergedStats(*merged), ctx.exchange, needs_grad, epilogue
+    )
+    return *grads, grad_output if residual is None else grad_residual
