@@ -107,7 +107,7 @@ inline void check_gather_stats(const Tensor& gathered, const std::optional<Tenso
                                const std::optional<Tensor>& running_var,
                                const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum,
                                int64_t words, const std::optional<Tensor>& fault) {
-  check(words >= 0 && words <= 3, "words", "0 to 3", words);
+  check(words >= 0 && words <= kMostGatheredWords, "words", "0 to 3", words);
   const int64_t size = gathered.dim() == 2 ? gathered.size(1) - words : 0;
   if (size < 2 || size % 2 != 0) refuse("gathered", "(ranks, 2 * channels + 2 + words)", sizes_of(gathered));
   const ScalarType dtype = scalar_type(gathered);

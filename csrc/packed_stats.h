@@ -15,7 +15,9 @@ namespace bagua_syncbn {
 constexpr int64_t kCountBase = int64_t(1) << 24;
 constexpr int64_t kMaxHigh = int64_t(1) << 29;  // counts up to 2^53, which float64 holds exactly
 
+// Words of a sum, and of a row of statistics, at most.
 constexpr int64_t kMostWords = 6;
+constexpr int64_t kMostGatheredWords = 3;
 
 struct Words {
   int64_t count = 0;
@@ -66,18 +68,29 @@ struct Fault {
   int64_t where = 0;  // rank, or call
 };
 
+// What is wrong with the row of a rank, beside that of rank 0.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int64_t channels, int64_t words) {
+  const A *own = row + 2 * channels, *expected = first + 2 * channels;
+  bool same = true;
+#if defined(__CUDA_ARCH__)
+#pragma unroll  // all are loaded before the first is waited for
+#endif
+  for (int64_t w = 0; w < kMostGatheredWords; ++w) {
+    if (w < words) same &= own[2 + w] == expected[2 + w];
+  }
+  const bool counts = is_integer(own[0], kCountBase - 1) && is_integer(own[1], kMaxHigh);
+  return !same ? Fault::kWords : !counts ? Fault::kCount : Fault::kNone;
+}
+
 // The first rank whose words are not those of rank 0; else the first whose count is none.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int64_t channels, int64_t words) {
-  const int64_t size = packed_size(channels, words);
   Fault fault;
   for (int64_t r = 0; r < ranks; ++r) {
-    const A* count = gathered + r * size + 2 * channels;
-    for (int64_t w = 2; w < 2 + words; ++w) {
-      if (!(count[w] == gathered[2 * channels + w])) return {Fault::kWords, r};
-    }
-    const bool valid = is_integer(count[0], kCountBase - 1) && is_integer(count[1], kMaxHigh);
-    if (!valid && fault.kind == Fault::kNone) fault = {Fault::kCount, r};
+    const Fault::Kind kind = fault_of(gathered + r * packed_size(channels, words), gathered, channels, words);
+    if (kind == Fault::kWords) return {kind, r};
+    if (kind == Fault::kCount && fault.kind == Fault::kNone) fault = {kind, r};
   }
   return fault;
 }

@@ -172,7 +172,8 @@ def test_same_bits_in_any_order(emulated, shape):
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize(
-    ("sizes", "channels"), [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4)]
+    ("sizes", "channels"),
+    [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4), (range(67), 37)],
 )
 def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
     rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels, dtype=dtype)) for n in sizes])
@@ -190,6 +191,26 @@ def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
         for actual, wanted in zip(buffers, expected_buffers, strict=True):
             assert_close(actual, wanted, "buffer") if actual is not None and actual.dtype != torch.int64 else None
         assert counter is None or torch.equal(buffers[2], expected_buffers[2])
+
+
+def check_merge(ops, ranks):
+    """Of ranks around those of a group and of a tile. Channels of the same values get the same bits, in any order."""
+    rows = torch.randn(ranks, 42).double()
+    rows[:, 20:40].abs_()
+    rows[:, 40], rows[:, 41] = torch.randint(0, 9, (ranks,)), torch.randint(0, 2, (ranks,))
+    rows[:, [19, 39]] = rows[:, [0, 20]]
+    expected = reference.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)
+    merged = [ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5) for _ in range(3)]
+    for mean, invstd, count in merged:
+        assert (count, mean[0], invstd[0]) == (expected[2], mean[19], invstd[19])
+        torch.testing.assert_close((mean, invstd), expected[:2], rtol=1e-13, atol=1e-14)
+        assert torch.equal(mean, merged[0][0])
+        assert torch.equal(invstd, merged[0][1])
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 9, 256, 257, 600])
+def test_the_merge_of_many_ranks(emulated, ranks):
+    check_merge(emulated, ranks)
 
 
 @pytest.mark.parametrize("count", [1, 2**24 + 1, 3 * 2**24 + 5])
@@ -335,6 +356,34 @@ PLANTED = {
         "p += (kAhead + 1) * step",
         None,
     ),
+    "no barrier before groups are added": (
+        "gather_stats",
+        "gather_stats.cu",
+        "values[thread_index()] = value;\n  __syncthreads();",
+        "values[thread_index()] = value;",
+        None,
+    ),
+    "no barrier before the next sum of groups": (
+        "gather_stats",
+        "gather_stats.cu",
+        "const double sum = values[threadIdx.x];\n  __syncthreads();",
+        "const double sum = values[threadIdx.x];",
+        None,
+    ),
+    "shares of the next tile while those of the last are in use": (
+        "gather_stats",
+        "gather_stats.cu",
+        "__syncthreads();  // all have used the last ones",
+        "",
+        None,
+    ),
+    "one rank too many": (
+        "gather_stats",
+        "gather_stats.cu",
+        "rank + u < rows.ranks",
+        "rank + u <= rows.ranks",
+        "heap-buffer-overflow",
+    ),
     "vectors from any address": (
         "elemt",
         "split.h",
@@ -343,6 +392,15 @@ PLANTED = {
         "misaligned address|heap-buffer-overflow",
     ),
 }
+
+
+def check_kernel(ops, kernel):
+    if kernel == "gather_stats":
+        for ranks in (8, 67, 600):
+            check_merge(ops, ranks)
+        return
+    for shape in ((3, 3, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9), (10300, 32)):
+        check_ops(ops, *tensors(shape, torch.float32))
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -362,7 +420,6 @@ def test_planted_bugs_are_found(bug, built, tmp_path):
     try:
         with pytest.raises(EmulationError if error else AssertionError, match=error):  # noqa: PT012
             for _ in range(40):  # of thread orders
-                for shape in ((3, 3, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9), (10300, 32)):
-                    check_ops(ops, *tensors(shape, torch.float32))
+                check_kernel(ops, kernel)
     finally:
         ops.close()
