@@ -1,6 +1,6 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
-from .autograd import Repeatable, check
+from .autograd import Repeatable, check, recompute_outputs
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
@@ -25,6 +25,7 @@ __all__ = [
     "conversion_report",
     "convert_sync_batchnorm",
     "patch_torch_converter",
+    "recompute_outputs",
     "register_converter",
     "revert_sync_batchnorm",
     "sync_batch_norm",

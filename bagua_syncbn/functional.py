@@ -19,6 +19,7 @@ from .autograd import (
     fused_evaluation,
     is_repetition,
     is_transforming,
+    recomputation_depth,
     replicated_batch_norm,
     synchronized_batch_norm,
     unseen_by_selective_checkpointing,
@@ -282,7 +283,9 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     if is_tracing():
         return True
     # What a trace decides holds for other sizes too: there, the size must not decide who is faster.
-    return input.numel() > 0 and (_is_recorded(input) or not ops.beat_torch(input))
+    if input.numel() == 0:
+        return False
+    return _is_recorded(input) or not (recomputation_depth() or ops.beat_torch(input))
 
 
 def _is_recorded(input: Tensor) -> bool:

@@ -9,6 +9,7 @@
 ``exchange``           what goes between ranks, and that no two sizes meet
 ``identity``           who speaks in a message, and of what
 ``faults``             what the ops found wrong, where no host waits for them
+``outputs``            outputs of layers that are not stored for backward but made anew
 ``replicas``           the step among replicas in one process
 ``torch_private``      what the files above use of torch that torch does not document
 =====================  ================================================================================================
@@ -20,6 +21,7 @@ from .epilogue import Epilogue
 from .exchange import exchange_of
 from .faults import check
 from .fused import fused_evaluation
+from .outputs import recomputation_depth, recompute_outputs
 from .replicas import replicated_batch_norm
 from .step import synchronized_batch_norm
 from .torch_private import is_transforming, unseen_by_selective_checkpointing
@@ -33,6 +35,8 @@ __all__ = [
     "fused_evaluation",
     "is_repetition",
     "is_transforming",
+    "recomputation_depth",
+    "recompute_outputs",
     "replicated_batch_norm",
     "synchronized_batch_norm",
     "unseen_by_selective_checkpointing",

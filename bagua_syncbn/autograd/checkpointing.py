@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .outputs import recomputation_depth, set_recomputation_depth
 from .torch_private import observe_checkpoints, raise_if_under_unknown_checkpoint
 
 _Result = TypeVar("_Result")
@@ -41,16 +42,18 @@ class Repeatable:
 
     def __init__(self) -> None:
         self._gathered: _Gathered | None = None
+        self._depth = 0
 
     def __enter__(self) -> Repeatable:
         repeats = self._gathered is not None
         if self._gathered is None:
-            self._gathered = {}
+            self._gathered, self._depth = {}, recomputation_depth()
         _runs_of_thread().append(_Run(self._gathered, repeats))
+        set_recomputation_depth(self._depth)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _runs_of_thread().pop()
+        set_recomputation_depth(_runs_of_thread().pop().depth_around)
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         def run(*args: Any, **kwargs: Any) -> _Result:
@@ -69,6 +72,7 @@ class _Run:
 
     def __init__(self, gathered: _Gathered, repeats: bool) -> None:
         self.gathered, self.repeats = gathered, repeats
+        self.depth_around = recomputation_depth()
         self._calls: Counter[nn.Module | None] = Counter()
 
     def remember(self, layer: nn.Module | None, result: Any) -> None:

@@ -76,6 +76,7 @@ class _FusedBatchNorm(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of input, weight, bias and residual."""
+    ctx.recipe = None  # whoever saves the output has come before
     input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
     exchange: AnyExchange = ctx.exchange
     words = exchange.words_of_sums() if ctx.needs_input_grad[0] else []

@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import ops
 from ..communicators.replicas import Replica
 from .epilogue import Epilogue
+from .outputs import note_output
 
 
 def replicated_batch_norm(
@@ -50,9 +51,11 @@ def replicated_batch_norm(
     totals.merged, totals.count = merged.detach(), count
     if epilogue is not None:
         activation = epilogue.activation or ops.IDENTITY
-        fused: Tensor = _FusedNormalize.apply(input, weight, bias, merged, epilogue.residual, activation)
-        return fused
-    output: Tensor = _Normalize.apply(input, weight, bias, merged)
+        output: Tensor = _FusedNormalize.apply(input, weight, bias, merged, epilogue.residual, activation)
+    else:
+        output = _Normalize.apply(input, weight, bias, merged)
+    mean, invstd = merged.detach().chunk(2)
+    note_output(output, replica.layer, input, weight, bias, mean, invstd, epilogue)
     return output
 
 
@@ -148,6 +151,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recipe = None  # whoever saves the output has come before
         input, weight, merged = ctx.saved_tensors
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *merged.chunk(2), weight)
         grads = (grad_output, grad_weight, grad_bias, sums)
@@ -174,6 +178,7 @@ class _FusedNormalize(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recipe = None  # whoever saves the output has come before
         input, weight, bias, merged, residual = ctx.saved_tensors
         sums, grad_weight, grad_bias, grad = ops.batch_norm_act_backward_reduce(
             grad_output, input, *merged.chunk(2), weight, bias, residual, *ctx.act, True

@@ -12,6 +12,7 @@ from .differentiable import differentiable_backward
 from .epilogue import Epilogue
 from .exchange import AnyExchange, exchange_of
 from .fused import fused_batch_norm
+from .outputs import note_output
 from .torch_private import unseen_by_selective_checkpointing
 
 
@@ -30,9 +31,11 @@ def synchronized_batch_norm(
         merged = exchange.gather(input, options)
     else:
         exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
-    if epilogue is not None:
-        return fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
-    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
+    if epilogue is None:
+        output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
+    else:
+        output = fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
+    note_output(output, layer, input, weight, bias, merged.mean, merged.invstd, epilogue)
     return output
 
 
@@ -61,6 +64,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recipe = None  # whoever saves the output has come before
         input, weight, *merged = ctx.saved_tensors
         mean, invstd, count, clamped = merged
         needs_grad = ctx.needs_input_grad[:3]

@@ -17,12 +17,23 @@ _selective_modes = tuple(
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
+_takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _seen = nullcontext()
 
 
 def is_capturing() -> bool:
     """Whether the work of this thread's current stream goes to a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def may_hook_saving() -> bool:
+    """Whether hooks for saved tensors are in nobody's way here: no others are in force, and torch takes some."""
+    return _takes_saving_hooks() and saving_hooks() is None
+
+
+def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Returns the functions that pack and unpack what is saved for backward here; None if it is saved as it is."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def is_transforming() -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from training import check, make_batches, make_model, make_optimizer, one_process, train
 
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, with_bagua
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
 
 # DistributedDataParallel
@@ -119,8 +119,8 @@ def full(state):
     }
 
 
-def train_fully_shard():
-    model = convert_sync_batchnorm(make_model())
+def train_fully_shard(prepare=convert_sync_batchnorm):
+    model = prepare(make_model())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Conv2d):
@@ -129,11 +129,12 @@ def train_fully_shard():
     return full(train(model, make_optimizer(model), (1, 3), dist.get_rank()))
 
 
-def train_fsdp(wrap_each):
+def train_fsdp(wrap_each, prepare=convert_sync_batchnorm):
     policy = ModuleWrapPolicy({nn.Conv2d, SyncBatchNorm2d}) if wrap_each else None
     model = FullyShardedDataParallel(
-        convert_sync_batchnorm(make_model()),
+        prepare(make_model()),
         auto_wrap_policy=policy,
+        backward_prefetch=None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
@@ -142,18 +143,26 @@ def train_fsdp(wrap_each):
         return full({name: value.clone() for name, value in model.state_dict(keep_vars=True).items()})
 
 
-def test_fully_shard(pool):
-    check(pool.run(train_fully_shard, 2), (1, 3))
+def recomputing(model):
+    """Layers follow whose backward needs outputs when the parameters that made them are not there."""
+    return recompute_outputs(convert_sync_batchnorm(model))
+
+
+@pytest.mark.parametrize("prepare", [convert_sync_batchnorm, recomputing])
+def test_fully_shard(pool, prepare):
+    check(pool.run(train_fully_shard, 2, prepare), (1, 3))
 
 
 FSDP_WARNINGS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 @FSDP_WARNINGS
-@pytest.mark.parametrize("wrap_each", [False, True])
-def test_fsdp(pool, wrap_each):
+@pytest.mark.parametrize(
+    ("wrap_each", "prepare"), [(False, convert_sync_batchnorm), (True, convert_sync_batchnorm), (True, recomputing)]
+)
+def test_fsdp(pool, wrap_each, prepare):
     expected = one_process((1, 3))
-    for state in pool.run(train_fsdp, 2, wrap_each):
+    for state in pool.run(train_fsdp, 2, wrap_each, prepare):
         for name, value in expected.items():
             torch.testing.assert_close(state[name].view(value.shape), value, rtol=1e-9, atol=1e-9)
 

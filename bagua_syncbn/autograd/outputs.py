@@ -1,0 +1,244 @@
+"""Outputs that nobody stores: what autograd is to save of a layer's output is made anew when backward asks for it.
+
+A layer saves its input x, and the layer after it its output y. But y is an elementwise function of x, so while
+:func:`recompute_outputs` is in force, what is saved of y is a recipe: x, of which no copy is made, and the factors of
+the layer. Which tensors are outputs is known and not concluded: the step leaves the recipe at the node of autograd that
+y came from, and a write to y gives it another version or another node.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import ops
+from .epilogue import Epilogue
+from .torch_private import may_hook_saving, saving_hooks
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@overload
+def recompute_outputs(module: None = None) -> AbstractContextManager[None]: ...
+@overload
+def recompute_outputs(module: _Module) -> _Module: ...
+def recompute_outputs(module: _Module | None = None) -> _Module | AbstractContextManager[None]:
+    """Keeps the outputs of synchronized layers out of what is stored for the backward pass.
+
+    What other layers would save of such an output, or of a view of it, is made anew in backward by one elementwise pass
+    over the input of the synchronized layer, which that saves anyway. The values are bit for bit the same, because the
+    same kernel runs on the same input. In a process alone the layers compute by the kernels of this package while it is
+    in force, and no longer by :func:`torch.nn.functional.batch_norm`.
+
+    It has no effect in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within other
+    hooks for saved tensors, such as those of activation checkpointing and of :func:`torch.autograd.graph.save_on_cpu`:
+    there these decide. Two outputs are stored as ever: that of a layer with a residual, and one whose input is itself
+    an output that is made anew.
+
+    Args:
+        module: a model, which does so in each forward pass from now on; copies of it, too. None for a context manager,
+            to be entered around forward passes; the backward pass may be outside of it.
+
+    Returns:
+        ``module``, the same object, or the context manager.
+
+    Raises:
+        TypeError: ``module`` is no module.
+
+    A backward pass raises RuntimeError if the input of a layer was written to after its forward pass. Writes through
+    ``.data``, which autograd does not see, are not seen here.
+
+    Example::
+
+        >>> with bagua_syncbn.recompute_outputs():
+        ...     loss = model(images).square().mean()
+        >>> loss.backward()
+
+        >>> model = bagua_syncbn.recompute_outputs(model)
+    """
+    if module is None:
+        return _Recomputed()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module or None, got {type(module).__name__}")
+    if _enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_exit, always_call=True)
+    return module
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0  # of the contexts that this thread is in
+        self.forwards: list[tuple[nn.Module, _Recomputed]] = []  # that it is in, of models that recompute
+
+
+_local = _Local()
+
+
+class _Recomputed(AbstractContextManager[None]):
+    def __init__(self) -> None:
+        self._hooks: list[saved_tensors_hooks | None] = []
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        hooks = saved_tensors_hooks(_pack, _unpack) if may_hook_saving() else None
+        if hooks is not None:
+            hooks.__enter__()
+        self._hooks.append(hooks)
+        _local.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        if not self._hooks:  # torch.compile has traced the entry
+            return
+        _local.depth -= 1
+        hooks = self._hooks.pop()
+        if hooks is not None:
+            hooks.__exit__(*error)
+
+
+def _enter(module: nn.Module, _: object) -> None:
+    if not torch.compiler.is_compiling():
+        recomputed = _Recomputed()
+        recomputed.__enter__()
+        _local.forwards.append((module, recomputed))
+
+
+def _exit(module: nn.Module, *_: object) -> None:
+    # Called also where a hook before _enter has raised.
+    if not torch.compiler.is_compiling() and _local.forwards and _local.forwards[-1][0] is module:
+        _local.forwards.pop()[1].__exit__()
+
+
+def recomputation_depth() -> int:
+    """Returns in how many contexts of :func:`recompute_outputs` this thread is."""
+    return _local.depth
+
+
+def set_recomputation_depth(depth: int) -> None:
+    """For a repetition, which must compute as the first run did wherever it takes place."""
+    _local.depth = depth
+
+
+class _Recipe:
+    """How an output is made from its input, and who waits for it."""
+
+    def __init__(
+        self,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        factors: tuple[Tensor | None, ...],
+        activation: ops.Activation | None,
+    ) -> None:
+        self._name = name
+        self.version = output._version
+        self._input, self._input_version = input.detach(), input._version
+        self._factors, self._activation = factors, activation
+        self._takers = self._waiting = 0
+        self._made: Tensor | None = None
+
+    def promise(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Returns what gives the output, or ``tensor``, a view of it."""
+        self._takers += 1
+        if tensor._base is None:
+            return self._take
+        return partial(self._take_view, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _take_view(self, size: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
+        return self._take().as_strided(size, stride, offset)
+
+    def _take(self) -> Tensor:
+        """Returns the output; made once for all who take it in a backward pass."""
+        if self._made is None:
+            self._made, self._waiting = self._make(), self._takers
+        made = self._made
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._made = None
+        return made
+
+    def _make(self) -> Tensor:
+        if self._input._version != self._input_version:
+            raise RuntimeError(
+                f"{self._name}: expected an input that stays as it was until backward, from which recompute_outputs "
+                "makes the output anew; it was written to in place"
+            )
+        with torch.no_grad():
+            activation = self._activation
+            if activation is None:
+                made: Tensor = ops.batch_norm_elemt(self._input, *self._factors)
+            else:
+                made = ops.batch_norm_act_elemt(
+                    self._input, *self._factors, None, activation.code, activation.parameter
+                )
+            return made
+
+
+def note_output(
+    output: Tensor,
+    layer: nn.Module | str | None,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    epilogue: Epilogue | None,
+) -> None:
+    """Notes how ``layer`` has made ``output``, if outputs are recomputed here.
+
+    Not where it has added a residual: that of a block is the output of the one before, and so on.
+    """
+    if torch.compiler.is_compiling() or _local.depth == 0 or output.grad_fn is None:
+        return
+    if epilogue is not None and epilogue.residual is not None:
+        return
+    hooks = saving_hooks()
+    if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
+        return
+    # Copies: parameters may change before backward, and fully sharded ones are not even there.
+    weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
+    recipe = _Recipe(_name_of(layer), output, input, (weight, bias, mean, invstd), epilogue and epilogue.activation)
+    output.grad_fn.recipe = recipe  # type: ignore[attr-defined]
+
+
+def _name_of(layer: nn.Module | str | None) -> str:
+    if not isinstance(layer, nn.Module):
+        return layer or "sync_batch_norm"
+    name = getattr(layer, "name_in_model", None)
+    return f"{type(layer).__name__}{f' {name!r}' if name else ''}"
+
+
+def _recipe_of(tensor: Tensor) -> _Recipe | None:
+    """Returns the recipe for ``tensor``, or for what it is a view of; None if there is none for its present values."""
+    whole = tensor if tensor._base is None else tensor._base
+    recipe = getattr(whole.grad_fn, "recipe", None)
+    known = isinstance(recipe, _Recipe) and recipe.version == whole._version and tensor.dtype == whole.dtype
+    return recipe if known else None
+
+
+def _pack(tensor: Tensor) -> Callable[[], Tensor]:
+    recipe = _recipe_of(tensor)
+    if recipe is not None:
+        return recipe.promise(tensor)
+    return partial(_kept, tensor.detach(), tensor._version)
+
+
+def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()
+
+
+def _kept(tensor: Tensor, version: int) -> Tensor:
+    """What torch does of itself where there are no hooks."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            "instead. torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+        )
+    return tensor
