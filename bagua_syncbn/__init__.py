@@ -1,5 +1,6 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
+from .accumulation import accumulate_statistics
 from .autograd import Repeatable, check, recompute_outputs
 from .communicators import sync_group
 from .conversion import (
@@ -21,6 +22,7 @@ __all__ = [
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
     "__version__",
+    "accumulate_statistics",
     "check",
     "conversion_report",
     "convert_sync_batchnorm",

@@ -14,9 +14,11 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from . import ops
 from .autograd import (
     Epilogue,
+    as_in_first_run,
     differentiable_batch_norm,
     exchange_of,
     fused_evaluation,
+    is_capturing,
     is_repetition,
     is_transforming,
     recomputation_depth,
@@ -130,7 +132,10 @@ def sync_batch_norm(
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     if running_mean is None:
         num_batches_tracked = None  # it counts what the running statistics hold
-    options = ops.MergeOptions(running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite)
+    kept = _kept_by(layer, running_mean)
+    options = ops.MergeOptions(
+        running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite, kept
+    )
     if isinstance(process_group, Replica):
         return replicated_batch_norm(input, weight, bias, options, process_group, epilogue)
     peers = peers_of(process_group)
@@ -142,7 +147,8 @@ def sync_batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        if eps_mode == "plus" and not skip_nonfinite and momentum is not None:
+        is_step = _accumulates(layer, kept) or eps_mode != "plus" or skip_nonfinite
+        if not is_step and momentum is not None:
             is_fused = epilogue is not None and not _is_recorded(input)
             if not is_fused and _suits_torch(input, tensors.values()):
                 output = _batch_norm_alone(
@@ -165,6 +171,29 @@ def sync_batch_norm(
         exchange = exchange_of(layer, input, options, communicator)
         return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
     return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
+
+
+def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept | None:
+    """Returns where ``layer`` keeps its statistics within accumulate_statistics; None outside of it."""
+    kept: ops.Kept | None = getattr(layer, "_kept", None)
+    if kept is None or running_mean is None:
+        return None
+    if running_mean is not getattr(layer, "running_mean", None):
+        raise RuntimeError(
+            f"running_mean: expected the buffer of {type(layer).__name__} within accumulate_statistics, which moves it "
+            "when it is left; got another tensor"
+        )
+    if not torch.compiler.is_compiling() and is_capturing():
+        raise RuntimeError(
+            "accumulate_statistics: expected no capture of a CUDA graph, whose replays it would not see; capture outside "
+            "of it"
+        )
+    return kept
+
+
+def _accumulates(layer: nn.Module | None, kept: ops.Kept | None) -> bool:
+    """Whether the call of ``layer``, or the one that it repeats, is within accumulate_statistics."""
+    return kept is not None if torch.compiler.is_compiling() else as_in_first_run(layer, kept is not None)
 
 
 @functools.cache

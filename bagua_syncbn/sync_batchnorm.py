@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from . import ops
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
 from .functional import check_dimensions, check_eps_mode, sync_batch_norm
 from .ops import activation_of
@@ -104,6 +105,9 @@ class SyncBatchNorm(_BatchNorm):
 
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
+
+    # Where statistics are kept within accumulate_statistics.
+    _kept: ops.Kept | None = None
 
     # What revert_sync_batchnorm turns the layer into. A subclass of this one must name its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
@@ -231,7 +235,7 @@ class SyncBatchNorm(_BatchNorm):
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
     """Returns ``state`` of a layer as it can be copied and pickled."""
-    return {name: value for name, value in state.items() if name != "_replica"}
+    return {name: value for name, value in state.items() if name not in ("_replica", "_kept")}
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

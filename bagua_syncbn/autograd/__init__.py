@@ -15,7 +15,7 @@
 =====================  ================================================================================================
 """
 
-from .checkpointing import Repeatable, is_repetition
+from .checkpointing import Repeatable, as_in_first_run, is_repetition
 from .differentiable import differentiable_batch_norm
 from .epilogue import Epilogue
 from .exchange import exchange_of
@@ -24,15 +24,17 @@ from .fused import fused_evaluation
 from .outputs import recomputation_depth, recompute_outputs
 from .replicas import replicated_batch_norm
 from .step import synchronized_batch_norm
-from .torch_private import is_transforming, unseen_by_selective_checkpointing
+from .torch_private import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
 __all__ = [
     "Epilogue",
     "Repeatable",
+    "as_in_first_run",
     "check",
     "differentiable_batch_norm",
     "exchange_of",
     "fused_evaluation",
+    "is_capturing",
     "is_repetition",
     "is_transforming",
     "recomputation_depth",

@@ -43,12 +43,13 @@ class Repeatable:
     def __init__(self) -> None:
         self._gathered: _Gathered | None = None
         self._depth = 0
+        self._choices: _Choices = {}
 
     def __enter__(self) -> Repeatable:
         repeats = self._gathered is not None
         if self._gathered is None:
             self._gathered, self._depth = {}, recomputation_depth()
-        _runs_of_thread().append(_Run(self._gathered, repeats))
+        _runs_of_thread().append(_Run(self._gathered, self._choices, repeats))
         set_recomputation_depth(self._depth)
         return self
 
@@ -65,15 +66,18 @@ class Repeatable:
 
 # What the calls of each layer gathered in the first run, in their order.
 _Gathered = dict["nn.Module | None", list[Any]]
+# And how they were made.
+_Choices = dict["nn.Module | None", list[bool]]
 
 
 class _Run:
     """One run of a region in this thread, the first one or a repetition."""
 
-    def __init__(self, gathered: _Gathered, repeats: bool) -> None:
-        self.gathered, self.repeats = gathered, repeats
+    def __init__(self, gathered: _Gathered, choices: _Choices, repeats: bool) -> None:
+        self.gathered, self.choices, self.repeats = gathered, choices, repeats
         self.depth_around = recomputation_depth()
         self._calls: Counter[nn.Module | None] = Counter()
+        self._chosen: Counter[nn.Module | None] = Counter()
 
     def remember(self, layer: nn.Module | None, result: Any) -> None:
         self.gathered.setdefault(layer, []).append(result)
@@ -89,6 +93,11 @@ class _Run:
             )
         self._calls[layer] += 1
         return gathered[number]
+
+    def recall_choice(self, layer: nn.Module | None, default: bool) -> bool:
+        choices, number = self.choices.get(layer, []), self._chosen[layer]
+        self._chosen[layer] += 1
+        return choices[number] if number < len(choices) else default
 
 
 def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _Result:
@@ -109,6 +118,15 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
     for run in first_runs:
         run.remember(layer, result)
     return result
+
+
+def as_in_first_run(layer: nn.Module | None, value: bool) -> bool:
+    """Returns ``value``, in a repetition what it was in the call of ``layer`` that this one repeats."""
+    for run in reversed(_runs_of_thread()):
+        if run.repeats:
+            return run.recall_choice(layer, value)
+        run.choices.setdefault(layer, []).append(value)
+    return value
 
 
 def is_repetition() -> bool:

@@ -255,10 +255,10 @@ class InGraph:
         self._communicator = communicator
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        packed = ops.batch_norm_stats(input.detach(), [0, self._terms.word(0), 0])
+        packed = ops.batch_norm_stats(input, [0, self._terms.word(0), 0])
         gathered = self._communicator.all_gather(packed)
         # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
-        merged = ops.merge_stats(gathered, ops.MergeOptions(None, None, None, None, *options[4:]), WORDS)
+        merged = ops.merge_stats(gathered, options.without_buffers(), WORDS)
         ops.merge_stats(gathered, options, WORDS, fault_on(input.device))
         return merged
 

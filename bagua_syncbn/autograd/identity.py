@@ -31,6 +31,7 @@ class Terms(NamedTuple):
     eps_mode: int
     skip_nonfinite: bool
     is_double: bool
+    accumulates: bool
 
     def word(self, direction: int) -> int:
         return hash((direction, *self)) % WORD
@@ -63,7 +64,11 @@ def _text_of(terms: Terms) -> str:
     values.append(f"momentum={None if terms.momentum == -1 else terms.momentum}")
     if terms.eps_mode:
         values.append(f"eps_mode={ops.EPS_MODES[terms.eps_mode]}")
-    return ", ".join([*values, "skip_nonfinite"] if terms.skip_nonfinite else values)
+    if terms.skip_nonfinite:
+        values.append("skip_nonfinite")
+    if terms.accumulates:
+        values.append("in accumulate_statistics")
+    return ", ".join(values)
 
 
 # Of all that this rank has said, by key.
@@ -74,7 +79,8 @@ def terms_of(input: Tensor, options: ops.MergeOptions) -> Terms:
     """Returns the terms of a call with ``input``."""
     momentum = -1.0 if options.momentum is None else options.momentum
     mode = ops.EPS_MODES.index(options.eps_mode)
-    return Terms(input.size(1), options.eps, momentum, mode, options.skip_nonfinite, input.dtype == torch.float64)
+    is_double, accumulates = input.dtype == torch.float64, options.kept is not None
+    return Terms(input.size(1), options.eps, momentum, mode, options.skip_nonfinite, is_double, accumulates)
 
 
 def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Identity:
@@ -83,7 +89,7 @@ def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOption
     if layer is not None:
         place, name = getattr(layer, "place_in_model", 0), getattr(layer, "name_in_model", None)
         kind = type(layer).__name__
-    call = place, name, kind, input.size(1), input.dtype, options[3:]
+    call = place, name, kind, input.size(1), input.dtype, options[3:7], options.kept is None
     identity = _identities.get(call)
     if identity is None:
         speaker = kind if name is None else f"{kind} {name!r}"

@@ -28,7 +28,7 @@ def synchronized_batch_norm(
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
     exchange = exchange_of(layer, input, options, communicator)
     if torch.compiler.is_compiling():  # it plans by itself what to repeat in backward
-        merged = exchange.gather(input, options)
+        merged = exchange.gather(input.detach(), options)
     else:
         exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
     if epilogue is None:

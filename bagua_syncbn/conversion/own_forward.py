@@ -68,16 +68,21 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _batches_counted_once(layer: nn.Module) -> Iterator[None]:
-    """Keeps a forward that counts batches itself, as torch's do, from counting again what it repeats in backward."""
+def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
+    """Keeps a forward that counts batches itself, as torch's do, from counting more than one for several.
+
+    That is, again what it repeats in backward, and each batch within accumulate_statistics.
+    """
     counted = getattr(layer, "num_batches_tracked", None)
-    if not isinstance(counted, Tensor) or not is_repetition():
+    if not isinstance(counted, Tensor) or not (layer._kept or is_repetition()):
         yield
         return
     with unseen_by_selective_checkpointing():
         before = counted.clone()
     try:
         yield
+        if layer._kept:
+            layer._kept.counted = counted.clone()
     finally:  # checkpointing ends a repetition by an exception, when it has what it needs
         with unseen_by_selective_checkpointing():
             counted.copy_(before)

@@ -6,7 +6,7 @@ from . import reference
 from .activations import IDENTITY, Activation, activation_of
 from .fallback import cuda_problem
 from .layout import laid_out_as
-from .merge import EPS_MODES, MergedStats, MergeOptions, clear_clamped, merge_stats
+from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .reference import per_channel, reduced_dims
 from .schemas import accumulate_dtype
@@ -26,6 +26,7 @@ __all__ = [
     "IDENTITY",
     "KERNELS",
     "Activation",
+    "Kept",
     "MergeOptions",
     "MergedStats",
     "accumulate_dtype",

@@ -5,7 +5,7 @@ where ``eps`` replaces the variance, no gradient passes through it.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,47 @@ from . import schemas  # noqa: F401, declares the op
 EPS_MODES = ("plus", "clamp")
 
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
+
+
+class Kept:
+    """Statistics of several batches, kept to move the buffers once."""
+
+    def __init__(self) -> None:
+        # Nested pairs of the last and those before it: torch.compile can add to them without a guard on their number.
+        self._rows: Any = None
+        self._options: MergeOptions | None = None
+        # num_batches_tracked after the batches, where the layer counts them itself.
+        self.counted: Tensor | None = None
+
+    def add(self, rows: Tensor, words: int, options: "MergeOptions") -> None:
+        """Adds ``rows``, what all ranks have gathered of one batch, each with so many words at its end."""
+        self._rows = (rows, words), self._rows
+        self._options = options
+
+    def buffers(self) -> list[Tensor]:
+        """Returns the buffers that :meth:`merge` is to move."""
+        buffers = () if self._options is None else self._options[:3]
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def merge(self) -> None:
+        """Moves the buffers, once, by the statistics of all batches together, and as the last one had it."""
+        if self._options is None:
+            return
+        rows, pair = [], self._rows
+        while pair is not None:
+            (batch, words), pair = pair
+            rows.append(_checked(batch, words))
+        # In the order in which they came.
+        merge_stats(torch.cat(rows[::-1]), self._options._replace(kept=None))
+
+
+def _checked(rows: Tensor, words: int) -> Tensor:
+    """Returns ``rows`` without their words, and where these differed with a count that the merge does not take."""
+    if words == 0:
+        return rows
+    rows, said = rows.tensor_split([-words], 1)
+    differ = (said != said[0]).any()
+    return torch.cat([rows[:, :-1], rows[:, -1:].masked_fill(differ, torch.nan)], 1)
 
 
 class MergeOptions(NamedTuple):
@@ -27,6 +68,11 @@ class MergeOptions(NamedTuple):
     eps: float
     eps_mode: str
     skip_nonfinite: bool = False
+    kept: Kept | None = None  # to add the statistics to, in place of updating the buffers
+
+    def without_buffers(self) -> "MergeOptions":
+        """Returns how to merge without updating anything."""
+        return MergeOptions(None, None, None, *self[3:7])
 
 
 class MergedStats(NamedTuple):
@@ -40,13 +86,16 @@ class MergedStats(NamedTuple):
 
 def merge_stats(gathered: Tensor, options: MergeOptions, words: int = 0, fault: Tensor | None = None) -> MergedStats:
     """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
+    if options.kept is not None:
+        options.kept.add(gathered, words, options)
+        options = options.without_buffers()
     counter = options.num_batches_tracked
     if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
         whole = counter.to(torch.int64)
         merged = merge_stats(gathered, options._replace(num_batches_tracked=whole), words, fault)
         counter.copy_(whole)
         return merged
-    *arguments, eps, eps_mode, skip_nonfinite = options
+    *arguments, eps, eps_mode, skip_nonfinite, _ = options
     if eps_mode == "plus":
         mean, invstd, count = _gather_stats(gathered, *arguments, eps, words, skip_nonfinite, fault)
         return MergedStats(mean, invstd, count, None)

@@ -1,0 +1,78 @@
+"""Running statistics that move once a step, where a step has several micro-batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from . import ops
+from .sync_batchnorm import SyncBatchNorm
+
+
+@contextmanager
+def accumulate_statistics(model: nn.Module) -> Iterator[None]:
+    """Moves the running statistics of ``model`` once for all micro-batches of a step, when it is left.
+
+    To be entered around all forward passes of the step. Within it the buffers of synchronized layers stay as they are.
+    At its end they move by the mean and variance of the micro-batches together, each value with the same weight, as one
+    batch of them all would have moved them; ``num_batches_tracked`` increases by one. Nothing more is communicated:
+    what each micro-batch has gathered is kept, 2C + 5 values of each rank, and merged.
+
+    Outputs and gradients are those without it: each micro-batch is normalized by its own statistics.
+
+    A layer with ``skip_nonfinite`` leaves its buffers if any of the micro-batches has statistics that are not finite.
+    If an exception leaves the context, all buffers are as they were when it was entered.
+
+    Args:
+        model: whose layers accumulate, wrapped or not. All ranks of a group must enter it for the same layers.
+
+    Raises:
+        RuntimeError: it was entered for a layer of ``model`` before and not left; the buffers of a layer are other
+            tensors than in its last forward, where none has moved yet; what a layer with a forward of its own gives as
+            running statistics is not its buffers.
+
+    Example::
+
+        >>> with bagua_syncbn.accumulate_statistics(model):
+        ...     for batch in micro_batches:
+        ...         loss(model(batch)).backward()
+        >>> optimizer.step()
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
+    for name, layer in layers.items():
+        if layer._kept is not None:
+            raise RuntimeError(
+                f"model: expected layers that do not accumulate yet, got {name!r} within another accumulate_statistics"
+            )
+    for layer in layers.values():
+        layer._kept = ops.Kept()
+    try:
+        yield
+        for name, layer in layers.items():
+            _check_buffers(name, layer)
+        for layer in layers.values():
+            _move_buffers(layer)
+    finally:
+        for layer in layers.values():
+            del layer._kept
+
+
+def _check_buffers(name: str, layer: SyncBatchNorm) -> None:
+    """Raises RuntimeError unless what was kept is for the buffers that ``layer`` has now."""
+    assert layer._kept is not None
+    own = {buffer.data_ptr() for buffer in layer.buffers(recurse=False)}
+    if not own.issuperset(buffer.data_ptr() for buffer in layer._kept.buffers()):
+        raise RuntimeError(
+            f"model: expected the same buffers at the end of accumulate_statistics as in the forward passes within it, "
+            f"got others in {name!r}; none has moved"
+        )
+
+
+def _move_buffers(layer: SyncBatchNorm) -> None:
+    kept = layer._kept
+    assert kept is not None
+    with torch.no_grad():
+        if kept.counted is not None and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.copy_(kept.counted)
+        kept.merge()

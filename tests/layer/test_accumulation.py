@@ -1,0 +1,239 @@
+"""accumulate_statistics: buffers move once, as one batch of all micro-batches would have moved them."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observed import collectives
+from replicated import parallel
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from bagua_syncbn import functional, SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn.data_parallel import convert_model
+
+
+class OwnForward(nn.BatchNorm1d):
+    """Counts its batches and calls the function, as torch's layer does."""
+
+    def forward(self, input):
+        factor = 0.0
+        if self.training:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        buffers = self.running_mean, self.running_var
+        return F.batch_norm(input, *buffers, self.weight, self.bias, self.training, factor)
+
+
+class Beside(nn.Module):
+    """Layers of every kind on the same input, so that one batch of it is what the buffers of all are compared with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.BatchNorm1d(3),
+                nn.BatchNorm1d(3, momentum=None),
+                OwnForward(3),
+                nn.BatchNorm1d(3, momentum=0.5).float(),
+                nn.BatchNorm1d(3, track_running_stats=False),
+                nn.BatchNorm1d(3).eval(),
+            ]
+        ).double()
+        self.convolution = nn.Conv1d(3, 3, 1).double()
+
+    def forward(self, input):
+        return sum(layer(self.convolution(input)) for layer in self.layers)
+
+
+def draw(split, seed=0):
+    """Returns the micro-batches of a step, and one batch of them."""
+    batch = torch.randn(sum(split), 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return batch.split(split), batch
+
+
+def step(model, batches, backward=True):
+    outputs = []
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        with nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+            outputs.append(model(batch))
+            if backward:
+                outputs[-1].backward(batch.cos())
+    return [output.detach() for output in outputs], [parameter.grad for parameter in model.parameters()]
+
+
+def expected_buffers(model, steps):
+    """Trains ``model`` on one batch a step, of all micro-batches of all ranks."""
+    for batches in steps:
+        with torch.no_grad():
+            model(batches)
+    return dict(model.named_buffers())
+
+
+SPLITS = [[(2, 0, 5), (3, 4, 0)], [(1, 3, 2), (0, 6, 1)], [(1, 1, 1), (2, 1, 3)]]  # by step and rank
+
+
+def accumulate_on_ranks():
+    torch.manual_seed(0)
+    model = convert_sync_batchnorm(Beside())
+    plain, alone = DistributedDataParallel(copy.deepcopy(model)), Beside()
+    alone.load_state_dict(model.state_dict())
+    model = DistributedDataParallel(model)
+    everything, accumulated = [], []
+    for number, splits in enumerate(SPLITS):
+        drawn = [draw(split, 10 * number + rank) for rank, split in enumerate(splits)]
+        everything.append(torch.cat([batch for _, batch in drawn]))
+        batches, _ = drawn[dist.get_rank()]
+        before = copy.deepcopy(model.state_dict())
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled, accumulate_statistics(model):
+            accumulated.append((batches, *step(model, batches)))
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    for batches, *results in accumulated:
+        plain.zero_grad()
+        torch.testing.assert_close(tuple(results), step(plain, batches), rtol=0, atol=0)
+    buffers = dict(model.module.named_buffers())
+    torch.testing.assert_close(buffers, expected_buffers(alone, everything))
+    assert not any("_kept" in vars(module) for module in model.modules())
+    return collectives(profiled)["c10d::_allgather_base_"]
+
+
+def test_ranks_with_uneven_and_empty_micro_batches(pool):
+    assert pool.run(accumulate_on_ranks, 2) == [15, 15]  # in three micro-batches of five layers
+
+
+def disagree():
+    layer = SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match="in accumulate_statistics"):  # noqa: SIM117
+        with accumulate_statistics(layer) if dist.get_rank() else nullcontext():
+            layer(torch.randn(4, 3))
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_ranks_of_which_one_accumulates(pool):
+    pool.run(disagree, 2)
+    pool.forget_job()
+
+
+@settings(max_examples=25)
+@given(steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_drawn_splits(steps):
+    model = convert_sync_batchnorm(Beside())
+    model.layers[2].momentum = None
+    whole = copy.deepcopy(model)
+    for number, split in enumerate(steps):
+        batches, batch = draw(split, number)
+        with accumulate_statistics(model):
+            step(model, batches)
+        expected = expected_buffers(whole, [batch])
+        torch.testing.assert_close(dict(model.named_buffers()), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("repeated", ["within", "after"])
+def test_repetitions_are_not_counted(reentrant, repeated):
+    model = convert_sync_batchnorm(Beside())
+    plain = copy.deepcopy(model)
+    batches, batch = draw((3, 4))
+    outputs = []
+    with accumulate_statistics(model):
+        for own in batches:
+            output = checkpoint(model, own.clone().requires_grad_(), use_reentrant=reentrant)
+            if repeated == "within":
+                output.backward(own.cos())
+            outputs.append(output)
+    if repeated == "after":
+        torch.autograd.backward(outputs, [own.cos() for own in batches])
+    _, grads = step(plain, batches)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], grads)
+    plain.load_state_dict(Beside().state_dict() | plain.state_dict())
+    for layer in plain.layers:
+        layer.reset_running_stats()
+    torch.testing.assert_close(dict(model.named_buffers()), expected_buffers(plain, [batch]))
+
+
+def test_replicas():
+    layer = convert_model(nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3))).double()
+    whole = nn.BatchNorm1d(3, momentum=None).double()
+    model = parallel(layer, "cpu", 2)
+    for number in range(2):
+        batches, batch = draw((3, 5), number)
+        with accumulate_statistics(model):
+            step(model, batches)
+        whole(batch)
+    torch.testing.assert_close(layer[0].state_dict(), whole.state_dict())
+    assert layer[1].num_batches_tracked == 2
+
+
+def test_compiled_once_however_many():
+    torch._dynamo.reset()
+    counters.clear()
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3, momentum=None))).double()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        batches, _ = draw((4,) * (number + 1), number)
+        with accumulate_statistics(model), accumulate_statistics(eager):
+            torch.testing.assert_close(step(compiled, batches), step(eager, batches))
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_leaves_the_buffers_alone():
+    model = convert_sync_batchnorm(Beside())
+    skipping = SyncBatchNorm(3, skip_nonfinite=True).double()
+    before = copy.deepcopy([model.state_dict(), skipping.state_dict()])
+    batches, batch = draw((3, 4))
+    with pytest.raises(ValueError, match="size"), accumulate_statistics(model):  # noqa: PT012
+        model(batches[0])
+        model(batch[:1, :, :1])
+    with accumulate_statistics(skipping), accumulate_statistics(model):
+        skipping(batches[0])
+        skipping(batches[1] * torch.inf)
+        model.eval()(batch)
+    assert not copy.deepcopy(skipping)._kept
+    torch.testing.assert_close([model.state_dict(), skipping.state_dict()], before, rtol=0, atol=0)
+    skipping(batch)  # and afterwards each batch counts
+    sync_batch_norm(batch, skipping.running_mean, skipping.running_var)
+    assert skipping.num_batches_tracked == 1
+    assert not torch.equal(skipping.running_mean, before[1]["running_mean"])
+
+
+def test_a_copy_within_does_not_accumulate():
+    layer = SyncBatchNorm(3)
+    with accumulate_statistics(layer):
+        average = copy.deepcopy(layer)
+        average(torch.randn(4, 3))
+    assert average.num_batches_tracked == 1
+    assert layer.num_batches_tracked == 0
+
+
+def test_refused_by_name(monkeypatch):
+    class Views(nn.BatchNorm1d):
+        def forward(self, input):
+            return F.batch_norm(input, self.running_mean[:], self.running_var[:], self.weight, self.bias, True)
+
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    nested = r"'0' within another accumulate_statistics"
+    with accumulate_statistics(model), pytest.raises(RuntimeError, match=nested), accumulate_statistics(model):
+        pass
+    views = convert_sync_batchnorm(Views(3))
+    with pytest.raises(RuntimeError, match="running_mean: expected the buffer"), accumulate_statistics(views):
+        views(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="others in '0'; none has moved"), accumulate_statistics(model):  # noqa: PT012
+        model(torch.randn(4, 3))
+        model.double()
+    assert model[0].num_batches_tracked == 0
+    monkeypatch.setattr(functional, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="no capture of a CUDA graph"), accumulate_statistics(model):
+        model(torch.randn(4, 3).double())
