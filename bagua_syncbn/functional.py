@@ -185,8 +185,8 @@ def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept |
         )
     if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(
-            "accumulate_statistics: expected no capture of a CUDA graph, whose replays it would not see; capture outside "
-            "of it"
+            "accumulate_statistics: expected no capture of a CUDA graph, whose replays it does not see; capture "
+            "outside of it"
         )
     return kept
 

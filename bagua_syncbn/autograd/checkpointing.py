@@ -122,9 +122,13 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
 
 def as_in_first_run(layer: nn.Module | None, value: bool) -> bool:
     """Returns ``value``, in a repetition what it was in the call of ``layer`` that this one repeats."""
+    first_runs = []
     for run in reversed(_runs_of_thread()):
         if run.repeats:
-            return run.recall_choice(layer, value)
+            value = run.recall_choice(layer, value)
+            break
+        first_runs.append(run)
+    for run in first_runs:
         run.choices.setdefault(layer, []).append(value)
     return value
 

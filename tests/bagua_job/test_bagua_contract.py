@@ -1,5 +1,11 @@
 """The contract once more, over Bagua's communicator."""
 
+from test_accumulation import test_ranks_with_uneven_and_empty_micro_batches
 from test_contract import test_drawn_cases, test_options, test_ranks_equal_one_process
 
-__all__ = ["test_drawn_cases", "test_options", "test_ranks_equal_one_process"]
+__all__ = [
+    "test_drawn_cases",
+    "test_options",
+    "test_ranks_equal_one_process",
+    "test_ranks_with_uneven_and_empty_micro_batches",
+]
