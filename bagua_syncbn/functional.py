@@ -24,6 +24,7 @@ from .autograd import (
     recomputation_depth,
     replicated_batch_norm,
     synchronized_batch_norm,
+    tell_peers,
     unseen_by_selective_checkpointing,
 )
 from .communicators import EVERYONE, Replica, peers_of
@@ -114,22 +115,28 @@ def sync_batch_norm(
             not of the size of ``input``, or one of them is on another device; :func:`torch.jit.trace` runs in training
             over several ranks; a checkpoint repeats more than it ran, or repeats under forward-mode differentiation.
 
-    Each of these is raised before this rank sends statistics or writes to a buffer. (The first use of a group makes it,
-    which all its ranks do together.)
+    Each of these is raised before this rank waits for another one or writes to a buffer.
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check_tensors(input, tensors, num_batches_tracked)
-    check_eps_mode(eps_mode)
-    _check_eps(eps, positive=training and eps_mode == "plus")
     epilogue = None
-    if activation is not None or residual is not None:
-        epilogue = Epilogue(activation_of(activation), residual)
-        _check_residual(residual, input)
+    try:
+        _check_tensors(input, tensors, num_batches_tracked)
+        check_eps_mode(eps_mode)
+        _check_eps(eps, positive=training and eps_mode == "plus")
+        if activation is not None or residual is not None:
+            epilogue = Epilogue(activation_of(activation), residual)
+            _check_residual(residual, input)
+        if training:
+            if momentum is None and running_mean is not None and num_batches_tracked is None:
+                raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+            _check_kind(input, process_group)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if training:
+            tell_peers(process_group, layer, error)
+        raise
     if not training:
         return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode, epilogue)
 
-    if momentum is None and running_mean is not None and num_batches_tracked is None:
-        raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     if running_mean is None:
         num_batches_tracked = None  # it counts what the running statistics hold
     kept = _kept_by(layer, running_mean)
@@ -155,19 +162,14 @@ def sync_batch_norm(
                     input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
                 )
                 return output if epilogue is None else epilogue.after(output)
-    if is_tracing() and communicator.size > 1:
-        raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
-    if type(input) is not Tensor and hasattr(input, "to_local"):
-        raise TypeError(
-            "input: expected the samples of this rank in training, got a DTensor; if it is sharded over samples, pass "
-            "its to_local() and give its mesh as process_group"
-        )
     if is_transforming():
         if is_repetition():
-            raise RuntimeError(
+            refusal = RuntimeError(
                 "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
                 "activation checkpointing repeats; take the checkpoint away"
             )
+            tell_peers(peers, layer, refusal)
+            raise refusal
         exchange = exchange_of(layer, input, options, communicator)
         return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
     return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
@@ -278,6 +280,19 @@ def _kinds(input: Tensor, tensors: tuple[Tensor | None, ...]) -> _Kinds | None:
     for tensor in tensors:
         parts += (None,) if tensor is None else (tensor.dtype, tensor.device, tensor.shape)
     return tuple(parts)
+
+
+def _check_kind(input: Tensor, process_group: Any) -> None:
+    """Raises for input that a group of several ranks does not take, before this rank makes the group."""
+    is_sharded = type(input) is not Tensor and hasattr(input, "to_local")
+    if not (is_sharded or is_tracing()) or isinstance(process_group, Replica) or peers_of(process_group).size() == 1:
+        return
+    if is_sharded:
+        raise TypeError(
+            "input: expected the samples of this rank in training, got a DTensor; if it is sharded over samples, pass "
+            "its to_local() and give its mesh as process_group"
+        )
+    raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
 
 
 def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
+from .autograd import tell_peers
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
 from .functional import check_dimensions, check_eps_mode, sync_batch_norm
 from .ops import activation_of
@@ -161,7 +162,12 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy):
             return as_one_node(self, input, (input,) if residual is None else (input, residual), {})
-        self._check_input_dim(input)
+        try:
+            self._check_input_dim(input)
+        except ValueError as error:
+            if self.training:
+                tell_peers(self._peers, self, error)
+            raise
         tracks = self.training and self.track_running_stats
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         uses_running = tracks or not uses_batch

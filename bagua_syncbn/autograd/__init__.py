@@ -18,7 +18,7 @@
 from .checkpointing import Repeatable, as_in_first_run, is_repetition
 from .differentiable import differentiable_batch_norm
 from .epilogue import Epilogue
-from .exchange import exchange_of
+from .exchange import exchange_of, tell_peers
 from .faults import check
 from .fused import fused_evaluation
 from .outputs import recomputation_depth, recompute_outputs
@@ -41,5 +41,6 @@ __all__ = [
     "recompute_outputs",
     "replicated_batch_norm",
     "synchronized_batch_norm",
+    "tell_peers",
     "unseen_by_selective_checkpointing",
 ]

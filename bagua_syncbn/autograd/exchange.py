@@ -8,18 +8,34 @@ call, all know it now and its message goes next; else all know that they differ.
 nothing is unexpected after the first round, and not one collective is added.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
-from ..communicators import Communicator
-from .faults import differ, fault_for, fault_on, found, number_of_sum, raise_if_found, take_fault_on_cpu
-from .identity import PARTS, WORD, WORDS, Identity, Terms, describe, identity_of, parts_of, terms_of
-from .torch_private import is_capturing
+from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
+from .faults import ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
+from .identity import (
+    PARTS,
+    RAISED,
+    WORD,
+    WORDS,
+    Identity,
+    Terms,
+    describe,
+    identity_of,
+    parts_of,
+    speaker_of,
+    terms_of,
+)
+from .torch_private import is_capturing, unseen_by_selective_checkpointing
 
 # What a group remembers; all its ranks forget at the same call.
 _MOST_NODES = 2**14
@@ -30,19 +46,23 @@ _TEXT = 320  # bytes in which a rank says what it does
 class _Node:
     """What was said in a group since the first forward after a backward."""
 
-    __slots__ = ("after", "expected")
+    __slots__ = ("after", "expected", "following")
+
+    following: _Node  # where what is expected leads
 
     def __init__(self) -> None:
-        self.expected: Identity | None = None  # what was said next, the last time
         self.after: dict[tuple[int, int], _Node] = {}
+        self.expected: Identity | None = None  # what was said next, the last time
 
 
 class _Conversation:
-    """What the ranks of one group have said to each other: the same on all of them."""
+    """What the ranks of one group have said to each other: the same on all of them, but for what failed."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.failure: str | None = None
+        self.device: torch.device | None = None  # of the messages; None before the first one
+        self.failure: str | None = None  # the call after which this rank does not know what others expect
+        self.raised: _Raised | None = None  # in case that is an error of its own, which others may have raised too
         self._root = self._node = _Node()
         self._nodes = 0
         self._after: dict[tuple[int, int], Identity] = {}
@@ -56,21 +76,27 @@ class _Conversation:
 
     def add(self, identity: Identity) -> None:
         """Notes that all ranks have said ``identity``."""
-        last, self._last = self._last, identity
+        node = self._node
+        if node.expected is not identity and (node.expected is None or node.expected.key != identity.key):
+            self._learn(identity)
+        self._node, self._last = node.following, identity
         self.calls += 1
-        self._node.expected = identity
+
+    def _learn(self, identity: Identity) -> None:
+        last, start = self._last, self._node
+        if last is not None and last.message[0] and not identity.message[0]:
+            start = self._root
+        following = start.after.get(identity.key)
+        if following is None:
+            if self._nodes == _MOST_NODES:
+                start = self._root = _Node()
+                self._nodes = 0
+                self._after.clear()
+            following = start.after[identity.key] = _Node()
+            self._nodes += 1
         if last is not None:
             self._after[last.key] = identity
-            if last.message[0] and not identity.message[0]:
-                self._node = self._root
-        node = self._node.after.get(identity.key)
-        if node is None:
-            if self._nodes == _MOST_NODES:
-                self._root, self._nodes = _Node(), 0
-                self._node = self._root
-            node = self._node.after[identity.key] = _Node()
-            self._nodes += 1
-        self._node = node
+        self._node.expected, self._node.following = identity, following
 
 
 _conversations: dict[int, tuple[Any, _Conversation]] = {}
@@ -114,10 +140,13 @@ _note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
+    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number")
+
     def __init__(self, identity: Identity, communicator: Communicator) -> None:
         self._identity = identity
         self._communicator = communicator
         self._conversation = _conversation_in(communicator)
+        self._fault: Fault | None = None
         self._number = 0
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
@@ -131,8 +160,10 @@ class Exchange:
         packed = ops.batch_norm_stats(input, words)
         gathered = self._send(self._communicator.all_gather, packed, identity)
         self._number = words[2]
-        merged = ops.merge_stats(gathered, options, WORDS, fault_for(gathered))
-        self._check(identity, input.device)
+        fault = self._fault = fault_for(gathered)
+        merged = ops.merge_stats(gathered, options, WORDS, None if fault is None else fault.tensor)
+        if fault is ON_CPU and fault.kind.value:
+            self._raise_found(identity)
         return merged
 
     def words_of_sums(self) -> list[int]:
@@ -148,11 +179,14 @@ class Exchange:
 
         With ``act``, bias, code and parameter of an activation, it is the op that has one.
         """
-        identity, fault = self._identity.backward, fault_for(arguments[0])
-        call = number_of_sum(identity)
+        identity, fault = self._identity.backward, self._fault
+        call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
         op = ops.batch_norm_act_backward_elemt if act else ops.batch_norm_backward_elemt
-        grad_input: Tensor = op(*arguments, self._communicator.size, call, fault, *act)
-        self._check(identity, grad_input.device)
+        grad_input: Tensor = op(
+            *arguments, self._communicator.size, call, None if fault is None else fault.tensor, *act
+        )
+        if fault is ON_CPU and fault.kind.value:
+            self._raise_found(identity)
         return grad_input
 
     def total(self, packed: Tensor) -> Tensor:
@@ -171,10 +205,7 @@ class Exchange:
     def _words(self, identity: Identity) -> list[int]:
         conversation = self._conversation
         if conversation.failure is not None:
-            raise RuntimeError(
-                f"process_group: expected one that works, got one that failed before, in the {conversation.failure}; "
-                "its ranks do not agree on what comes next any more: end the job, or make a new group"
-            )
+            _resume(conversation)
         raise_if_found()
         place, terms = identity.key
         return [0, terms, 0] if _process.compiles else [place, terms, (conversation.calls + 1) % WORD]
@@ -188,8 +219,7 @@ class Exchange:
         conversation = self._conversation
         expected = conversation.expected()
         is_expected = expected is identity or (expected is not None and expected.message == identity.message)
-        can_ask = type(packed) is Tensor and not _process.compiles and not (packed.is_cuda and is_capturing())
-        if can_ask and not is_expected:
+        if not is_expected and type(packed) is Tensor and _can_ask(packed.device):
             self._ask(expected, identity, packed.device)
         result = self._named(collective, packed, identity)
         conversation.add(identity)
@@ -197,26 +227,19 @@ class Exchange:
 
     def _ask(self, expected: Identity | None, identity: Identity, device: torch.device) -> None:
         """Finds out, by a message as all ranks expect it, whether they all come with ``identity``."""
-        is_sum, numel, dtype = (False, WORDS, torch.float32) if expected is None else expected.message
         words, call = self._words(identity), self._conversation.calls + 1
-        said = parts_of(words, 0, self._communicator.size) if is_sum else words
-        packed = torch.zeros(numel, dtype=dtype)
-        packed[-len(said) :] = torch.tensor(said, dtype=dtype)
-        if is_sum:
-            total = self._named(self._communicator.all_reduce, packed.to(device), identity)
-            if total[-PARTS:].tolist() != [self._communicator.size * word for word in said]:
-                self._disagree(identity, call, device)
-        else:
-            rows = self._named(self._communicator.all_gather, packed.to(device), identity)[:, -WORDS:].tolist()
-            if any(row != words for row in rows):
-                self._disagree(identity, call, device, rows)
+        question = _Question(expected, words, self._communicator, device)
+        answer = self._named(question.collective, question.packed, identity)
+        if not question.is_unanimous(answer):
+            self._disagree(identity, call, device, question.rows_of(answer))
+        self._conversation.device = device
 
     def _named(self, collective: Callable[[Tensor], Tensor], packed: Tensor, identity: Identity) -> Tensor:
         try:
             return collective(packed)
         except BaseException as error:
             conversation, communicator = self._conversation, self._communicator
-            conversation.failure = f"{identity.text}, call {conversation.calls + 1}"
+            conversation.failure = self._say(identity, conversation.calls + 1)
             if not isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(
@@ -226,24 +249,114 @@ class Exchange:
                 "cannot be used any more"
             ) from error
 
-    def _check(self, identity: Identity, device: torch.device) -> None:
-        record = take_fault_on_cpu() if device.type == "cpu" else None
-        if record is not None:
-            if record[0] == 2:
-                self._conversation.failure = f"{identity.text}, call {self._conversation.calls}"
-                raise RuntimeError(found(record))
-            self._disagree(identity, self._conversation.calls, device)
+    def _raise_found(self, identity: Identity) -> NoReturn:
+        """Raises for what an op on CPU has found."""
+        record, call = ON_CPU.take(), self._conversation.calls
+        if record[0] == 2:
+            self._conversation.failure = self._say(identity, call)
+            raise RuntimeError(found(record))
+        self._disagree(identity, call, torch.device("cpu"))
 
     def _disagree(
         self, identity: Identity, call: int, device: torch.device, rows: Sequence[Sequence[float]] = ()
     ) -> NoReturn:
         """Raises for ranks that make different calls. On CPU all ranks know and come here; elsewhere some may not."""
-        own = self._conversation.failure = f"{identity.text}, call {call}"
+        own = self._conversation.failure = self._say(identity, call)
         if device.type == "cpu":
-            said = _exchange_texts(own, self._communicator)
+            said = _by_text(self._communicator.all_gather(_codes_of(own)))
         else:
             said = [describe(row) for row in rows] or [f"{own} on this rank", "another on another"]
         raise RuntimeError(differ(said))
+
+    def _say(self, identity: Identity, call: int) -> str:
+        """Returns what this rank does in a call, for people."""
+        of_forward = f", of the forward in call {self._number}" if identity.message[0] else ""
+        return f"{identity.text}, call {call}{of_forward}"
+
+
+def _can_ask(device: torch.device) -> bool:
+    return not _process.compiles and not (device.type == "cuda" and is_capturing())
+
+
+class _Question:
+    """A message as all ranks of a group expect it, that holds only the words of what this rank comes with."""
+
+    def __init__(
+        self, expected: Identity | None, words: list[int], communicator: Communicator, device: torch.device
+    ) -> None:
+        self._is_sum, numel, dtype = (False, WORDS, torch.float32) if expected is None else expected.message
+        self._size = communicator.size
+        self._said = parts_of(words, 0, self._size) if self._is_sum else words
+        packed = torch.zeros(numel, dtype=dtype)
+        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype)
+        self.packed = packed.to(device)
+        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
+
+    def rows_of(self, answer: Tensor) -> list[list[float]]:
+        """Returns the words of each rank, where they can be told apart."""
+        return [] if self._is_sum else answer[:, -WORDS:].tolist()
+
+    def is_unanimous(self, answer: Tensor) -> bool:
+        """Whether all ranks came with the same words."""
+        if self._is_sum:
+            return bool(answer[-PARTS:].tolist() == [self._size * word for word in self._said])
+        return all(row == self._said for row in self.rows_of(answer))
+
+    def begin(self, communicator: TorchCommunicator) -> Begun:
+        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
+        return begin(self.packed)
+
+
+class _Raised(NamedTuple):
+    """What this rank has sent in place of a call in which it raised an error."""
+
+    question: _Question
+    answer: Begun
+    texts: Begun | None  # on CPU, where all ranks tell them as soon as they differ
+
+
+def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) -> None:
+    """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
+
+    It waits for none of them. At its next call, each rank goes on if all of them have raised, else it raises too. Does
+    nothing where no rank can be known to expect a message: before the first one, and where something traces.
+    """
+    if torch.compiler.is_compiling() or is_tracing():
+        return
+    # Nothing may take the place of the error.
+    with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
+        communicator = peers_of(process_group).found()
+        if isinstance(communicator, TorchCommunicator):
+            _tell(communicator, f"{type(error).__name__} in {speaker_of(layer)}", str(error))
+
+
+def _tell(communicator: TorchCommunicator, what: str, why: str) -> None:
+    conversation = _conversation_in(communicator)
+    device, call = conversation.device, conversation.calls + 1
+    if device is None or conversation.failure is not None or not _can_ask(device):
+        return
+    question = _Question(conversation.expected(), [0, RAISED, call % WORD], communicator, device)
+    answer = question.begin(communicator)
+    on_cpu = device.type == "cpu"
+    texts = communicator.begin_all_gather(_codes_of(f"{what}, call {call}: {why}")) if on_cpu else None
+    conversation.failure, conversation.raised = f"{what}, call {call}", _Raised(question, answer, texts)
+
+
+def _resume(conversation: _Conversation) -> None:
+    """Raises, unless this rank has raised an error in its last call and all others have done so too."""
+    raised, conversation.raised = conversation.raised, None
+    if raised is None:
+        raise RuntimeError(
+            f"process_group: expected one that works, got one that failed before, in the {conversation.failure}; "
+            "its ranks do not agree on what comes next any more: end the job, or make a new group"
+        )
+    answer = raised.answer.wait()
+    said = [describe(row) for row in raised.question.rows_of(answer)]
+    if raised.texts is not None:
+        said = _by_text(raised.texts.wait())
+    if not raised.question.is_unanimous(answer):
+        raise RuntimeError(differ(said))
+    conversation.failure = None
 
 
 class InGraph:
@@ -259,7 +372,8 @@ class InGraph:
         gathered = self._communicator.all_gather(packed)
         # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
         merged = ops.merge_stats(gathered, options.without_buffers(), WORDS)
-        ops.merge_stats(gathered, options, WORDS, fault_on(input.device))
+        fault = fault_on(input.device)
+        ops.merge_stats(gathered, options, WORDS, None if fault is None else fault.tensor)
         return merged
 
     def words_of_sums(self) -> list[int]:
@@ -331,11 +445,13 @@ def exchange_of(
     return Exchange(identity_of(layer, input, options), communicator)
 
 
-def _exchange_texts(text: str, communicator: Communicator) -> list[str]:
-    """Returns what each rank says, with the ranks that say it."""
-    codes = text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)
-    rows = communicator.all_gather(torch.tensor(list(codes), dtype=torch.float32)).to(torch.uint8)
+def _codes_of(text: str) -> Tensor:
+    return torch.tensor(list(text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)), dtype=torch.float32)
+
+
+def _by_text(gathered: Tensor) -> list[str]:
+    """Returns what the ranks say, each text with the ranks that say it."""
     ranks: dict[str, list[str]] = {}
-    for rank, row in enumerate(rows.tolist()):
+    for rank, row in enumerate(gathered.to(torch.uint8).tolist()):
         ranks.setdefault(bytes(row).decode().rstrip(), []).append(str(rank))
     return [f"rank{'s' * (len(which) > 1)} {', '.join(which)}: {said}" for said, which in ranks.items()]

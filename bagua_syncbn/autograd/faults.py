@@ -10,7 +10,7 @@ import torch
 from .identity import Identity, describe
 
 
-class _Fault:
+class Fault:
     """The memory of the host that ops of one kind of device write to, see :mod:`bagua_syncbn.ops.schemas`."""
 
     def __init__(self, pinned: bool) -> None:
@@ -24,30 +24,32 @@ class _Fault:
         return record
 
 
-_on_cpu = _Fault(False)
-_faults = {"cpu": _on_cpu}
+ON_CPU = Fault(False)
+_faults = {"cpu": ON_CPU}
 
 # Sums of this rank by their number in this process, for those that turn out to be wrong some time later.
 _sums: deque[tuple[int, Identity]] = deque(maxlen=1024)
 _numbers = itertools.count()
 
 
-def fault_for(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns what to give as ``fault`` to an op on ``tensor``.
+def fault_for(tensor: torch.Tensor) -> Fault | None:
+    """Returns where an op on ``tensor`` is to note what it finds wrong.
 
     None where its device cannot write to the memory of the host, and for a tensor without values.
     """
-    return fault_on(tensor.device) if type(tensor) is torch.Tensor else None
+    if type(tensor) is not torch.Tensor:
+        return None
+    return ON_CPU if tensor.is_cpu else fault_on(tensor.device)
 
 
-def fault_on(device: torch.device) -> torch.Tensor | None:
+def fault_on(device: torch.device) -> Fault | None:
     """Likewise for a kind of device."""
     fault = _faults.get(device.type)
     if fault is None:
         if device.type != "cuda" or torch.compiler.is_compiling():
             return None
-        fault = _faults["cuda"] = _Fault(True)
-    return fault.tensor
+        fault = _faults["cuda"] = Fault(True)
+    return fault
 
 
 def number_of_sum(identity: Identity) -> int:
@@ -55,11 +57,6 @@ def number_of_sum(identity: Identity) -> int:
     number = next(_numbers)
     _sums.append((number, identity))
     return number
-
-
-def take_fault_on_cpu() -> list[int] | None:
-    """Returns what ops on CPU found wrong since the last call, None if nothing."""
-    return _on_cpu.take() if _on_cpu.kind.value else None
 
 
 def raise_if_found() -> None:

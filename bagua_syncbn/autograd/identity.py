@@ -19,6 +19,9 @@ WORD = 2**24
 WORDS = 3  # that are gathered: layer, terms, call
 PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
 
+# In place of the terms: a rank that makes no call, because it has raised an error.
+RAISED = 0
+
 _DIRECTIONS = ("forward", "backward", "double backward")
 
 
@@ -34,7 +37,7 @@ class Terms(NamedTuple):
     accumulates: bool
 
     def word(self, direction: int) -> int:
-        return hash((direction, *self)) % WORD
+        return hash((direction, *self)) % (WORD - 1) + 1
 
 
 class Identity:
@@ -85,16 +88,19 @@ def terms_of(input: Tensor, options: ops.MergeOptions) -> Terms:
 
 def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Identity:
     """Returns the identity of a forward call; those of what follows in backward are its attributes."""
-    place, name, kind = 0, None, "sync_batch_norm"
-    if layer is not None:
-        place, name = getattr(layer, "place_in_model", 0), getattr(layer, "name_in_model", None)
-        kind = type(layer).__name__
-    call = place, name, kind, input.size(1), input.dtype, options[3:7], options.kept is None
+    place, name = getattr(layer, "place_in_model", 0), getattr(layer, "name_in_model", None)
+    call = place, name, type(layer), input.size(1), input.dtype, options[3:7], options.kept is None
     identity = _identities.get(call)
     if identity is None:
-        speaker = kind if name is None else f"{kind} {name!r}"
-        identity = _identities[call] = _make_identity(place, speaker, terms_of(input, options))
+        identity = _identities[call] = _make_identity(place, speaker_of(layer), terms_of(input, options))
     return identity
+
+
+def speaker_of(layer: nn.Module | None) -> str:
+    """Returns what to call a layer, or a call without one, in a text for people."""
+    name = getattr(layer, "name_in_model", None)
+    kind = "sync_batch_norm" if layer is None else type(layer).__name__
+    return kind if name is None else f"{kind} {name!r}"
 
 
 # By all that they are made of.
@@ -132,6 +138,8 @@ def describe(words: Sequence[float]) -> str:
     """Returns in words for people what another rank said in the three that are gathered."""
     place, terms, call = map(int, words)
     text = _texts.get((place, terms))
+    if terms == RAISED:
+        text = "an error of its own, which it shows"
     if text is None:
         same = [text for (other, _), text in _texts.items() if other == place != 0]
         text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"

@@ -10,7 +10,7 @@ from ..communicators import Communicator
 from .checkpointing import result_of_call
 from .differentiable import differentiable_backward
 from .epilogue import Epilogue
-from .exchange import AnyExchange, exchange_of
+from .exchange import AnyExchange, exchange_of, tell_peers
 from .fused import fused_batch_norm
 from .outputs import note_output
 from .torch_private import unseen_by_selective_checkpointing
@@ -30,7 +30,11 @@ def synchronized_batch_norm(
     if torch.compiler.is_compiling():  # it plans by itself what to repeat in backward
         merged = exchange.gather(input.detach(), options)
     else:
-        exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
+        try:
+            exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
+        except RuntimeError as error:
+            tell_peers(communicator, layer, error)
+            raise
     if epilogue is None:
         output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
     else:

@@ -5,7 +5,7 @@ the processes of a job is one of these, in a file of its own. Replicas in thread
 in their backward could wait for one that is to run next on the same thread. They meet as a :class:`Replica` does.
 """
 
-from .c10d import TorchCommunicator
+from .c10d import Begun, TorchCommunicator
 from .groups import RankGroup
 from .local import LOCAL, LocalCommunicator
 from .peers import EVERYONE, Communicator, Peers, peers_of, resolve_communicator, sync_group
@@ -14,6 +14,7 @@ from .replicas import CallbackContext, Replica, Replicas
 __all__ = [
     "EVERYONE",
     "LOCAL",
+    "Begun",
     "CallbackContext",
     "Communicator",
     "LocalCommunicator",

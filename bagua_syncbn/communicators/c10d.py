@@ -1,11 +1,13 @@
 """Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend."""
 
 import copy
+import ctypes
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -55,24 +57,40 @@ class TorchCommunicator:
         if torch.compiler.is_compiling():
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.size, self.name)
             return _wait(gathered).view(self.size, -1)
-        group = self.group
-        gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
-        if group not in _gathers_into_list_only:
-            try:
-                _all_gather_single(gathered, packed, group=group)
-                return gathered.view(self.size, -1)
-            except RuntimeError as error:
-                if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
-                    raise
-                _gathers_into_list_only.add(group)
-        dist.all_gather(list(gathered.chunk(self.size)), packed, group=group)
-        return gathered.view(self.size, -1)
+        gathered, work = self._all_gather(packed, packed.is_cpu)
+        if work is not None:
+            _wait_in_slices(work, self.group)
+        return gathered
 
     def all_reduce(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _wait(torch.ops._c10d_functional.all_reduce(packed, "sum", self.name))
-        dist.all_reduce(packed, group=self.group)
+        group = self.group
+        work = dist.all_reduce(packed, group=group, async_op=packed.is_cpu)
+        if work is not None:
+            _wait_in_slices(work, group)
         return packed
+
+    def begin_all_gather(self, packed: Tensor) -> "Begun":
+        """:meth:`all_gather`, without waiting for the other ranks."""
+        return Begun(self, *self._all_gather(packed, True))
+
+    def begin_all_reduce(self, packed: Tensor) -> "Begun":
+        """:meth:`all_reduce`, without waiting for the other ranks."""
+        return Begun(self, packed, dist.all_reduce(packed, group=self.group, async_op=True))
+
+    def _all_gather(self, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
+        group = self.group
+        gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
+        rows = gathered.view(self.size, -1)
+        if group not in _gathers_into_list_only:
+            try:
+                return rows, _all_gather_single(gathered, packed, group=group, async_op=async_op)
+            except RuntimeError as error:
+                if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
+                    raise
+                _gathers_into_list_only.add(group)
+        return rows, dist.all_gather(list(rows.unbind()), packed, group=group, async_op=async_op)
 
     def __repr__(self) -> str:
         group = self._group()
@@ -86,6 +104,48 @@ class TorchCommunicator:
             f"process_group: expected what can leave this process, got {self!r}, which is one group of it; "
             "give the layer the group itself, whose ranks can be saved, or a description"
         )
+
+
+class Begun:
+    """A collective that this rank has begun and does not wait for now, nor when the process ends."""
+
+    def __init__(self, communicator: TorchCommunicator, result: Tensor, work: Any) -> None:
+        self._communicator, self._result, self._work = communicator, result, work
+        if result.is_cpu:
+            _keep_to_the_end(communicator.group)
+
+    def wait(self) -> Tensor:
+        group = self._communicator.group
+        _wait_in_slices(self._work, group)
+        if self._result.is_cpu:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+        return self._result
+
+
+def _wait_in_slices(work: Any, group: Any) -> None:
+    """Waits for a collective. Between slices Python looks for signals, so that Ctrl-C ends the wait."""
+    try:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:  # the slice is over, or the collective has failed
+            pass
+        while not work.is_completed():
+            with suppress(RuntimeError):
+                work.wait(_SLICE)
+        work.wait()
+    except BaseException:
+        if not work.is_completed():
+            _keep_to_the_end(group)
+        raise
+
+
+_SLICE = timedelta(seconds=0.5)
+
+
+def _keep_to_the_end(group: Any) -> None:
+    """Has ``group`` outlive the interpreter: its end would wait for a collective that the other ranks do not join."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _wait(tensor: Tensor) -> Tensor:

@@ -59,6 +59,22 @@ class Seat:
         found = self.communicator
         return found if found is not None and self._world() is world else self.take()
 
+    def found(self) -> Communicator | None:
+        """Returns the communicator if it was made in the job that runs."""
+        return self.communicator if self._world() is c10d.default_group() else None
+
+    def size(self) -> int:
+        """Returns the number of ranks, before the communicator is made: only for "node" the others are asked."""
+        world, rule = c10d.default_group(), self.rule
+        if rule == NODE or bagua.is_initialized() or torch.compiler.is_compiling():
+            return self.find().size
+        if world is None or world.size() == 1:
+            return 1
+        if rule is None or isinstance(rule, int):
+            return rule or world.size()
+        lists: Any = rule
+        return len(lists if is_ranks(rule) else next((ranks for ranks in lists if world.rank() in ranks), lists[0]))
+
     def take(self) -> Communicator:
         """:meth:`find`, from the beginning."""
         world, ranks = c10d.default_group(), self.ranks()
@@ -141,6 +157,14 @@ class Peers:
         if not torch.compiler.is_compiling() and self.seat.communicator is None and self._is_gone():
             raise RuntimeError(c10d.DESTROYED)
         return self.seat.find()
+
+    def found(self) -> Communicator | None:
+        """Returns the communicator if it was made: this makes none."""
+        return self.exact or self.seat.found()
+
+    def size(self) -> int:
+        """Returns the number of ranks, before they make their group; only for ``"node"`` they have to be asked."""
+        return self.seat.size() if self.exact is None else self.exact.size
 
     def _is_gone(self) -> bool:
         return self._given is not None and self._given() is None

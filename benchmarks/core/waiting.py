@@ -50,14 +50,15 @@ class CollectiveClock:
             self._inside = True
             start = time.perf_counter()
             try:
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
             finally:
                 self.seconds += time.perf_counter() - start
                 self._inside = False
-                if name == "wait":
-                    self.waits += 1
-                else:
-                    self.collectives[name] += 1
+            if name == "wait":  # one that came to an end: the layer waits in slices
+                self.waits += 1
+            else:
+                self.collectives[name] += 1
+            return result
 
         return timed
 

@@ -462,7 +462,7 @@ def test_ranks_that_this_job_does_not_have_are_named(pool):
 def exchange_where_single_all_gather_raises(message):
     calls = []
 
-    def unsupported(output, input, group=None):
+    def unsupported(output, input, group=None, async_op=False):
         calls.append(group)
         raise RuntimeError(message)
 

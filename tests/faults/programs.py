@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator
@@ -32,6 +34,7 @@ class Model(nn.Module):
         self.a, self.b, self.c = nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.BatchNorm1d(12)
         self.no_gradient_for = self.raises_in_backward = ""
         self.grad = True
+        self.spoiled: dict[str, Callable[[Any, Tensor], Tensor]] = {}
 
     def run(self, program: str) -> None:
         outputs: list[Tensor] = []
@@ -53,7 +56,8 @@ class Model(nn.Module):
         before = [buffer.clone() for buffer in layer.buffers()]
         try:
             with torch.set_grad_enabled(self.grad):
-                output: Tensor = layer(x.requires_grad_(name not in self.no_gradient_for))
+                normalize = self.spoiled.get(name, nn.Module.__call__)
+                output: Tensor = normalize(layer, x.requires_grad_(name not in self.no_gradient_for))
         except RuntimeError:
             assert all(map(torch.equal, before, layer.buffers())), "buffers changed in a call that failed"
             raise
@@ -89,6 +93,53 @@ def run(base: str, program: str, change: Change | None, when: int, timeout: floa
         return "finished"
     finally:
         dist.destroy_process_group(group)
+
+
+def _other_buffer(layer: Any, x: Tensor) -> Tensor:
+    before, layer.running_var = layer.running_var, torch.ones(9)
+    try:
+        return layer(x)  # type: ignore[no-any-return]
+    finally:
+        layer.running_var = before
+
+
+def _sharded(layer: Any, x: Tensor) -> Tensor:
+    mesh = DeviceMesh("cpu", torch.tensor([dist.get_rank()]), _init_backend=False)
+    return layer(DTensor.from_local(x, mesh, run_check=False))  # type: ignore[no-any-return]
+
+
+def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
+    region = bagua_syncbn.Repeatable()
+    with region:
+        pass
+    with region:
+        return layer(x)  # type: ignore[no-any-return]
+
+
+# What a rank is refused because of its own data, by a word of the error.
+REFUSED = {
+    "int64": lambda layer, x: layer(x.long()),
+    "2D or 3D input": lambda layer, x: layer(x[0]),
+    "running_var: expected 8 elements": _other_buffer,
+    "DTensor": _sharded,
+    "no more often than the first run": _repeated_too_often,
+}
+
+
+def run_refused(kind: str, on_all: bool) -> list[str]:
+    """Three steps that go on after errors; in the second one the last rank, or each, is refused a call of ``b``."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    messages = []
+    for step in range(STEPS):
+        model.spoiled = {"b": REFUSED[kind]} if step == 1 and (on_all or rank == size - 1) else {}
+        try:
+            model.run("abc<")
+        except (TypeError, ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    dist.destroy_process_group(group)
+    return messages
 
 
 def run_after_failure() -> list[str]:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -104,3 +106,42 @@ def test_peers_of_a_dead_rank_say_where_they_were(context, tmp_path, how, where)
         assert f"sync_batch_norm: expected the {size} ranks of a group to meet in the {PLACES[where]}" in message
         assert "Another rank has ended" in message
         assert "process_group: expected one that works" in again
+
+
+# One of two ranks. The other one is there, but does not come to the second call.
+LEAVING = """
+import sys, torch, bagua_syncbn
+from torch import distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
+layer = bagua_syncbn.SyncBatchNorm1d(4)
+layer(torch.randn(3, 4))
+print("in its second call", flush=True)
+layer(torch.randn(3, 4) if sys.argv[2] == "interrupted" else torch.randn(4))
+"""
+
+
+def stay_away(store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
+    bagua_syncbn.SyncBatchNorm1d(4)(torch.randn(3, 4))
+    time.sleep(SECONDS)
+
+
+@pytest.mark.parametrize("how", ["interrupted", "refused"])
+def test_a_rank_that_leaves_a_call_ends_at_once(context, tmp_path, how):
+    store = str(tmp_path / "store")
+    other = context.Process(target=stay_away, args=(store,))
+    other.start()
+    arguments = [sys.executable, "-c", LEAVING, store, how]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leaving:
+        assert leaving.stdout.readline() == "in its second call\n"
+        if how == "interrupted":
+            time.sleep(0.5)  # in which it comes to wait
+            leaving.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        _, traceback = leaving.communicate(timeout=SECONDS / 3)
+    seconds = time.monotonic() - begin
+    assert other.is_alive()
+    other.kill()
+    assert seconds < SECONDS / 9
+    assert {"interrupted": "KeyboardInterrupt", "refused": "ValueError: expected 2D or 3D input"}[how] in traceback
+    assert leaving.returncode == {"interrupted": -signal.SIGINT, "refused": 1}[how]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from programs import Change, Model, run, run_after_failure
+from programs import REFUSED, Change, Model, run, run_after_failure, run_refused
 from torch import nn
 
 
@@ -167,3 +167,22 @@ def test_a_group_in_which_ranks_differed_is_not_used_again(pool):
         assert "'a'" in first
         assert "'b'" in first
         assert "process_group: expected one that works, got one that failed before, in the forward of" in second
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_one_rank_is_refused_is_told_to_all(pool, kind):
+    *waiting, refused = pool.run(run_refused, 3 if kind == "int64" else 2, kind, False)
+    assert kind in refused[0]
+    assert "got one that failed before" not in refused[0]
+    for told in (*(messages[0] for messages in waiting), refused[1]):
+        assert "expected all ranks of a group to call the same layers" in told
+        assert "Error in SyncBatchNorm1d 'b', call 8: " in told
+        assert kind in told
+        assert B in told
+    assert all("got one that failed before" in messages[-1] for messages in waiting)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_all_ranks_are_refused_they_may_leave_out(pool, kind):
+    for (message,) in pool.run(run_refused, 2, kind, True):
+        assert kind in message

@@ -46,6 +46,7 @@ def raises_before_it_communicates():
 
 
 def test_no_rank_waits_for_one_with_bad_input(pool):
+    pool.forget_job()  # in a job whose group is not made yet
     pool.run(raises_before_it_communicates, 2, timeout=60)
 
 
@@ -89,8 +90,7 @@ def test_functional(arguments, error, message):
 
 
 def refused_in_a_job():
-    """What rank 0 alone is refused, without a message; all ranks have made their group."""
-    SyncBatchNorm(3)(torch.randn(4, 3))
+    """What rank 0 alone is refused, before the ranks make their group."""
     if dist.get_rank():
         return [str(dist.get_rank())] * 2
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
@@ -104,6 +104,7 @@ def refused_in_a_job():
 
 
 def test_distributed_tensors_and_traces_of_training(pool):
+    pool.forget_job()
     (sharded, traced), _ = pool.run(refused_in_a_job, 2, timeout=60)
     assert "got a DTensor; if it is sharded over samples, pass its to_local()" in sharded
     assert "no torch.jit.trace in training" in traced
