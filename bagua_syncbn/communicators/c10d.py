@@ -125,14 +125,13 @@ class Begun:
 def _wait_in_slices(work: Any, group: Any) -> None:
     """Waits for a collective. Between slices Python looks for signals, so that Ctrl-C ends the wait."""
     try:
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError:  # the slice is over, or the collective has failed
-            pass
-        while not work.is_completed():
-            with suppress(RuntimeError):
+        while True:
+            try:
                 work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # not the slice is over: it has failed, or has come to its end just now
+                    break
         work.wait()
     except BaseException:
         if not work.is_completed():
