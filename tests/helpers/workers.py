@@ -37,7 +37,8 @@ class WorkerPool:
 
     def __init__(self, join: Callable[[str, int, int], None] | None = None) -> None:
         self._join = join or join_job
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])  # seconds, for each rank
         self._directory = Path(tempfile.mkdtemp(prefix="bagua_syncbn_ranks_"))
         self._stores = itertools.count()
         self._processes: list[Any] = []

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from compiled import ROOT, compile_once
 
-ROOT = Path(__file__).parents[2]
 BUDGET = Path(__file__).with_name("registers.json")
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
@@ -46,13 +46,12 @@ def read_report(text):
     }
 
 
-def compile_report(source, directory):
-    command = [NVCC, "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-cubin", str(source)]
-    result = subprocess.run([*command, "-o", str(directory / source.name)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "warning" not in result.stderr, result.stderr
-    assert (directory / source.name).stat().st_size <= MOST_BYTES, f"{source.name}: too much machine code"
-    return read_report(result.stderr)
+def compile_report(source):
+    compiled = compile_once([NVCC, "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-cubin"], source, [ROOT / "csrc"])
+    report = compiled.with_suffix(".txt").read_text()
+    assert "warning" not in report, report
+    assert compiled.stat().st_size <= MOST_BYTES, f"{source.name}: too much machine code"
+    return read_report(report)
 
 
 def test_the_report_is_read():
@@ -66,10 +65,10 @@ ptxas info    : Used 48 registers, used 1 barriers, 296 bytes smem
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-def test_registers_and_local_memory(tmp_path):
+def test_registers_and_local_memory():
     """For sm_90. The budget is what CUDA 13.0 takes and a margin of 8, which other versions may need."""
     with ThreadPoolExecutor(2) as pool:
-        reports = pool.map(lambda source: compile_report(source, tmp_path), SOURCES)
+        reports = pool.map(compile_report, SOURCES)
     kernels = {name: report for reports_of_one in reports for name, report in reports_of_one.items()}
     in_memory = {name: report for name, report in kernels.items() if report["stack"] + report["stores"] > 0}
     assert in_memory == {}
