@@ -12,8 +12,6 @@ from emulated import EmulatedOps, find_headers
 from bagua_syncbn import ops
 from bagua_syncbn.ops import reference
 
-pytestmark = pytest.mark.reference_too
-
 CHANNELS = 260  # more than one block has threads
 
 

@@ -97,42 +97,6 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
     assert "expected to find compiler" in output
 
 
-TRAIN = """
-import torch, bagua_syncbn
-layer = bagua_syncbn.SyncBatchNorm2d(3)
-layer(torch.randn(4, 3, 5, 5, requires_grad=True)).square().sum().backward()
-assert layer.weight.grad.abs().sum() > 0
-print(bagua_syncbn.ops.KERNELS)
-"""
-
-
-def run_python(*arguments, folder, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=os.environ | environment, capture_output=True, text=True
-    )
-
-
-def test_a_pure_python_installation_trains(checkout, tmp_path):
-    shutil.copytree(
-        ROOT / "bagua_syncbn",
-        checkout / "bagua_syncbn",
-        dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns("_C.*.so", "build_info.json", "__pycache__"),
-    )
-    status, output, _ = decide(checkout, BAGUA_SYNCBN_BUILD="python")
-    assert status == 0, output
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    trained = run_python("-W", "error", "-c", TRAIN, folder=outside, PYTHONPATH=str(checkout / "lib"))
-    assert trained.returncode == 0, trained.stderr
-    assert trained.stdout.strip() == "reference"
-    # In the checkout the sources come before what was installed.
-    trained = run_python("-c", TRAIN, folder=checkout, PYTHONPATH=str(checkout / "lib"))
-    assert trained.returncode == 0, trained.stderr
-    assert "was imported from its sources" in trained.stderr
-    assert "pip install -e" in trained.stderr
-
-
 def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
     package = checkout / "bagua_syncbn"
     (package / "_C.abi3.so").touch()

@@ -7,18 +7,22 @@ import sys
 import torch
 
 import bagua_syncbn
+from bagua_syncbn import info
+
+PROGRAM = """
+import runpy, sys, bagua_syncbn
+print([module for module in ("bagua", "torch._dynamo", "torchvision") if module in sys.modules])
+runpy.run_module("bagua_syncbn", run_name="__main__")
+"""
 
 
-def test_info():
-    text = subprocess.run([sys.executable, "-m", "bagua_syncbn"], capture_output=True, text=True, check=True)
-    data = subprocess.run([sys.executable, "-m", "bagua_syncbn.info", "--json"], capture_output=True, check=True)
-    info = json.loads(data.stdout)
-    assert info["bagua_syncbn"] == bagua_syncbn.__version__
-    assert info["torch"] == torch.__version__
-    assert all(key in text.stdout for key in info)
-
-
-def test_import_is_light():
-    code = "import sys, bagua_syncbn; print([m for m in ('bagua', 'torch._dynamo', 'torchvision') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+def test_import_is_light_and_the_program_prints_all(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["info", "--json"])
+    info.main()
+    told = json.loads(capsys.readouterr().out)
+    assert told["bagua_syncbn"] == bagua_syncbn.__version__
+    assert told["torch"] == torch.__version__
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    heavy, text = done.stdout.split("\n", 1)
+    assert heavy == "[]"
+    assert all(key in text for key in told)
