@@ -54,8 +54,10 @@ def destroy_while_everything_lives(kind, compiles):
     return messages, len(converted)
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("kind", ["default", "explicit", "communicator", "description", "mesh"])
+@pytest.mark.parametrize(("kind", "compiles"), [
+    *((kind, False) for kind in ("default", "explicit", "communicator", "description", "mesh")),
+    ("default", True), ("explicit", True),
+])  # fmt: skip
 def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(pool, kind, compiles):
     results = pool.run(destroy_while_everything_lives, 2, kind, compiles)
     pool.forget_job()

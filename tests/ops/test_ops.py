@@ -9,9 +9,6 @@ from bagua_syncbn import ops
 
 pytestmark = pytest.mark.reference_too
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4), (0, 3, 4), (1, 1, 1)]
-
 
 def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):
     """Sample arguments of op ``name``, in the order of its schema."""
@@ -41,14 +38,10 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
 NAMES = [name for name in dir(ops) if name.startswith("batch_norm_")]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        *((shape, torch.float32) for shape in SHAPES),
-        *((SHAPES[2], dtype) for dtype in DTYPES if dtype != torch.float32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((5, 3), torch.float32), ((2, 3, 4, 5), torch.float64), ((2, 3, 4, 5), torch.float16), ((1, 1, 1), torch.bfloat16),
+    ((0, 3, 4), torch.float32),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name, shape, dtype):
     torch.library.opcheck(getattr(ops, name), arguments(name, shape, dtype))
