@@ -6,6 +6,7 @@ from .communicators import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
+    fuse_activations,
     patch_torch_converter,
     register_converter,
     revert_sync_batchnorm,
@@ -26,6 +27,7 @@ __all__ = [
     "check",
     "conversion_report",
     "convert_sync_batchnorm",
+    "fuse_activations",
     "patch_torch_converter",
     "recompute_outputs",
     "register_converter",

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import ops
 from .autograd import tell_peers
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
+from .following import activation_in, follower_of, marked_for
 from .functional import check_dimensions, check_eps_mode, sync_batch_norm
 from .ops import activation_of
 from .tracing import Proxy, as_one_node
@@ -86,6 +87,11 @@ class SyncBatchNorm(_BatchNorm):
     # What the layer computes after the normalization, see sync_batch_norm. Not "activation", under which classes that
     # are converted have modules.
     fused_activation: str | tuple[str, float] | None = None
+
+    # Set by fuse_activations: whether it may do the work of an activation module that follows, see following.py; and
+    # what is known of it, for conversion_report.
+    is_followed: bool = False
+    activation_note: str | None = None
 
     # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
     # copies and files.
@@ -171,7 +177,8 @@ class SyncBatchNorm(_BatchNorm):
         tracks = self.training and self.track_running_stats
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         uses_running = tracks or not uses_batch
-        return sync_batch_norm(
+        follower = follower_of(self) if self.is_followed and self.fused_activation is None else None
+        output = sync_batch_norm(
             input,
             self.running_mean if uses_running else None,
             self.running_var if uses_running else None,
@@ -185,9 +192,10 @@ class SyncBatchNorm(_BatchNorm):
             eps_mode=self.eps_mode,
             skip_nonfinite=self.skip_nonfinite,
             layer=self,
-            activation=self.fused_activation,
+            activation=self.fused_activation if follower is None else activation_in(follower),
             residual=residual,
         )
+        return output if follower is None else marked_for(follower, output)
 
     def _ranks(self) -> Peers | Replica:
         """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""

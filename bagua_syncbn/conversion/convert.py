@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..communicators import EVERYONE, Peers, peers_of
+from ..following import unfuse_activations
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
@@ -87,7 +88,7 @@ def convert_sync_batchnorm(
             if peers is not EVERYONE:
                 layer.process_group = peers
         _give_places(module)
-    _forget_compiled_code(module)
+    forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
         print(told)
@@ -119,17 +120,18 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     classes = [class_before_conversion(type(layer)) for layer in layers]
     groups = [_groups_before_conversion(layer) for layer in layers]
+    unfuse_activations(module)
     with _restored_on_error(layers):
         for layer, cls, attributes in zip(layers, classes, groups, strict=True):
             for name in ("_peers", "groups_before", "name_in_model", "place_in_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)
-    _forget_compiled_code(module)
+    forget_compiled_code(module)
     return module
 
 
-def _forget_compiled_code(module: nn.Module) -> None:
+def forget_compiled_code(module: nn.Module) -> None:
     """Makes the next call of a compiled model compile it with the classes that its layers have now."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported, not compiled: it takes a second to import
     if dynamo is not None and any(

@@ -71,7 +71,10 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
         return Finding(names, module, "refused", str(error), error=error)
     if target is None:
         return Finding(names, module, "skipped", "left as it is by its converter")
-    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
+    reason = f"becomes {target.__name__}"
+    if isinstance(module, SyncBatchNorm):
+        note = module.activation_note
+        reason = "synchronized already" if note is None else f"synchronized already; {note}"
     return Finding(names, module, "converted", reason, target)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from ..autograd import is_repetition, unseen_by_selective_checkpointing
+from ..following import activation_in, follower_within, marked_for
 from ..functional import sync_batch_norm
 from ..sync_batchnorm import SyncBatchNorm
 from ..tracing import Proxy, as_one_node
@@ -117,7 +118,7 @@ def _call_of_aten(
     return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-_CALLS: Mapping[Any, Callable[..., _Call]] = {F.batch_norm: _Call, torch.batch_norm: _call_of_aten}
+BATCH_NORMS: Mapping[Any, Callable[..., _Call]] = {F.batch_norm: _Call, torch.batch_norm: _call_of_aten}
 
 
 class _Redirect(TorchFunctionMode):
@@ -129,15 +130,23 @@ class _Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CALLS:
-            call = _CALLS[func](*args, **kwargs)
+        if func in BATCH_NORMS:
+            call = BATCH_NORMS[func](*args, **kwargs)
             if self._is_own(call):
                 self.layer.note_synchronization()
                 # In evaluation of its own making, like that of a layer with frozen statistics, there is nothing to do.
                 if call.training:
                     # The forward counts the batches itself, as torch's does before this call.
                     layer = self.layer
-                    return sync_batch_norm(*call, process_group=layer._ranks(), eps_mode=layer.eps_mode, layer=layer)
+                    follower = follower_within(layer) if layer.is_followed else None
+                    output = sync_batch_norm(
+                        *call,
+                        process_group=layer._ranks(),
+                        eps_mode=layer.eps_mode,
+                        layer=layer,
+                        activation=None if follower is None else activation_in(follower),
+                    )
+                    return output if follower is None else marked_for(follower, output)
             elif call.training and not self._is_of_a_part(call):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)

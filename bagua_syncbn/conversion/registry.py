@@ -39,12 +39,12 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
         >>> class FromApex(bagua_syncbn.SyncBatchNorm):
         ...     channel_last = fuse_relu = False  # where its version has no such options
+        ...     fused_activation = property(lambda layer: "relu" if layer.fuse_relu else None)
         ...
         ...     def forward(self, input, z=None):
         ...         channel = -1 if self.channel_last else 1
-        ...         output = super().forward(input.movedim(channel, 1)).movedim(1, channel)
-        ...         output = output if z is None else output + z
-        ...         return output.relu() if self.fuse_relu else output
+        ...         input, z = (None if x is None else x.movedim(channel, 1) for x in (input, z))
+        ...         return super().forward(input, z).movedim(1, channel)
         >>> register_converter(apex.parallel.SyncBatchNorm, lambda layer: FromApex)
 
         >>> # Works in place and scales by abs(weight) + eps, as nothing here does: it goes on to synchronize by itself.
