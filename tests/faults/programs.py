@@ -1,7 +1,7 @@
 """Programs for ranks that diverge: strings of calls, and what one rank does otherwise.
 
 ``a``, ``b``, ``c`` call a layer in forward on data of its own: ``a`` and ``b`` of 8 channels, ``c`` of 12. ``<`` is a
-backward pass of all that was called since the last one, ``>`` the same from the last call to the first one by one,
+backward pass of all that was called since the last one, ``>`` the same one by one, from the first call to the last,
 ``!`` an exception that the program catches and goes on with its next step.
 """
 

@@ -71,6 +71,9 @@ NAMED = {
     "two forwards before a backward": Row("abcabc<", told=("forward of", "backward of", A, C)),
     "backward in parts": Row("ab<c<", told=("backward of", "forward of", B, C)),
     "backward in another order": Row("abc>", told=("backward of", A, C)),
+    "two backward passes of a layer in another order": Row(
+        "aa>", base="aa<", told=("backward of", A, "of the forward in call")
+    ),
     "no backward": Row("abc", told=("backward of", C, "forward of", A)),
     "no backward of one layer's input": Row(change=attribute("no_gradient_for", "b"), told=("backward of", A, B)),
     "no backward of the last input": Row(change=attribute("no_gradient_for", "c"), told=("backward of", B, C)),

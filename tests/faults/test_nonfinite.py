@@ -1,0 +1,49 @@
+"""A batch of one rank that holds an infinity or a NaN: a step that GradScaler skips leaves nothing behind."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua_syncbn import convert_sync_batchnorm
+
+STEPS = 3  # of which the second has the value
+
+
+def state_after_each_step(value, skips):
+    """Trains on all ranks. Returns parameters and buffers after each step, as lists."""
+    torch.manual_seed(0)
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    model[1].skip_nonfinite = skips
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    states = []
+    torch.manual_seed(dist.get_rank())
+    for step in range(STEPS):
+        input = torch.randn(5, 4)
+        if step == 1 and dist.get_rank() == 1:
+            input[2, 1] = value
+        optimizer.zero_grad()
+        scaler.scale(parallel(input).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        states.append({name: tensor.tolist() for name, tensor in model.state_dict().items()})
+    return states
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_skipped_step_leaves_nothing_behind(pool, value):
+    first, *others = pool.run(state_after_each_step, 2, value, True)
+    assert others == [first]
+    before, after, moved = first
+    assert after == before
+    assert moved["1.num_batches_tracked"] == 2
+    assert all(moved[name] != before[name] for name in before)
+
+
+def test_without_skip_nonfinite_the_buffers_are_lost(pool):
+    for _, after, _ in pool.run(state_after_each_step, 2, torch.inf, False):
+        assert after["1.num_batches_tracked"] == 2
+        assert not torch.tensor(after["1.running_mean"]).isfinite().all()
