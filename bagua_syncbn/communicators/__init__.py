@@ -5,11 +5,12 @@ the processes of a job is one of these, in a file of its own. Replicas in thread
 in their backward could wait for one that is to run next on the same thread. They meet as a :class:`Replica` does.
 """
 
-from .c10d import Begun, TorchCommunicator
+from .c10d import TorchCommunicator
 from .groups import RankGroup
 from .local import LOCAL, LocalCommunicator
 from .peers import EVERYONE, Communicator, Peers, peers_of, resolve_communicator, sync_group
 from .replicas import CallbackContext, Replica, Replicas
+from .waiting import Begun
 
 __all__ = [
     "EVERYONE",

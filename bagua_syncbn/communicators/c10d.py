@@ -1,13 +1,11 @@
 """Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend."""
 
 import copy
-import ctypes
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -15,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed all_gather_into_tensor. Both are absent where torch is built without distributed.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+from .waiting import Begun, wait_in_slices
+
+# torch 2.13 renamed all_gather_into_tensor, and the method behind it.
+_GATHER = (
+    ("all_gather_single",) * 2 if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "_allgather_base")
+)
 
 # Groups of backends that cannot gather into one tensor. All ranks of a group find out at the same call.
 _gathers_into_list_only: WeakSet[Any] = WeakSet()
@@ -59,25 +61,26 @@ class TorchCommunicator:
             return _wait(gathered).view(self.size, -1)
         gathered, work = self._all_gather(packed, packed.is_cpu)
         if work is not None:
-            _wait_in_slices(work, self.group)
+            wait_in_slices(work, self.group)
         return gathered
 
     def all_reduce(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _wait(torch.ops._c10d_functional.all_reduce(packed, "sum", self.name))
-        group = self.group
-        work = dist.all_reduce(packed, group=group, async_op=packed.is_cpu)
-        if work is not None:
-            _wait_in_slices(work, group)
+        if packed.is_cpu:
+            group = self.group
+            wait_in_slices(group.allreduce([packed]), group)
+        else:
+            dist.all_reduce(packed, group=self.group)
         return packed
 
-    def begin_all_gather(self, packed: Tensor) -> "Begun":
+    def begin_all_gather(self, packed: Tensor) -> Begun:
         """:meth:`all_gather`, without waiting for the other ranks."""
-        return Begun(self, *self._all_gather(packed, True))
+        return Begun(self.group, *self._all_gather(packed, True))
 
-    def begin_all_reduce(self, packed: Tensor) -> "Begun":
+    def begin_all_reduce(self, packed: Tensor) -> Begun:
         """:meth:`all_reduce`, without waiting for the other ranks."""
-        return Begun(self, packed, dist.all_reduce(packed, group=self.group, async_op=True))
+        return Begun(self.group, packed, dist.all_reduce(packed, group=self.group, async_op=True))
 
     def _all_gather(self, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
         group = self.group
@@ -106,45 +109,11 @@ class TorchCommunicator:
         )
 
 
-class Begun:
-    """A collective that this rank has begun and does not wait for now, nor when the process ends."""
-
-    def __init__(self, communicator: TorchCommunicator, result: Tensor, work: Any) -> None:
-        self._communicator, self._result, self._work = communicator, result, work
-        if result.is_cpu:
-            _keep_to_the_end(communicator.group)
-
-    def wait(self) -> Tensor:
-        group = self._communicator.group
-        _wait_in_slices(self._work, group)
-        if self._result.is_cpu:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
-        return self._result
-
-
-def _wait_in_slices(work: Any, group: Any) -> None:
-    """Waits for a collective. Between slices Python looks for signals, so that Ctrl-C ends the wait."""
-    try:
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # not the slice is over: it has failed, or has come to its end just now
-                    break
-        work.wait()
-    except BaseException:
-        if not work.is_completed():
-            _keep_to_the_end(group)
-        raise
-
-
-_SLICE = timedelta(seconds=0.5)
-
-
-def _keep_to_the_end(group: Any) -> None:
-    """Has ``group`` outlive the interpreter: its end would wait for a collective that the other ranks do not join."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _all_gather_single(gathered: Tensor, packed: Tensor, group: Any, async_op: bool) -> Any:
+    function, method = _GATHER
+    if packed.is_cpu:  # torch.distributed's function checks arguments for longer than the call itself takes
+        return getattr(group, method)(gathered, packed)
+    return getattr(dist, function)(gathered, packed, group=group, async_op=async_op)
 
 
 def _wait(tensor: Tensor) -> Tensor:

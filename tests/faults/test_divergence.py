@@ -10,6 +10,8 @@ import torch
 from programs import REFUSED, Change, Model, run, run_after_failure, run_refused
 from torch import nn
 
+import bagua_syncbn
+
 
 @dataclass(frozen=True)
 class Row:
@@ -116,7 +118,7 @@ LEGITIMATE = {
     "no affine": Row(change=setter("a", "bias", None)),
     "a layer that is not synchronized, evaluated": Row(change=lambda model: nn.BatchNorm1d(8).eval()(torch.ones(2, 8))),
     "a frozen weight": Row(change=lambda model: model.a.weight.requires_grad_(False)),
-    "other programs on all ranks": Row("abc<", base="abc<"),
+    "a layer called twice on all ranks": Row("aab<", base="aab<"),
     "calls that repeat": Row("aabb<ab<", base="aabb<ab<"),
     "no backward on all ranks": Row("abc", base="abc"),
     "backward in parts on all ranks": Row("ab>c<", base="ab>c<"),
@@ -141,7 +143,7 @@ def cases(rows):
             yield pytest.param(name, ranks, when, marks=pytest.mark.slow if slow or ranks == 4 else ())
 
 
-@pytest.mark.parametrize(("name", "ranks", "when"), cases(NAMED))
+@pytest.mark.parametrize(("name", "ranks", "when"), list(cases(NAMED)))
 def test_a_divergence_is_named_on_all_ranks(pool, name, ranks, when):
     for message in pool.run(run_row, ranks, name, when, 20.0):
         assert "expected all ranks of a group to call the same layers" in message
@@ -189,3 +191,9 @@ def test_what_one_rank_is_refused_is_told_to_all(pool, kind):
 def test_what_all_ranks_are_refused_they_may_leave_out(pool, kind):
     for (message,) in pool.run(run_refused, 2, kind, True):
         assert kind in message
+
+
+def test_layers_made_by_hand_get_their_places_from_conversion():
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*(bagua_syncbn.SyncBatchNorm(3) for _ in range(2))))
+    assert [layer.name_in_model for layer in model] == ["0", "1"]
+    assert len({0, *(layer.place_in_model for layer in model)}) == 3

@@ -1,0 +1,50 @@
+"""How the host waits for a collective, so that Ctrl-C ends it; and how it leaves one that it does not wait for."""
+
+import ctypes
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+
+class Begun:
+    """A collective that this rank has begun and does not wait for now, nor when the process ends."""
+
+    def __init__(self, group: Any, result: Tensor, work: Any) -> None:
+        self._group, self._result, self._work = ref(group), result, work
+        if result.is_cpu:
+            _keep_to_the_end(group)
+
+    def wait(self) -> Tensor:
+        """Waits for the other ranks, and returns the result."""
+        group = self._group()
+        wait_in_slices(self._work, group)
+        if self._result.is_cpu:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+        return self._result
+
+
+def wait_in_slices(work: Any, group: Any) -> None:
+    """Waits for a collective. Between slices Python looks for signals, so that Ctrl-C ends the wait."""
+    try:
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed, or ended just after the slice
+                    break
+        work.wait()
+    except BaseException:
+        if not work.is_completed():
+            _keep_to_the_end(group)
+        raise
+
+
+_SLICE = timedelta(seconds=0.5)
+
+
+def _keep_to_the_end(group: Any) -> None:
+    """Has ``group`` outlive the interpreter: its end would wait for a collective that the other ranks do not join."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
