@@ -12,6 +12,7 @@ from .conversion import (
     revert_sync_batchnorm,
 )
 from .functional import sync_batch_norm
+from .masks import masked
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .version import __version__
 from .with_bagua import with_bagua
@@ -28,6 +29,7 @@ __all__ = [
     "conversion_report",
     "convert_sync_batchnorm",
     "fuse_activations",
+    "masked",
     "patch_torch_converter",
     "recompute_outputs",
     "register_converter",

@@ -27,7 +27,8 @@ from .autograd import (
     tell_peers,
     unseen_by_selective_checkpointing,
 )
-from .communicators import EVERYONE, Replica, peers_of
+from .communicators import EVERYONE, Communicator, Replica, peers_of
+from .masks import Masking, masking_of
 from .ops import activation_of
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,6 +51,9 @@ def sync_batch_norm(
     layer: nn.Module | None = None,
     activation: str | tuple[str, float] | None = None,
     residual: Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    zero_masked: bool = False,
 ) -> Tensor:
     r"""Batch normalization with the statistics of all ranks of a group.
 
@@ -99,26 +103,35 @@ def sync_batch_norm(
             ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, those of :mod:`torch.nn.functional`; the slope of
             ``leaky_relu`` and the alpha of ``elu`` with it, as in ``("leaky_relu", 0.2)``; or None.
         residual: :math:`r`, (N, C, \*), of the dtype of ``input`` and on its device, in any memory format; or None.
+        mask: bool, broadcastable to (N, 1, \*): true at the positions whose values make the statistics. The others are
+            normalized by the same statistics, and their gradient is that of an elementwise function. Ranks may have
+            masks or none, and nothing but masked positions.
+        lengths: (N), integers, in place of ``mask``: how many places along the last dimension of ``input``, which has
+            at least 3, make the statistics in each sample, from the first one on.
+        zero_masked: whether the output is 0 at masked positions, whatever the input is there; their gradient is 0.
 
     Returns:
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
         TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; ``residual``
-            is of another dtype; a parameter or buffer is not floating point; ``num_batches_tracked`` is boolean or
-            complex; ``process_group`` is of no known kind.
+            is of another dtype; ``mask`` is not bool, or ``lengths`` not of integers; a parameter or buffer is not
+            floating point; ``num_batches_tracked`` is boolean or complex; ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; ``activation`` is none of
-            those, or has a parameter that it does not take; this rank is not in ``process_group``.
+            those, or has a parameter that it does not take; ``mask`` or ``lengths`` does not fit ``input``, or both are
+            given; this rank is not in ``process_group``.
         RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, ``residual`` is
-            not of the size of ``input``, or one of them is on another device; :func:`torch.jit.trace` runs in training
+            not of the size of ``input``, or one of them is on another device; there is a mask in
+            one of several replicas; :func:`torch.jit.trace` runs in training
             over several ranks; a checkpoint repeats more than it ran, or repeats under forward-mode differentiation.
 
     Each of these is raised before this rank waits for another one or writes to a buffer.
     """
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     epilogue = None
+    masking = kept = None
     try:
         _check_tensors(input, tensors, num_batches_tracked)
         check_eps_mode(eps_mode)
@@ -126,24 +139,31 @@ def sync_batch_norm(
         if activation is not None or residual is not None:
             epilogue = Epilogue(activation_of(activation), residual)
             _check_residual(residual, input)
+        masking = masking_of(layer, input, mask, lengths, zero_masked)
         if training:
             if momentum is None and running_mean is not None and num_batches_tracked is None:
                 raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
             _check_kind(input, process_group)
+            kept = _kept_by(layer, running_mean)
     except (TypeError, ValueError, RuntimeError) as error:
         if training:
             tell_peers(process_group, layer, error)
         raise
     if not training:
-        return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode, epilogue)
+        output = _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode, epilogue)
+        return masking.clear(output) if masking is not None and masking.zeroes else output
 
     if running_mean is None:
         num_batches_tracked = None  # it counts what the running statistics hold
-    kept = _kept_by(layer, running_mean)
+    is_kept = kept is not None
+    if not torch.compiler.is_compiling():
+        is_kept, masking = as_in_first_run(layer, (is_kept, masking))
     options = ops.MergeOptions(
         running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite, kept
     )
     if isinstance(process_group, Replica):
+        if masking is not None:
+            raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         return replicated_batch_norm(input, weight, bias, options, process_group, epilogue)
     peers = peers_of(process_group)
     communicator = peers.communicator()
@@ -154,7 +174,7 @@ def sync_batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        is_step = _accumulates(layer, kept) or eps_mode != "plus" or skip_nonfinite
+        is_step = is_kept or masking is not None or eps_mode != "plus" or skip_nonfinite
         if not is_step and momentum is not None:
             is_fused = epilogue is not None and not _is_recorded(input)
             if not is_fused and _suits_torch(input, tensors.values()):
@@ -162,17 +182,50 @@ def sync_batch_norm(
                     input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
                 )
                 return output if epilogue is None else epilogue.after(output)
+    if masking is not None:
+        return _batch_norm_masked(input, weight, bias, options, communicator, layer, epilogue, masking)
+    return _batch_norm_in_group(input, weight, bias, options, communicator, layer, epilogue)
+
+
+def _batch_norm_masked(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: ops.MergeOptions,
+    communicator: Communicator,
+    layer: nn.Module | None,
+    epilogue: Epilogue | None,
+    masking: Masking,
+) -> Tensor:
+    if masking.zeroes:  # before, too: the gradient of the weight is 0 * input there, whatever the input is
+        input = masking.clear(input)
+    output = _batch_norm_in_group(input, weight, bias, options, communicator, layer, None, masking.positions)
+    if epilogue is not None:
+        output = epilogue.after(output)
+    return masking.clear(output) if masking.zeroes else output
+
+
+def _batch_norm_in_group(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: ops.MergeOptions,
+    communicator: Communicator,
+    layer: nn.Module | None,
+    epilogue: Epilogue | None,
+    mask: Tensor | None = None,
+) -> Tensor:
     if is_transforming():
         if is_repetition():
             refusal = RuntimeError(
                 "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
                 "activation checkpointing repeats; take the checkpoint away"
             )
-            tell_peers(peers, layer, refusal)
+            tell_peers(communicator, layer, refusal)
             raise refusal
-        exchange = exchange_of(layer, input, options, communicator)
+        exchange = exchange_of(layer, input, options, communicator, mask)
         return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
-    return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
+    return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue, mask)
 
 
 def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept | None:
@@ -191,11 +244,6 @@ def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept |
             "outside of it"
         )
     return kept
-
-
-def _accumulates(layer: nn.Module | None, kept: ops.Kept | None) -> bool:
-    """Whether the call of ``layer``, or the one that it repeats, is within accumulate_statistics."""
-    return kept is not None if torch.compiler.is_compiling() else as_in_first_run(layer, kept is not None)
 
 
 @functools.cache

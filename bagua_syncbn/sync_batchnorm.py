@@ -113,6 +113,9 @@ class SyncBatchNorm(_BatchNorm):
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
 
+    # What positions count within masked.
+    _masking: Any = None
+
     # Where statistics are kept within accumulate_statistics.
     _kept: ops.Kept | None = None
 
@@ -165,9 +168,19 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         check_dimensions(input)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+        zero_masked: bool = False,
+    ) -> Tensor:
         if isinstance(input, Proxy):
-            return as_one_node(self, input, (input,) if residual is None else (input, residual), {})
+            options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+            given = {name: value for name, value in options.items() if value is not None and value is not False}
+            return as_one_node(self, input, (input,), given)
         try:
             self._check_input_dim(input)
         except ValueError as error:
@@ -194,6 +207,9 @@ class SyncBatchNorm(_BatchNorm):
             layer=self,
             activation=self.fused_activation if follower is None else activation_in(follower),
             residual=residual,
+            mask=mask,
+            lengths=lengths,
+            zero_masked=zero_masked,
         )
         return output if follower is None else marked_for(follower, output)
 
@@ -249,7 +265,7 @@ class SyncBatchNorm(_BatchNorm):
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
     """Returns ``state`` of a layer as it can be copied and pickled."""
-    return {name: value for name, value in state.items() if name not in ("_replica", "_kept")}
+    return {name: value for name, value in state.items() if name not in ("_replica", "_kept", "_masking")}
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

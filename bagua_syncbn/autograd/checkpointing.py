@@ -67,7 +67,7 @@ class Repeatable:
 # What the calls of each layer gathered in the first run, in their order.
 _Gathered = dict["nn.Module | None", list[Any]]
 # And how they were made.
-_Choices = dict["nn.Module | None", list[bool]]
+_Choices = dict["nn.Module | None", list[Any]]
 
 
 class _Run:
@@ -94,7 +94,7 @@ class _Run:
         self._calls[layer] += 1
         return gathered[number]
 
-    def recall_choice(self, layer: nn.Module | None, default: bool) -> bool:
+    def recall_choice(self, layer: nn.Module | None, default: Any) -> Any:
         choices, number = self.choices.get(layer, []), self._chosen[layer]
         self._chosen[layer] += 1
         return choices[number] if number < len(choices) else default
@@ -120,7 +120,7 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
     return result
 
 
-def as_in_first_run(layer: nn.Module | None, value: bool) -> bool:
+def as_in_first_run(layer: nn.Module | None, value: _Result) -> _Result:
     """Returns ``value``, in a repetition what it was in the call of ``layer`` that this one repeats."""
     first_runs = []
     for run in reversed(_runs_of_thread()):

@@ -107,7 +107,7 @@ class _Merged(torch.autograd.Function):
         slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
         centered = input - ops.per_channel(mean, input)
         grad_input = (ops.per_channel(grad_mean, input) + centered * ops.per_channel(slope, input)) / count
-        return grad_input, None, None, None
+        return _of_statistics(grad_input, ctx.exchange), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -116,6 +116,8 @@ class _Merged(torch.autograd.Function):
         input, mean, invstd, count, clamped = ctx.saved_tensors
         centered = input - ops.per_channel(mean, input)
         dims = ops.reduced_dims(input)
+        tangent = _of_statistics(tangent, ctx.exchange)
+        centered = _of_statistics(centered, ctx.exchange)
         total = _AllReduce.apply(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.exchange) / count
         tangent_mean, covariance = total.chunk(2)
         return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
@@ -123,6 +125,11 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> None:
         raise _no_vmap()
+
+
+def _of_statistics(values: Tensor, exchange: AnyExchange) -> Tensor:
+    """Returns ``values`` (N, C, \\*), 0 where the input has no share in the statistics."""
+    return values if exchange.mask is None else values.where(ops.of_positions(exchange.mask, values), 0)
 
 
 class _AllReduce(torch.autograd.Function):

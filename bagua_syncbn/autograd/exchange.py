@@ -137,12 +137,20 @@ def _note_compilation() -> None:
 _note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _stats(input: Tensor, mask: Tensor | None, words: Sequence[int] = ()) -> Tensor:
+    """Returns the statistics of ``input``, of the positions in ``mask`` (N, \\*) alone if there is one."""
+    if mask is None:
+        return ops.batch_norm_stats(input, words)  # type: ignore[no-any-return]
+    return ops.batch_norm_masked_stats(input, mask, words)  # type: ignore[no-any-return]
+
+
 class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
-    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number")
+    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number", "mask")
 
-    def __init__(self, identity: Identity, communicator: Communicator) -> None:
+    def __init__(self, identity: Identity, communicator: Communicator, mask: Tensor | None) -> None:
+        self.mask = mask
         self._identity = identity
         self._communicator = communicator
         self._conversation = _conversation_in(communicator)
@@ -157,7 +165,7 @@ class Exchange:
         """
         identity = self._identity
         words = self._words(identity)
-        packed = ops.batch_norm_stats(input, words)
+        packed = _stats(input, self.mask, words)
         gathered = self._send(self._communicator.all_gather, packed, identity)
         self._number = words[2]
         fault = self._fault = fault_for(gathered)
@@ -182,6 +190,8 @@ class Exchange:
         identity, fault = self._identity.backward, self._fault
         call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
         op = ops.batch_norm_act_backward_elemt if act else ops.batch_norm_backward_elemt
+        if self.mask is not None:
+            op, arguments = ops.batch_norm_masked_backward_elemt, (*arguments, self.mask)
         grad_input: Tensor = op(
             *arguments, self._communicator.size, call, None if fault is None else fault.tensor, *act
         )
@@ -362,13 +372,14 @@ def _resume(conversation: _Conversation) -> None:
 class InGraph:
     """The messages of a call that torch.compile traces: no sizes are agreed upon, and the words are constants."""
 
-    def __init__(self, terms: Terms, communicator: Communicator) -> None:
+    def __init__(self, terms: Terms, communicator: Communicator, mask: Tensor | None) -> None:
         _note_compilation()
+        self.mask = mask
         self._terms = terms
         self._communicator = communicator
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        packed = ops.batch_norm_stats(input, [0, self._terms.word(0), 0])
+        packed = _stats(input, self.mask, [0, self._terms.word(0), 0])
         gathered = self._communicator.all_gather(packed)
         # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
         merged = ops.merge_stats(gathered, options.without_buffers(), WORDS)
@@ -383,6 +394,9 @@ class InGraph:
         return self._communicator.all_reduce(sums)
 
     def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+        if self.mask is not None:
+            kernels: Any = ops.reference
+            return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask, self._communicator.size)  # type: ignore[no-any-return]
         if act:
             rest = self._communicator.size, 0, None, *act
             return ops.reference.batch_norm_act_backward_elemt(*arguments, *rest)
@@ -398,8 +412,11 @@ class InGraph:
 class Alone:
     """A group of one: nothing to say."""
 
+    def __init__(self, mask: Tensor | None = None) -> None:
+        self.mask = mask
+
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        return ops.merge_stats(ops.batch_norm_stats(input).unsqueeze(0), options)
+        return ops.merge_stats(_stats(input, self.mask).unsqueeze(0), options)
 
     def words_of_sums(self) -> list[int]:
         return []
@@ -408,8 +425,10 @@ class Alone:
         return sums
 
     def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+        kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
+        if self.mask is not None:
+            return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask)  # type: ignore[no-any-return]
         if act:
-            kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
             return kernels.batch_norm_act_backward_elemt(*arguments, 1, 0, None, *act)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             return ops.backward_elemt_in_graph(*arguments, 1)  # type: ignore[no-any-return]
@@ -435,14 +454,21 @@ AnyExchange = Exchange | InGraph | Alone
 
 
 def exchange_of(
-    layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, communicator: Communicator
+    layer: nn.Module | None,
+    input: Tensor,
+    options: ops.MergeOptions,
+    communicator: Communicator,
+    mask: Tensor | None = None,
 ) -> AnyExchange:
-    """Returns by what means a call of ``layer`` talks to the ranks of ``communicator``."""
+    """Returns by what means a call of ``layer`` talks to the ranks of ``communicator``.
+
+    With ``mask`` (N, \\*) the statistics, and what passes through them, are of these positions of the input alone.
+    """
     if communicator.size == 1:
-        return _ALONE
+        return _ALONE if mask is None else Alone(mask)
     if torch.compiler.is_compiling():
-        return InGraph(terms_of(input, options), communicator)
-    return Exchange(identity_of(layer, input, options), communicator)
+        return InGraph(terms_of(input, options), communicator, mask)
+    return Exchange(identity_of(layer, input, options), communicator, mask)
 
 
 def _codes_of(text: str) -> Tensor:

@@ -24,9 +24,10 @@ def synchronized_batch_norm(
     communicator: Communicator,
     layer: nn.Module | None,
     epilogue: Epilogue | None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
-    exchange = exchange_of(layer, input, options, communicator)
+    exchange = exchange_of(layer, input, options, communicator, mask)
     if torch.compiler.is_compiling():  # it plans by itself what to repeat in backward
         merged = exchange.gather(input.detach(), options)
     else:

@@ -29,9 +29,9 @@ class ObservedSyncBatchNorm(SyncBatchNorm):
     # torch.compile traces.
     was_synchronized: bool
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, **masks: Any) -> Tensor:
         self.note_synchronization()
-        return _synchronized_forward(self, input, residual)
+        return _synchronized_forward(self, input, residual, masks)
 
     def note_synchronization(self) -> None:
         if "was_synchronized" in vars(self):
@@ -159,12 +159,14 @@ class _Redirect(TorchFunctionMode):
         return any(_have_one_in_common(call.tensors, _tensors_of(part)) for part in parts)
 
 
-def _synchronized_forward(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None) -> Tensor:
+def _synchronized_forward(
+    layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: dict[str, Any]
+) -> Tensor:
     """The forward of :class:`SyncBatchNorm`, as a function that the mode sees: what it calls in turn, it does not."""
     if has_torch_function((input,)):
-        output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input, residual)
+        output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input, residual, masks)
         return output
-    return SyncBatchNorm.forward(layer, input, residual)
+    return SyncBatchNorm.forward(layer, input, residual, **masks)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:

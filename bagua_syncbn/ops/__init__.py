@@ -8,7 +8,7 @@ from .fallback import cuda_problem
 from .layout import laid_out_as
 from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
-from .reference import per_channel, reduced_dims
+from .reference import of_positions, per_channel, reduced_dims
 from .schemas import accumulate_dtype
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
@@ -19,6 +19,8 @@ batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.def
 batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
 batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
 batch_norm_act_backward_elemt = torch.ops.bagua_syncbn.batch_norm_act_backward_elemt.default
+batch_norm_masked_stats = torch.ops.bagua_syncbn.batch_norm_masked_stats.default
+batch_norm_masked_backward_elemt = torch.ops.bagua_syncbn.batch_norm_masked_backward_elemt.default
 backward_elemt_in_graph = torch.ops.bagua_syncbn.batch_norm_backward_elemt.in_graph
 
 __all__ = [
@@ -39,12 +41,15 @@ __all__ = [
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",
+    "batch_norm_masked_backward_elemt",
+    "batch_norm_masked_stats",
     "batch_norm_stats",
     "beat_torch",
     "clear_clamped",
     "cuda_problem",
     "laid_out_as",
     "merge_stats",
+    "of_positions",
     "per_channel",
     "reduced_dims",
     "reference",

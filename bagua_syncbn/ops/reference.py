@@ -54,6 +54,32 @@ def batch_norm_stats(input: Tensor, words: Sequence[int] = ()) -> Tensor:
     return packed
 
 
+def of_positions(mask: Tensor, input: Tensor) -> Tensor:
+    """Views ``mask`` (N, \\*) so that it broadcasts along the channels of ``input`` (N, C, \\*)."""
+    return mask.view(input.size(0), 1, *input.shape[2:])
+
+
+def batch_norm_masked_stats(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
+    channels, inside = input.size(1), of_positions(mask, input)
+    packed = input.new_zeros(2 * channels + 2 + len(words), dtype=accumulate_dtype(input.dtype))
+    count = mask.sum()
+    number = count.clamp(min=1).to(packed.dtype)
+
+    def average(values: Tensor) -> Tensor:
+        return values.where(inside, 0).sum(reduced_dims(input)) / number
+
+    wide = input.to(packed.dtype)
+    mean = average(wide)
+    deviation = wide - per_channel(mean, input)
+    shift = average(deviation)  # what rounding has left
+    packed[:channels].copy_(mean + shift)
+    packed[channels : 2 * channels].copy_(average(deviation.square()) - shift.square())
+    packed[2 * channels].copy_(count % COUNT_BASE)
+    packed[2 * channels + 1].copy_(count // COUNT_BASE)
+    _fill(packed[2 * channels + 2 :], words)
+    return packed
+
+
 def _record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> None:
     """Writes ``values`` to ``fault`` where something ``happened`` and nothing was written before."""
     if fault is None:
@@ -174,6 +200,25 @@ def batch_norm_backward_elemt(
     return torch.empty_like(input).copy_(grad_input)
 
 
+def batch_norm_masked_backward_elemt(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    mask: Tensor,
+    ranks: int = 1,
+    call: int = 0,
+    fault: Tensor | None = None,
+) -> Tensor:
+    inside = batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault)
+    scale = invstd if weight is None else invstd * weight
+    outside = (grad_output * per_channel(scale, input)).to(input.dtype)
+    return torch.empty_like(input).copy_(torch.where(of_positions(mask, input), inside, outside))
+
+
 def batch_norm_act_elemt(
     input: Tensor,
     weight: Tensor | None,
@@ -235,6 +280,8 @@ for _kernel in (
     batch_norm_elemt,
     batch_norm_backward_reduce,
     batch_norm_backward_elemt,
+    batch_norm_masked_stats,
+    batch_norm_masked_backward_elemt,
     batch_norm_act_elemt,
     batch_norm_act_backward_reduce,
     batch_norm_act_backward_elemt,

@@ -35,6 +35,15 @@ weight + bias + residual``. ``activation`` is the code of one in ``activations.p
 ``batch_norm_act_backward_elemt``   as ``batch_norm_backward_elemt`` of this ``grad``, where there is no ``residual``
 ==================================  =================================================================================
 
+Where a bool ``mask`` (N, \*), contiguous, says which positions count, the same for all channels:
+
+====================================  ===============================================================================
+``batch_norm_masked_stats``           as ``batch_norm_stats`` of the positions that count
+``batch_norm_masked_backward_elemt``  as ``batch_norm_backward_elemt`` where they count, else
+                                      ``grad_output * invstd * weight``: nothing passes through the statistics there.
+                                      ``sums`` are those of all positions
+====================================  ===============================================================================
+
 Words are integers that the dtype holds exactly, the same on all ranks. ``fault`` is an int64 tensor of 8 values in the
 memory of the host, pinned for a device that writes to it; the first fault stays until the host clears it:
 
@@ -186,6 +195,19 @@ def _(
     "batch_norm_act_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, int ranks, int call, Tensor(a!)? fault, Tensor? bias, int activation, "
     "float parameter) -> Tensor"
+)
+def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(input)
+
+
+@_op("batch_norm_masked_stats(Tensor input, Tensor mask, int[] words=[]) -> Tensor")
+def _(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
+    return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
+
+
+@_op(
+    "batch_norm_masked_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, Tensor mask, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
 )
 def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
     return torch.empty_like(input)

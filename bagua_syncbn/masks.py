@@ -1,0 +1,148 @@
+"""Which positions of an input count for its statistics."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Masking(NamedTuple):
+    """What a call does with some positions."""
+
+    positions: Tensor  # (N, *), bool, contiguous: which count
+    zeroes: bool  # whether the others are 0 in the output
+
+    def clear(self, values: Tensor) -> Tensor:
+        """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""
+        return values.masked_fill(~self.positions.unsqueeze(1), 0)
+
+
+def masking_of(
+    layer: nn.Module | None, input: Tensor, mask: Tensor | None, lengths: Tensor | None, zero_masked: bool
+) -> Masking | None:
+    """Returns what to do in a call of ``layer`` with ``input`` (N, C, \\*); None to take all positions.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`~bagua_syncbn.sync_batch_norm` says of ``mask`` and ``lengths``.
+    """
+    if mask is None and lengths is None:
+        given: _Given | None = getattr(layer, "_masking", None)
+        if given is None:
+            return None
+        mask, lengths, zero_masked = given.of(layer, input)
+        if mask is None and lengths is None:
+            return None
+    if mask is not None and lengths is not None:
+        raise ValueError("mask, lengths: expected at most one of them, got both")
+    if lengths is not None:
+        mask = _mask_of(lengths, input)
+    assert mask is not None
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
+    size = _size_of_mask(input.shape)
+    if not _broadcasts(mask.shape, size):
+        raise ValueError(f"mask: expected a tensor that broadcasts to (N, 1, *), {size}, got {list(mask.shape)}")
+    if mask.device != input.device:
+        raise RuntimeError(f"mask: expected it on {input.device}, where input is, got {mask.device}")
+    # A copy, which nobody writes to until backward.
+    return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)
+
+
+def _size_of_mask(shape: torch.Size) -> list[int]:
+    return [shape[0], 1, *shape[2:]]
+
+
+def _broadcasts(shape: torch.Size, size: list[int]) -> bool:
+    ends = zip(reversed(shape), reversed(size), strict=False)
+    return len(shape) <= len(size) and all(own in (1, expected) for own, expected in ends)
+
+
+def _mask_of(lengths: Tensor, input: Tensor) -> Tensor:
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths: expected an integer tensor, got {lengths.dtype}")
+    if input.dim() < 3 or lengths.shape != input.shape[:1]:
+        raise ValueError(
+            "lengths: expected (N), one for each sample of an input (N, C, *, L), got "
+            f"{list(lengths.shape)} for {list(input.shape)}"
+        )
+    if lengths.device != input.device:
+        raise RuntimeError(f"lengths: expected it on {input.device}, where input is, got {lengths.device}")
+    places = torch.arange(input.size(-1), device=input.device)
+    return places < lengths.view(-1, *[1] * (input.dim() - 1))
+
+
+Rule = Callable[[Tensor, torch.Size], Tensor | None]
+
+
+class _Given:
+    """What :func:`masked` was given for the layers of a model."""
+
+    def __init__(self, mask: Tensor | None, lengths: Tensor | None, rule: Rule | None, zero_masked: bool) -> None:
+        self.mask, self.lengths, self.rule, self.zero_masked = mask, lengths, rule, zero_masked
+
+    def of(self, layer: nn.Module | None, input: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Returns mask, lengths and whether to zero, for a call of ``layer``."""
+        if self.lengths is not None:
+            assert self.rule is not None
+            return None, self.rule(self.lengths, input.shape), self.zero_masked
+        assert self.mask is not None
+        if _broadcasts(self.mask.shape, _size_of_mask(input.shape)):
+            return self.mask, None, self.zero_masked
+        if self.rule is not None:
+            return self.rule(self.mask, input.shape), None, self.zero_masked
+        name = getattr(layer, "name_in_model", None)
+        raise RuntimeError(
+            f"mask: expected one that fits every layer within masked, got {list(self.mask.shape)} for "
+            f"{type(layer).__name__}{f' {name!r}' if name else ''} with an input of {list(input.shape)}; give a rule"
+        )
+
+
+@contextmanager
+def masked(
+    model: nn.Module,
+    mask: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    rule: Rule | None = None,
+    zero_masked: bool = False,
+) -> Iterator[None]:
+    """Gives all synchronized layers of ``model`` a mask while it is entered, so that no ``forward`` has to pass it on.
+
+    A call that is given a mask or lengths itself keeps these. Contexts may be nested; the innermost decides.
+
+    Args:
+        model: whose layers take the mask, wrapped or not.
+        mask: as that of :func:`sync_batch_norm`. It is for layers whose input (N, C, \\*) it fits.
+        lengths: (N), in place of ``mask``: the lengths of the samples as they come into the model.
+        rule: what layers take that work on another size, for example after a convolution with a stride: called as
+            ``rule(mask, shape)`` for layers whose input, of this ``shape``, the mask does not fit, it returns the mask
+            for them. With ``lengths`` it is called as ``rule(lengths, shape)`` for every layer and returns their
+            lengths. None for a layer that is to take all positions.
+        zero_masked: as that of :func:`sync_batch_norm`.
+
+    Raises:
+        ValueError: not one of ``mask`` and ``lengths`` is given, or ``lengths`` without a ``rule``.
+
+    A layer raises RuntimeError if its input does not fit the mask and there is no rule.
+
+    Example::
+
+        >>> with bagua_syncbn.masked(model, torch.arange(L) < lengths.view(-1, 1, 1)):
+        ...     output = model(features)  # (N, C, L)
+    """
+    if (mask is None) == (lengths is None):
+        raise ValueError("mask, lengths: expected one of them, got both or neither")
+    if lengths is not None and rule is None:
+        raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
+    given: Any = _Given(mask, lengths, rule, zero_masked)
+    layers = [module for module in model.modules() if hasattr(module, "_masking")]
+    before = [layer._masking for layer in layers]
+    try:
+        for layer in layers:
+            layer._masking = given
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer._masking = own

@@ -1,0 +1,319 @@
+"""Masks: a padded batch gives what the batch without its padding gives, over any ranks."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cases import laid_out
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicated import parallel
+from tolerances import assert_close
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, ops, sync_batch_norm
+from bagua_syncbn.ops import reference
+
+pytestmark = pytest.mark.reference_too
+
+
+def make_layer(channels, **options):
+    layer = SyncBatchNorm(channels, **options).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(channels, generator=generator))
+    return layer
+
+
+def draw(size, seed=0):
+    """Returns an input and a gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, *size, generator=generator, dtype=torch.float64).mul(3).add(1).unbind()
+
+
+def expected_step(layer, input, mask, grad_output, residual=0, act=lambda y: y):
+    """One process, in plain torch: statistics of what ``mask`` (N, 1, *) holds, elementwise for all."""
+    input = input.clone().requires_grad_()
+    packed = input.movedim(1, -1)[mask.expand(input[:, :1].shape).squeeze(1)]
+    factor = layer.momentum
+    if len(packed) > 1:
+        F.batch_norm(packed.detach(), layer.running_mean, layer.running_var, training=True, momentum=factor)
+    mean, var = (packed.mean(0), packed.var(0, correction=0)) if len(packed) else input.new_zeros(2)
+    output = (input.movedim(1, -1) - mean) * (var + layer.eps).rsqrt() * layer.weight + layer.bias
+    output = act(output.movedim(-1, 1) + residual)
+    tensors = (input, layer.weight, layer.bias)
+    return output.detach(), *torch.autograd.grad(output, tensors, grad_output)
+
+
+def step(layer, input, grad_output, residual=None, **masks):
+    input = input.detach().requires_grad_()
+    output = layer(input, residual, **masks)
+    return output.detach(), *torch.autograd.grad(output, (input, layer.weight, layer.bias), grad_output)
+
+
+def on_rank(splits, size, mask, layout="contiguous", masks="mask"):
+    """This rank's part of a batch of all ranks, and its share of the mask or of the lengths."""
+    rank = dist.get_rank()
+    input, grad_output = (laid_out(part.split(splits)[rank], layout) for part in draw((sum(splits), *size)))
+    layer = make_layer(size[0])
+    results = step(layer, input, grad_output, **{masks: mask.split(splits)[rank]})
+    return *results, *layer.buffers()
+
+
+def check_on_ranks(pool, splits, size, mask, layout="contiguous", lengths=None):
+    if lengths is not None:
+        parts = pool.run(on_rank, len(splits), splits, size, lengths, layout, "lengths")
+    else:
+        parts = pool.run(on_rank, len(splits), splits, size, mask, layout)
+    layer = make_layer(size[0])
+    input, grad_output = draw((sum(splits), *size))
+    *results, grad_weight, grad_bias = expected_step(layer, input, mask, grad_output)
+    outputs, input_grads, *sums = zip(*parts, strict=True)
+    for own, expected in zip((outputs, input_grads), results, strict=True):
+        torch.testing.assert_close(torch.cat(own), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close([sum(own) for own in sums[:2]], [grad_weight, grad_bias], rtol=1e-9, atol=1e-9)
+    for part in parts:
+        torch.testing.assert_close(part[4:6], (layer.running_mean, layer.running_var))
+        assert part[6] == (mask.expand(sum(splits), 1, *size[1:]).sum() > 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        ((3,), "contiguous"),
+        ((3, 70), "contiguous"),
+        ((3, 70), "sliced"),
+        ((6, 4, 3), "contiguous"),
+        ((6, 4, 3), "channels_last"),
+        ((2, 3, 4, 2), "channels_last_3d"),
+    ],
+    ids=str,
+)
+def test_ranks_with_masks(pool, size, layout):
+    for splits, kept in (((2, 3), 0.6), ((4, 1), 0.1)):
+        mask = torch.rand(5, 1, *size[1:]) < kept
+        mask[splits[0] :] &= kept > 0.5  # nothing but padding on the second rank
+        check_on_ranks(pool, splits, size, mask, layout)
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_drawn_masks_and_splits(pool, data):
+    splits = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3), "splits")
+    length = data.draw(st.integers(2, 9), "length")
+    lengths = data.draw(st.lists(st.integers(0, length), min_size=sum(splits), max_size=sum(splits)), "lengths")
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    mask = torch.arange(length) < lengths.view(-1, 1, 1)
+    check_on_ranks(pool, splits, (2, length), mask, lengths=lengths)
+    bits = data.draw(st.lists(st.booleans(), min_size=length, max_size=length), "mask of all samples")
+    check_on_ranks(pool, splits, (2, length), torch.tensor(bits).expand(sum(splits), 1, length))
+
+
+@pytest.mark.parametrize("case", ["random", "lengths", "all", "none"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_ops_are_those_of_the_reference(case, layout, dtype):
+    for size in ((3, 5, 40, 19), (70, 3, 7, 1), (2, 2, 1, 70000)):
+        input, grad_output = (laid_out(value.to(dtype), layout) for value in draw(size))
+        positions = torch.ones(size[0], *size[2:], dtype=torch.bool)
+        if case == "random":
+            positions = torch.rand(positions.shape) < 0.5
+        elif case != "all":
+            positions[..., size[3] // 2 :] = positions[0] = False
+            positions &= case != "none"
+        packed = ops.batch_norm_masked_stats(input, positions, [7])
+        wide = input.double()
+        expected = reference.batch_norm_masked_stats(wide, positions, [7])
+        assert torch.equal(packed[-3:].double(), expected[-3:])
+        assert packed.dtype == ops.accumulate_dtype(dtype)
+        torch.testing.assert_close(packed.double(), expected, rtol=2e-5, atol=1e-5)
+        weight, mean, invstd = torch.rand(3, size[1]).to(packed.dtype) + 0.1
+        sums, count = torch.randn(2 * size[1]).to(packed.dtype), torch.tensor(3)
+        arguments = weight, mean, invstd, sums
+        actual = ops.batch_norm_masked_backward_elemt(grad_output, input, *arguments, count, positions)
+        arguments = [value.double() for value in (grad_output, input, *arguments)]
+        assert_close(actual, reference.batch_norm_masked_backward_elemt(*arguments, count, positions), "grad_input")
+        assert actual.stride() == input.stride()
+
+
+def test_a_padded_batch_is_the_unpadded_one_whatever_the_padding():
+    input, grad_output = draw((4, 3, 9))
+    mask = torch.arange(9) < torch.tensor([9, 2, 0, 5]).view(-1, 1, 1)
+    layer, plain = make_layer(3), make_layer(3)
+    padded = input.masked_fill(~mask, torch.nan).requires_grad_()
+    packed = input.movedim(1, -1)[mask[:, 0]].requires_grad_()
+    output = layer(padded, mask=mask, zero_masked=True)
+    expected = plain(packed)
+    assert (output.movedim(1, -1)[~mask[:, 0]] == 0).all()
+    grad_packed = grad_output.movedim(1, -1)[mask[:, 0]]
+    results = []
+    for batch, model, out, grad in ((padded, layer, output, grad_output), (packed, plain, expected, grad_packed)):
+        first = torch.autograd.grad(out, (batch, *model.parameters()), grad, create_graph=True)
+        second = torch.autograd.grad(sum(value.sin().sum() for value in first), (batch, model.weight))
+        results.append([*(value for grads in (first, second) for value in grads), *model.buffers()])
+    for own, expected in zip(*results, strict=True):
+        if own.dim() == 3:
+            assert (own.movedim(1, -1)[~mask[:, 0]] == 0).all()
+            own = own.movedim(1, -1)[mask[:, 0]]
+        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"momentum": None}, {"eps_mode": "clamp"}, {"skip_nonfinite": True}], ids=str)
+def test_options(options):
+    layer, plain = make_layer(3, **options), make_layer(3, **options)
+    for seed in range(2):
+        input, _ = draw((4, 3, 9), seed)
+        mask = torch.rand(4, 1, 9) < 0.5
+        output = layer(input, mask=mask)
+        torch.testing.assert_close(output.movedim(1, -1)[mask[:, 0]], plain(input.movedim(1, -1)[mask[:, 0]]))
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+
+
+def test_with_activation_and_residual():
+    layer = make_layer(3)
+    layer.fused_activation = "gelu"
+    input, grad_output = draw((4, 3, 9))
+    mask, residual = torch.rand(4, 1, 9) < 0.5, grad_output.cos()
+    expected = expected_step(copy.deepcopy(layer), input, mask, grad_output, residual, F.gelu)
+    torch.testing.assert_close(step(layer, input, grad_output, residual, mask=mask), expected)
+
+
+def test_other_modes():
+    layer = make_layer(3)
+    input, _ = draw((4, 3, 9))
+    lengths = torch.tensor([9, 2, 0, 5])
+    mask = torch.arange(9) < lengths.view(-1, 1, 1)
+    tangent = torch.randn_like(input)
+    expected = torch.func.jvp(lambda x: expected_step_output(layer, x, mask), (input,), (tangent,))
+    torch.testing.assert_close(torch.func.jvp(lambda x: layer(x, mask=mask), (input,), (tangent,)), expected)
+    layer.eval()
+    torch.testing.assert_close(layer(input, lengths=lengths), layer(input))
+    torch.testing.assert_close(layer(input, lengths=lengths, zero_masked=True), layer(input) * mask)
+    volume, _ = draw((4, 3, 2, 9))
+    of_last = layer.train()(volume, lengths=lengths)
+    torch.testing.assert_close(of_last, layer(volume, mask=mask.unsqueeze(2)))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(nn.Conv1d(3, 3, 1)(input.float()), mask=mask)
+    assert output.dtype == torch.bfloat16
+
+
+def expected_step_output(layer, input, mask):
+    inside = mask.to(input.dtype)
+    mean = (input * inside).sum((0, 2), keepdim=True) / mask.sum()
+    var = ((input - mean).square() * inside).sum((0, 2), keepdim=True) / mask.sum()
+    scale = (var + layer.eps).rsqrt() * layer.weight.view(1, -1, 1)
+    return (input - mean) * scale + layer.bias.view(1, -1, 1)
+
+
+class Strided(nn.Sequential):
+    """Halves its input, and forgets its positions at the end."""
+
+    def __init__(self):
+        super().__init__(
+            nn.BatchNorm1d(3),
+            nn.Conv1d(3, 4, 3, stride=2, padding=1),
+            nn.BatchNorm1d(4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.BatchNorm1d(4),
+        )
+
+
+def halved(lengths, shape):
+    return None if len(shape) == 2 else -(-lengths * shape[-1] // 10)
+
+
+def strided_step(model, input, lengths, grad_output):
+    """Passes the masks on by hand."""
+    hidden = model[1](model[0](input, lengths=lengths, zero_masked=True))
+    hidden = model[2](hidden, lengths=halved(lengths, hidden.shape), zero_masked=True)
+    output = nn.Sequential(*model.children())[3:](hidden)
+    output.backward(grad_output)
+    return output.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_masks_for_a_model(reentrant):
+    model = convert_sync_batchnorm(Strided()).double()
+    expected = copy.deepcopy(model)
+    input, _ = draw((4, 3, 10))
+    lengths, grad_output = torch.tensor([10, 3, 1, 6]), torch.randn(4, 4).double()
+    with masked(model, lengths=lengths, rule=halved, zero_masked=True):
+        copied = copy.deepcopy(model)
+        if reentrant is None:
+            output = model(input)
+        else:
+            output = checkpoint(model, input.requires_grad_(), use_reentrant=reentrant)
+    output.backward(grad_output)  # what is repeated here takes the masks of the first run
+    results = output.detach(), [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(results, strided_step(expected, input.detach(), lengths, grad_output))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    copied(input)  # takes none
+    with pytest.raises(RuntimeError, match=r"'2' with an input of \[4, 4, 5\]; give a rule"):  # noqa: SIM117
+        with masked(model, torch.arange(10) < lengths.view(-1, 1, 1)):
+            model(input)
+
+
+def test_compiled_once_for_all_masks():
+    torch._dynamo.reset()
+    counters.clear()
+    layer, eager = make_layer(3), make_layer(3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        input, grad_output = draw((4, 3, 9), seed)
+        masks = {"mask": torch.rand(4, 1, 9) < 0.5, "zero_masked": True}
+        torch.testing.assert_close(
+            step(compiled, input, grad_output, **masks), step(eager, input, grad_output, **masks)
+        )
+    torch.testing.assert_close(layer.state_dict(), eager.state_dict())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_counts_beyond_float32():
+    count = 2**24 + 3
+    mask = torch.ones(1, count + 5, dtype=torch.bool)
+    mask[0, :5] = False
+    low, high = ops.batch_norm_masked_stats(torch.zeros(1, 1, count + 5, dtype=torch.float16), mask)[-2:]
+    assert (low, high) == (3, 1)
+
+
+def test_refused_by_name():
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, 9)
+    mask = torch.ones(4, 1, 9, dtype=torch.bool)
+    for error, match, masks in (
+        (TypeError, "mask: expected a bool", {"mask": mask.float()}),
+        (ValueError, "mask: expected a tensor that broadcasts", {"mask": mask[:, 0]}),
+        (ValueError, "mask: expected a tensor that broadcasts", {"mask": mask.expand(4, 3, 9)}),
+        (ValueError, "at most one of them", {"mask": mask, "lengths": torch.ones(4, dtype=torch.int64)}),
+        (TypeError, "lengths: expected an integer", {"lengths": torch.ones(4)}),
+        (ValueError, "lengths: expected \\(N\\)", {"lengths": torch.ones(3, dtype=torch.int64)}),
+        (RuntimeError, "mask: expected it on cpu", {"mask": mask.to("meta")}),
+    ):
+        with pytest.raises(error, match=match):
+            layer(input, **masks)
+    assert layer.num_batches_tracked == 0
+    with pytest.raises(ValueError, match="rule: expected one"), masked(layer, lengths=torch.ones(4)):
+        pass
+    with pytest.raises(RuntimeError, match="among replicas"), masked(layer, mask[:2]):
+        parallel(layer, "cpu", 2)(input)
+
+
+def test_what_is_not_counted_without_a_job():
+    """One value, and none: no statistics to take over, and nothing is not finite."""
+    layer = make_layer(2)
+    before = copy.deepcopy(layer.state_dict())
+    for count in (0, 1):
+        input = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+        output = layer(input, mask=torch.arange(12).view(3, 1, 4) < count)
+        output.backward(torch.randn_like(output))
+        assert output.isfinite().all()
+        assert input.grad.isfinite().all()
+    torch.testing.assert_close(layer.state_dict(), before)
+    assert not math.isnan(sync_batch_norm(input, None, None, mask=torch.zeros(3, 1, 4, dtype=torch.bool)).sum().item())
