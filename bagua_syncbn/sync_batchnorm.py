@@ -190,7 +190,10 @@ class SyncBatchNorm(_BatchNorm):
         tracks = self.training and self.track_running_stats
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         uses_running = tracks or not uses_batch
-        follower = follower_of(self) if self.is_followed and self.fused_activation is None else None
+        follower = None
+        # What follows the layer sees the zeros of a mask, and need not leave them 0.
+        if self.is_followed and self.fused_activation is None and self._masking is None and mask is lengths is None:
+            follower = follower_of(self)
         output = sync_batch_norm(
             input,
             self.running_mean if uses_running else None,

@@ -138,7 +138,8 @@ class _Redirect(TorchFunctionMode):
                 if call.training:
                     # The forward counts the batches itself, as torch's does before this call.
                     layer = self.layer
-                    follower = follower_within(layer) if layer.is_followed else None
+                    is_followed = layer.is_followed and layer._masking is None
+                    follower = follower_within(layer) if is_followed else None
                     output = sync_batch_norm(
                         *call,
                         process_group=layer._ranks(),

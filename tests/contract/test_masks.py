@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, ops, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations, masked, ops, sync_batch_norm
 from bagua_syncbn.ops import reference
 
 pytestmark = pytest.mark.reference_too
@@ -274,6 +274,14 @@ def test_compiled_once_for_all_masks():
         )
     torch.testing.assert_close(layer.state_dict(), eager.state_dict())
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_an_activation_after_the_layer_sees_the_zeros():
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.Sigmoid())).double()
+    fused = fuse_activations(copy.deepcopy(model))
+    mask, (input, _) = torch.rand(4, 1, 9) < 0.5, draw((4, 3, 9))
+    with masked(model, mask, zero_masked=True), masked(fused, mask, zero_masked=True):
+        torch.testing.assert_close(fused(input), model(input))
 
 
 def test_counts_beyond_float32():
