@@ -1,5 +1,6 @@
 """What all tests share: the pool of worker processes."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -54,6 +55,10 @@ def library(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no collection looks at the modules of torch again
 
 
 def pytest_runtest_setup(item):

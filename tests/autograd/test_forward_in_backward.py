@@ -34,12 +34,6 @@ def in_a_hook(layer, input, own):
     return output
 
 
-def on_another_batch_in_a_hook(layer, input, own):
-    other, output = own(draw(5)), layer(input).sin()
-    output.register_hook(lambda grad: grad + layer(other))
-    return output
-
-
 def on_almost_the_same_batch(layer, input, own):
     """With as many values per channel as a scan has, all batches of one distribution have such statistics."""
     return InBackward.apply(layer(input).sin(), lambda grad: grad * layer(input.detach() + 1e-9 * own(draw(5))))
@@ -52,44 +46,6 @@ def penalty(layer, points):
 
 def penalty_in_a_function(layer, input, own):
     return InBackward.apply(layer(input).sin(), lambda grad: grad + penalty(layer, grad))
-
-
-def penalty_in_a_hook(layer, input, own):
-    output, points = layer(input).sin(), own(draw(5)).requires_grad_()
-
-    def add_penalty(grad):
-        with torch.enable_grad():
-            return grad + penalty(layer, points)
-
-    output.register_hook(add_penalty)
-    return output
-
-
-class FixedPoint(torch.autograd.Function):
-    """z = tanh(layer(z) / 4 + x), iterated in forward; in backward its adjoint, from a new forward at z."""
-
-    @staticmethod
-    def forward(ctx, input, layer):
-        z = torch.zeros_like(input)
-        for _ in range(20):
-            z = (layer(z) / 4 + input).tanh()
-        ctx.layer = layer
-        ctx.save_for_backward(input, z)
-        return z
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        input, z = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad():
-            again = (ctx.layer(z) / 4 + input).tanh()
-        adjoint = grad_output
-        for _ in range(20):
-            adjoint = grad_output + torch.autograd.grad(again, z, adjoint, retain_graph=True)[0]
-        return torch.autograd.grad(again, input, adjoint)[0], None
-
-
-def fixed_point_in_a_function(layer, input, own):
-    return FixedPoint.apply(input, layer)
 
 
 def deep_equilibrium(layer, input, own):
@@ -152,11 +108,8 @@ def marked_reversible(layer, input, own):
 
 PROGRAMS = [
     in_a_hook,
-    on_another_batch_in_a_hook,
     on_almost_the_same_batch,
     penalty_in_a_function,
-    penalty_in_a_hook,
-    fixed_point_in_a_function,
     deep_equilibrium,
     reversible,
 ]

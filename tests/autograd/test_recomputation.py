@@ -1,7 +1,6 @@
 """Activation checkpointing: each call that is repeated in backward takes what that very call gathered."""
 
 import gc
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
@@ -189,7 +188,6 @@ def test_a_repetition_changes_nothing(pool, kind):
         {"backward": backward_in_a_thread},
         {"dtype": torch.bfloat16, "microbatches": 1},
     ],
-    ids=str,
 )
 def test_other_circumstances(pool, options):
     check(pool, ["reentrant", "non-reentrant", "selective, some"], "plain", **options)
@@ -214,38 +212,6 @@ def train_alone(kind, how):
 @pytest.mark.parametrize("kind", ["plain", "average", "own forward", "siamese"])
 def test_without_a_job(kind, how):
     torch.testing.assert_close(*train_alone(kind, how))
-
-
-def dropout_that_is_drawn_again():
-    """The repetition sees another batch, and takes the statistics of the first all the same."""
-    torch.manual_seed(dist.get_rank())
-    layer, input = SyncBatchNorm(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    dropped = []
-
-    def block(input):
-        dropped.append(F.dropout(input, 0.5))
-        return layer(dropped[-1])
-
-    output = checkpoint(block, input, use_reentrant=False, preserve_rng_state=False)
-    grad_output = torch.randn_like(output)
-    output.backward(grad_output)
-    first, second = (batch.detach() for batch in dropped)
-    return first, second, grad_output, output.detach(), input.detach(), input.grad, layer.num_batches_tracked.item()
-
-
-def test_dropout_that_is_drawn_again(pool):
-    ranks = pool.run(dropout_that_is_drawn_again, 2)
-    assert [rank[-1] for rank in ranks] == [1, 1]
-    first, second, grad_output, output, input, grad = (
-        torch.cat(parts) for parts in list(zip(*ranks, strict=True))[:-1]
-    )
-    var, mean = torch.var_mean(first, 0, correction=0)
-    deviation = (var + 1e-5).sqrt()
-    torch.testing.assert_close(output, (first - mean) / deviation)
-    normalized = (second - mean) / deviation
-    covariance = (grad_output * normalized).mean(0)
-    expected = (grad_output - grad_output.mean(0) - normalized * covariance) / deviation
-    torch.testing.assert_close(grad, expected * second / input)
 
 
 def backward_several_times(how):
@@ -325,28 +291,6 @@ def test_nothing_is_held_beyond_the_graph(how):
     outputs.clear()
     assert regions_alive() == before
     assert checkpointing._runs_of_thread() == []
-
-
-def test_threads_that_share_a_layer():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-
-    def run(seed):
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(50):
-            input, grad_output = torch.randn(2, 4, 3, generator=generator)
-            input.requires_grad_()
-            expected = torch.autograd.grad(layer(input), input, grad_output)
-            result = torch.autograd.grad(CHECKPOINTS["non-reentrant"](layer, input), input, grad_output)
-            torch.testing.assert_close(result, expected)
-
-    layer = SyncBatchNorm(3, momentum=None)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(run, range(4)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert layer.num_batches_tracked == 400
 
 
 class UnknownFrame(torch_checkpoint._CheckpointFrame):

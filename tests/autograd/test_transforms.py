@@ -7,7 +7,7 @@ import torch.distributed as dist
 from formula import EPS, draw, normalize
 from observed import GATHER, collectives
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
@@ -103,36 +103,6 @@ def test_hessian_vector_product(pool, over):
     expected = vjp(gradient, input)[1](tangent)[0]
     for rank, result in enumerate(pool.run(hessian_vector_product, 2, over)):
         torch.testing.assert_close(result, expected.split(SPLITS)[rank])
-
-
-def called_functionally():
-    model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3)).double()
-    parameters = {name: draw(*p.shape, seed=i) for i, (name, p) in enumerate(model.named_parameters())}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    (input, *_), _ = shares()
-
-    def loss(parameters):
-        output = functional_call(model, (parameters, buffers), (input.mean(2),))
-        return output.sin().sum()
-
-    gradients = grad(loss)(parameters)
-    return gradients, buffers, dict(model.named_buffers())
-
-
-def test_functional_call(pool):
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    names = [name for name, _ in model.named_parameters()]
-    for i, parameter in enumerate(model.parameters()):
-        parameter.data.copy_(draw(*parameter.shape, seed=i))
-    untouched = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model(all_ranks()[0][0].mean(2)).sin().sum().backward()
-    ranks = pool.run(called_functionally, 2)
-    for name in names:
-        total = sum(gradients[name] for gradients, *_ in ranks)
-        torch.testing.assert_close(total, model.get_parameter(name).grad)
-    for _, buffers, own in ranks:
-        torch.testing.assert_close({f"{name}": value for name, value in buffers.items()}, dict(model.named_buffers()))
-        torch.testing.assert_close(own, untouched)
 
 
 def batched():

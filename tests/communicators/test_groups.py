@@ -84,25 +84,6 @@ def test_the_ranks_of_a_host_are_asked_for_once(pool, number):
         assert exchanges == 1
 
 
-def checks_of(process_group):
-    """How often a description is checked in forward passes that find its group."""
-    layer = SyncBatchNorm(1, process_group=process_group)
-    layer(torch.randn(2, 1))
-    checked, check = [], groups.check_rule
-    groups.check_rule = lambda *rule: checked.append(rule)
-    try:
-        for _ in range(3):
-            layer(torch.randn(2, 1))
-    finally:
-        groups.check_rule = check
-    return len(checked)
-
-
-@pytest.mark.parametrize("process_group", [2, 4, "node", [[0, 1], [2, 3]], [[3, 2, 1, 0]]], ids=str)
-def test_a_description_is_checked_at_its_first_use_only(pool, process_group):
-    assert pool.run(checks_of, 4, process_group) == [0] * 4
-
-
 def shared():
     forget_groups()
     known = dist.distributed_c10d._world.pg_names
@@ -414,12 +395,6 @@ def exchange(process_group):
     return communicator.size, communicator.rank, gathered.tolist(), communicator.all_reduce(packed.clone()).tolist()
 
 
-def test_default_group(pool):
-    rows = [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]
-    for rank, result in enumerate(pool.run(exchange, 3, None)):
-        assert result == (3, rank, rows, [30.0, 33.0, 36.0])
-
-
 kept = []
 
 
@@ -482,8 +457,3 @@ def test_a_backend_that_gathers_into_a_list_only(pool):
     for rows, calls in pool.run(exchange_where_single_all_gather_raises, 2, message):
         assert rows == [[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]] * 2
         assert calls == 1  # asked once, then known
-
-
-def test_other_errors_of_a_backend_come_through(pool):
-    message = "connection reset by peer"
-    assert pool.run(exchange_where_single_all_gather_raises, 2, message) == [(message, 1)] * 2

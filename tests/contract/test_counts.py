@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn import functional, ops
-from bagua_syncbn.communicators.c10d import TorchCommunicator
+from bagua_syncbn import ops
 from benchmarks.core.dispatch import DispatchCounter
 from benchmarks.core.memory import record_allocations
 from benchmarks.core.step import count_step
@@ -73,7 +72,7 @@ def make(case):
     return layer, x, grad if case.plain_grad else torch.randn((), dtype=case.dtype).expand(SHAPE)
 
 
-def count(name, plant=None):
+def count(name):
     """Runs on each rank. Returns both passes as they were counted, and the peak in sizes of the input."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     layer, x, grad = make(CASES[name])
@@ -83,10 +82,7 @@ def count(name, plant=None):
             output.backward(grad)
         layer.zero_grad()
         x.grad = None
-    with pytest.MonkeyPatch.context() as patch:
-        if plant is not None:
-            PLANTS[plant](patch)
-        forward, backward, peak = count_step(layer, x, grad)
+    forward, backward, peak = count_step(layer, x, grad)
     return forward, backward, peak / x.nbytes
 
 
@@ -124,79 +120,6 @@ def native():
 def test_no_count_grows(pool, name, world_size):
     for counted in pool.run(count, world_size, name):
         assert not complain(name, counted)
-
-
-def clone_input(patch):
-    stats = ops.batch_norm_stats
-    patch.setattr(ops, "batch_norm_stats", lambda input, *rest: stats(input.clone(), *rest))
-
-
-def make_input_contiguous(patch):
-    elemt = ops.batch_norm_elemt
-    patch.setattr(ops, "batch_norm_elemt", lambda input, *rest: elemt(input.contiguous(), *rest))
-
-
-def gather_twice(patch):
-    gather = TorchCommunicator.all_gather
-    patch.setattr(TorchCommunicator, "all_gather", lambda self, packed: (gather(self, packed), gather(self, packed))[0])
-
-
-def reduce_more(patch):
-    def all_reduce(self, packed):
-        more = torch.cat([packed, packed.new_zeros(1)])
-        dist.all_reduce(more, group=self.group)
-        return more[:-1]
-
-    patch.setattr(TorchCommunicator, "all_reduce", all_reduce)
-
-
-def read_count(patch):
-    merge = ops.merge_stats
-
-    def reading(*arguments):
-        merged = merge(*arguments)
-        assert float(merged[2].reshape(-1)[0]) >= 0
-        return merged
-
-    patch.setattr(functional.ops, "merge_stats", reading)
-
-
-def keep_gradient_in_float64(patch):
-    elemt = ops.batch_norm_backward_elemt
-    patch.setattr(ops, "batch_norm_backward_elemt", lambda grad, *rest: elemt(grad.double().float(), *rest))
-
-
-PLANTS = {
-    plant.__name__: plant
-    for plant in (clone_input, make_input_contiguous, gather_twice, reduce_more, read_count, keep_gradient_in_float64)
-}
-
-
-@pytest.mark.parametrize(
-    ("plant", "name", "found"),
-    [
-        ("clone_input", "float32", ["dispatched ops", "allocations of the size of the input"]),
-        ("make_input_contiguous", "channels_last", ["dispatched ops", "allocations of the size of the input"]),
-        ("gather_twice", "float32", ["collectives", "bytes on the wire", "waits for collectives", "dispatched ops"]),
-        ("reduce_more", "float32", ["bytes on the wire", "dispatched ops"]),
-        ("read_count", "float32", ["reads by the host", "dispatched ops"]),
-        ("keep_gradient_in_float64", "float32", ["dispatched ops", "allocations of the size of the input", "peak"]),
-    ],
-)
-def test_what_costs_more_is_found(pool, plant, name, found):
-    for counted in pool.run(count, 2, name, plant):
-        problems = complain(name, counted)
-        assert all("it costs more" in problem for problem in problems)
-        memory = () if native() else ("allocations of the size of the input", "peak")
-        for what in found:
-            assert what in memory or any(what in problem for problem in problems), problems
-
-
-def test_what_costs_less_is_found(pool):
-    (counted, *_) = pool.run(count, 2, "first layer")
-    problems = complain("float32", counted)
-    assert any("dispatched ops" in problem for problem in problems)
-    assert all("lower what" in problem for problem in problems)
 
 
 def count_beside_torch(train):

@@ -142,15 +142,6 @@ def test_copies_and_compiled_ones_too(pool, cls, through):
     check(cls, {}, (1, 5), pool.run(run_share, 2, cls, {}, (1, 5), through))
 
 
-def unsynchronized(cls):
-    return run(nn.Sequential(cls(3, dtype=torch.float64)), batch().split((2, 4))[dist.get_rank()])
-
-
-def test_the_comparison_can_fail(pool):
-    with pytest.raises(AssertionError):
-        check(BatchNormAct, {}, (2, 4), pool.run(unsynchronized, 2, BatchNormAct))
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_evaluation_is_left_alone_and_revert_is_exact(cls):
     model = nn.Sequential(cls(3).eval())
@@ -254,17 +245,6 @@ def test_a_forward_that_calls_itself():
     with pytest.raises(ArithmeticError):
         layer(input)
     assert set(vars(layer)) == before, "nothing stays behind, to be pickled with the layer"
-
-
-class NothingInEvaluation(nn.BatchNorm2d):
-    def forward(self, input):
-        return super().forward(input) if self.training else input
-
-
-def test_evaluation_is_not_watched():
-    model = convert_sync_batchnorm(nn.Sequential(NothingInEvaluation(3))).eval()
-    input = torch.randn(4, 3, 2, 2)
-    assert model(input) is input
 
 
 class Frozen(nn.BatchNorm2d):

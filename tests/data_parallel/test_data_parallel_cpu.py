@@ -19,14 +19,7 @@ Pair = namedtuple("Pair", ["a", "b"])
 
 @pytest.mark.parametrize(
     ("device_ids", "shared"),
-    [
-        ([0, 0], True),
-        ([0, "cuda:0"], True),
-        (["cuda:0", "cpu"], True),
-        (["cpu"], True),
-        ([0, 1], False),
-        ([], False),
-    ],
+    [([0, 0], True), ([0, "cuda:0"], True), (["cuda:0", "cpu"], True), (["cpu"], True), ([0, 1], False), ([], False)],
     ids=str,
 )
 def test_devices_that_are_named_twice(device_ids, shared):
@@ -51,26 +44,6 @@ def test_what_is_split_and_gathered():
     assert output["count"].tolist() == [3, 2]
     with pytest.raises(ValueError, match=r"inputs: expected tensors that split .* got some that split into \[1, 2\]"):
         model(x, y[:1])
-
-
-class Constant(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value, self.got = value, []
-
-    def forward(self, *args, **kwargs):
-        self.got.append((args, kwargs))
-        return self.value
-
-
-def test_inputs_without_tensors():
-    module = Constant(torch.ones(1))
-    model = DataParallelWithCallback(module, ["cpu"] * 2)
-    assert model().shape == (1,)
-    assert model(3, name=None).shape == (2,)  # as torch has it: one for each device
-    assert module.got == [((), {}), ((3,), {"name": None}), ((3,), {"name": None})]
-    with pytest.raises(TypeError, match=r"module: expected outputs that are tensors or None, .* got int"):
-        DataParallelWithCallback(Constant(3), ["cpu"] * 2)(torch.ones(2))
 
 
 def test_dim():
@@ -130,11 +103,6 @@ def test_replicas_of_other_modules():
         assert (parameter.grad is None) == (reference.grad is None) == (name == "heads.1")
         if name != "heads.1":
             torch.testing.assert_close(parameter.grad, reference.grad)
-
-
-def test_the_module_must_be_on_the_first_device():
-    with pytest.raises(RuntimeError, match="must have its parameters and buffers on device cpu"):
-        DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)(torch.ones(2, 2))
 
 
 def test_the_example(monkeypatch, capsys):

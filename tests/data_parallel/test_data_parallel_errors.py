@@ -140,19 +140,6 @@ def test_replicas_that_run_twice():
     assert model.module[0].num_batches_tracked == 20
 
 
-@pytest.mark.parametrize("deeper", [0, 1])
-def test_a_model_that_calls_itself(deeper):
-    def script(module, copy_id, input, depth=4):
-        if depth < 4:
-            return input if depth == 0 else module(input, depth - 1)
-        late = module(input, 3) if copy_id == deeper else input
-        return module.late(late)
-
-    module = Steps(script)
-    promptly(parallel(module, "cpu", 2), torch.randn(4, 2))
-    assert module.late.num_batches_tracked == 1
-
-
 def test_many_meetings():
     # What a lost wakeup would hang in.
     def script(module, copy_id, input):

@@ -1,5 +1,6 @@
 """Cases of the contract: what each rank runs, and what one process gives on the concatenated batch in float64."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,55 +77,53 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     raise ValueError(f"layout: got {layout!r}")
 
 
+def run(
+    case: Case, layer: Any, forward: Callable[[Tensor, int], Tensor], own: Callable[[Tensor], Tensor], needs_grad: bool
+) -> dict[str, Any]:
+    """Runs the steps, with ``own`` of each batch; returns outputs and gradients by step, and the buffers at the end."""
+    results: dict[str, Any] = {"outputs": [], "input_grads": [], "parameter_grads": []}
+    for step in range(case.steps):
+        layer.zero_grad()
+        input, grad_output = map(own, case.batch(step))
+        # Detached after the layout is made, so that the layer's input is a leaf of just this layout.
+        input = input.detach().requires_grad_(needs_grad)
+        output = forward(input, step)
+        if output.requires_grad:
+            output.backward(grad_output)
+        results["outputs"].append(output.detach())
+        results["input_grads"].append(input.grad)
+        results["parameter_grads"].append({name: parameter.grad for name, parameter in layer.named_parameters()})
+    return results | {"buffers": dict(layer.named_buffers())}
+
+
 def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> dict[str, Any]:
-    """Runs ``case`` on this rank; returns its outputs and gradients by step, and its buffers at the end."""
+    """Runs ``case`` on this rank."""
     rank = dist.get_rank() if rank is None else rank
     layer = case.layer(case.dtype if case.parameter_dtype is None else case.parameter_dtype)
     layer.process_group = process_group
-    outputs, input_grads, parameter_grads = [], [], []
-    for step in range(case.steps):
-        layer.zero_grad()
-        input, grad_output = (part.split(case.splits)[rank] for part in case.batch(step))
-        # Detached after the layout is made, so that the layer's input is a leaf of just this layout.
-        input = laid_out(input, case.layout).detach().requires_grad_("input" not in case.frozen)
-        output = layer(input)
+
+    def forward(input: Tensor, step: int) -> Tensor:
+        output: Tensor = layer(input)
         assert output.dtype == case.dtype
         if case.layout not in ("transposed", "sliced"):  # F.batch_norm makes these contiguous
             assert output.stride() == input.stride()
-        if output.requires_grad:
-            output.backward(laid_out(grad_output, case.layout))
-        outputs.append(output.detach())
-        input_grads.append(input.grad)
-        parameter_grads.append({name: parameter.grad for name, parameter in layer.named_parameters()})
-    return {
-        "outputs": outputs,
-        "input_grads": input_grads,
-        "parameter_grads": parameter_grads,
-        "buffers": dict(layer.named_buffers()),
-    }
+        return output
+
+    def own(batch: Tensor) -> Tensor:
+        return laid_out(batch.split(case.splits)[rank], case.layout)
+
+    return run(case, layer, forward, own, "input" not in case.frozen)
 
 
 def run_reference(case: Case) -> dict[str, Any]:
     """Runs ``case`` in one process on the concatenated batch with torch's batch norm, in float64."""
     layer = case.layer(torch.float64)
-    outputs, input_grads, parameter_grads = [], [], []
-    for step in range(case.steps):
-        layer.zero_grad()
-        input, grad_output = (part.double() for part in case.batch(step))
-        input.requires_grad_()
+
+    def forward(input: Tensor, step: int) -> Tensor:
         if case.track_running_stats:
             layer.num_batches_tracked.add_(1)
         momentum = 1 / (step + 1) if case.momentum is None else case.momentum
-        output = F.batch_norm(
-            input, layer.running_mean, layer.running_var, layer.weight, layer.bias, True, momentum, case.eps
-        )
-        output.backward(grad_output)
-        outputs.append(output.detach())
-        input_grads.append(input.grad)
-        parameter_grads.append({name: parameter.grad for name, parameter in layer.named_parameters()})
-    return {
-        "outputs": outputs,
-        "input_grads": input_grads,
-        "parameter_grads": parameter_grads,
-        "buffers": dict(layer.named_buffers()),
-    }
+        buffers = layer.running_mean, layer.running_var
+        return F.batch_norm(input, *buffers, layer.weight, layer.bias, True, momentum, case.eps)
+
+    return run(case, layer, forward, Tensor.double, True)

@@ -94,10 +94,7 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
     (_gather(lambda c: c, lambda c: c[1:], COUNT), "running_var: expected one element for each channel, got 2 for 3"),
     (_gather(lambda c: c, lambda c: c.int(), COUNT), "running_var: expected float16, bfloat16"),
     (_gather(lambda c: c, lambda c: c, lambda c: c), "num_batches_tracked: expected an int64 scalar"),
-    (
-        _gather(lambda c: c, lambda c: c, None, momentum=None),
-        "num_batches_tracked: expected a tensor",
-    ),
+    (_gather(lambda c: c, lambda c: c, None, momentum=None), "num_batches_tracked: expected a tensor"),
 ]
 
 

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
 
 MESSAGES = [
@@ -108,13 +107,6 @@ def test_distributed_tensors_and_traces_of_training(pool):
     (sharded, traced), _ = pool.run(refused_in_a_job, 2, timeout=60)
     assert "got a DTensor; if it is sharded over samples, pass its to_local()" in sharded
     assert "no torch.jit.trace in training" in traced
-
-
-def test_convert_checks_the_group_before_it_changes_a_layer():
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    with pytest.raises(TypeError, match="process_group: expected"):
-        bagua_syncbn.convert_sync_batchnorm(model, "everyone")
-    assert type(model[0]) is torch.nn.BatchNorm1d
 
 
 def test_what_was_right_once_is_checked_again_when_it_changes():

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.ao.quantization import fuse_modules, fuse_modules_qat, get_default_qat_qconfig, prepare_qat
-from torch.fx.experimental.optimization import fuse
+from torch.ao.quantization import fuse_modules_qat, get_default_qat_qconfig, prepare_qat
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from training import STEPS, make_batches, make_model, make_optimizer
 
-from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, sync_batch_norm
 
 
 def evaluated(process_group="node"):
@@ -108,25 +107,8 @@ def test_symbolic_trace(training):
         torch.fx.symbolic_trace(SyncBatchNorm2d(3))
 
 
-def test_fx_fuses_what_is_reverted():
-    model, input = evaluated()
-    traced = torch.fx.symbolic_trace(model)
-    fused = fuse(revert_sync_batchnorm(traced))
-    assert sum(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in fused.modules()) == 0
-    torch.testing.assert_close(fused(input), model(input), rtol=1e-4, atol=1e-5)
-
-
 def make_block():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-
-
-@pytest.mark.parametrize(("fuser", "training"), [(fuse_modules, False), (fuse_modules_qat, True)])
-def test_quantization_fuses_what_is_not_converted(fuser, training):
-    names = ["0", "1", "2"]
-    model = convert_sync_batchnorm(make_block().train(training))
-    with pytest.raises(AssertionError, match="SyncBatchNorm2d"):
-        fuser(model, names)
-    assert type(fuser(revert_sync_batchnorm(model), names)[0]) is type(fuser(make_block().train(training), names)[0])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

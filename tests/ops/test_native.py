@@ -27,31 +27,8 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # Vectors hold 4 to 16 values and sums 64 lanes; rows come in groups of 8 and tiles of at most 256, spans have 16384
 # values, and parts 32768 at least.
 PLANAR_SIZES = [
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    33,
-    47,
-    63,
-    64,
-    65,
-    79,
-    127,
-    128,
-    129,
-    1021,
-    16384,
-    16385,
-    40000,
+    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47),
+    *(63, 64, 65, 79, 127, 128, 129, 1021, 16384, 16385, 40000),
 ]
 INTERLEAVED_CHANNELS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130, 257]
 INTERLEAVED_ROWS = [1, 2, 7, 8, 9, 255, 256, 257, 1000]

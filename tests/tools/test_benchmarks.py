@@ -20,9 +20,6 @@ import benchmarks.__main__
 from benchmarks import charts, peers, report
 from benchmarks.core import timing
 from benchmarks.core.cases import elements, of_section, ratios
-from benchmarks.core.disturbance import quietest
-from benchmarks.cpu import report as cpu_report
-from benchmarks.ranks import report as ranks_report
 from benchmarks.ranks import training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,50 +119,6 @@ def test_ranks_train_like_one_process_when_synchronized(pool):
     assert pool.run(train_a_little, 2, "local")[0] != pytest.approx(reference, rel=1e-4)
 
 
-def rows(table):
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_what_tables_make_of_samples():
-    case = {"shape": [10, 100, 1000], "layout": "planar", "threads": 1, "path": "ops", "faults": 0, "dropped": 0}
-    op_times = {"copy": [100.0] * 3, "stats": [50.0] * 3, "elemt": [90.0, 100.0, 150.0]}
-    op_times |= {"backward_reduce": [126.0] * 3, "backward_elemt": [225.0] * 3}
-    rank_times = {"ours": [600.0, 660.0], "local": [300.0] * 2, "naive": [1200.0, 1320.0]}
-    losses = [1.0] * 9 + [training.TARGET] * training.BOUT + [5.0]
-    recorded = {
-        "machine": {"cores": 1},
-        "cases": [
-            {**case, "section": "ops", "microseconds": op_times},
-            {**case, "section": "local", "microseconds": {"ours": [500.0], "torch": [1000.0], "copy": [75.0]}},
-            {**case, "section": "layers", "ranks": 2,
-             "microseconds": {**rank_times, "copy": [50.0] * 2, "collectives": [100.0] * 2, "ops": [70.0] * 2,
-                              "ours forward collectives": [200.0] * 2, "ours backward collectives": [100.0] * 2}},
-            {"section": "training", "ranks": 2, "losses": {"ours": losses, "local": [1.0] * 30},
-             "milliseconds": {"ours": [100.0] * 20, "local": [1.0] * 30}},
-        ],
-    }  # fmt: skip
-
-    def only_row(table):
-        header, _, row = rows(table(recorded))
-        return dict(zip(header, row, strict=True))
-
-    ops = only_row(cpu_report.ops_table)
-    assert [ops[name] for name in ("stats", "elemt", "backward_reduce", "copy, GB/s")] == [
-        "1.00 (1.00; 1.00-1.00)", "1.00 (0.90; 0.95-1.25)", "1.26 (1.26; 1.26-1.26)", "80"
-    ]  # fmt: skip
-    local = only_row(cpu_report.local_table)
-    assert [local[name] for name in ("ours / torch", "floor / torch", "ours / floor")] == [
-        "0.50 (0.50; 0.50-0.50)", "0.30", "1.67"
-    ]  # fmt: skip
-    layers = only_row(ranks_report.layers_table)
-    assert layers["ranks"] == "2*"  # they share a core
-    assert (layers["ours / local"], layers["ours / naive"]) == ("2.10 (2.00; 2.05-2.15)", "0.50")
-    assert ranks_report._rest(recorded["cases"][2]) == "0.260 (0.230)"
-    assert layers["floor / ours"] == f"{(300 / 600 + 300 / 660) / 2:.2f}"
-    seconds = [ranks_report.seconds_to_target(recorded["cases"][-1], name) for name in ("ours", "local")]
-    assert seconds == [pytest.approx(1.9), None]
-
-
 def test_rounds():
     calls = []
     workload = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
@@ -181,16 +134,6 @@ def test_rounds():
         "dropped": 1,
     }
     assert timing.record([faulty] * 3 + [quiet], True)["dropped"] == 0
-
-
-def test_the_least_disturbed_attempt_counts():
-    def attempts(*loads):
-        rest = iter(loads)
-        return quietest(lambda: {"foreign_cores": next(rest)}, 3, lambda: True)["foreign_cores"], list(rest)
-
-    assert attempts(0.0, 1.0) == (0.0, [1.0])
-    assert attempts(1.0, 0.5, 0.7, 0.0) == (0.5, [0.0])
-    assert attempts(None, 1.0) == (None, [1.0])
 
 
 def test_the_page_and_its_charts_show_what_was_recorded():
