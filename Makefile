@@ -27,12 +27,13 @@ SOURCES := pyproject.toml setup.py $(NATIVE)
 # For `make gpu`: one that has a CUDA build of torch; nothing is installed.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test test-faults bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel test-installs bagua-env \
-	demo-bagua test-bagua lint format docs clean
+.PHONY: help demo test test-slow test-faults bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel \
+	test-installs bagua-env demo-bagua test-bagua lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
 	@echo 'make test    all tests that run without a GPU'
+	@echo 'make test-slow   those that take minutes or much memory'
 	@echo 'make test-faults     ranks that diverge or die, also with 3 and 4 ranks'
 	@echo 'make bench   what synchronization costs here, and what others would: tables, results.json, charts; build/bench/'
 	@echo 'make bench-quick     the same as a first impression, in two minutes'
@@ -55,10 +56,16 @@ demo: $(VENV)/installed-demo
 # All of it on the native kernels, and what is marked reference_too once more on the reference ops: in these folders,
 # because to collect all tests costs ten seconds.
 REFERENCE_TOO := tests/contract tests/layer tests/ops
+# Two files at a time: each has ranks of its own.
+TEST_JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
-	BAGUA_SYNCBN_KERNELS=reference $(BIN)/python -m pytest -q -m 'reference_too and not gpu and not slow' $(ARGS) \
-		$(REFERENCE_TOO)
+	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+	BAGUA_SYNCBN_KERNELS=reference $(PYTEST) -q -m 'reference_too and not gpu and not slow' $(ARGS) $(REFERENCE_TOO)
+
+# What is left out above: many ranks, the real launcher, all planted bugs, tensors of 2^31 values and tens of gigabytes.
+test-slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine.
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer

@@ -1,7 +1,7 @@
 """What tests compile lies in build/tests, by the contents of what it was made of: the next run finds it there."""
 
+import fcntl
 import hashlib
-import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -34,18 +34,20 @@ def compile_once(command: Sequence[str], source: Path, trees: Sequence[Path]) ->
     for path in (path for tree in trees for path in sorted(tree.rglob("*.*")) if "cpu" not in path.parts):
         digest.update(path.name.encode() + path.read_bytes())
     target = PLACE / f"{source.stem}-{digest.hexdigest()[:20]}.o"
-    if not target.exists():
-        _compile(command, source, target)
+    PLACE.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        if not target.exists():
+            _compile(command, source, target)
     target.touch()
     return target
 
 
 def _compile(command: Sequence[str], source: Path, target: Path) -> None:
-    PLACE.mkdir(parents=True, exist_ok=True)
     for old in PLACE.iterdir():
         if old.stat().st_mtime < time.time() - KEPT:
             old.unlink(missing_ok=True)
-    unfinished = target.with_suffix(f".{os.getpid()}.o")
+    unfinished = target.with_suffix(".part")
     result = subprocess.run([*command, str(source), "-o", str(unfinished)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     target.with_suffix(".txt").write_text(result.stderr)

@@ -98,38 +98,19 @@ def test_arguments_are_checked(ops, call, message):
 def test_all_must_be_on_one_device(ops):
     """Called past the dispatcher, which would send a call with a meta tensor elsewhere."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    x, c, sums, rows, count = torch.ones(2, 3, 4), torch.ones(3), torch.ones(6), torch.ones(2, 8), torch.tensor(8)
+    x, c, count = torch.ones(2, 3, 4), torch.ones(3), torch.tensor(8)
     calls = {
-        "batch_norm_gather_stats": (
-            {
-                "gathered": rows,
-                "running_mean": c,
-                "running_var": c,
-                "num_batches_tracked": count,
-                "momentum": 0.1,
-                "eps": 1e-5,
-            },
-            ("running_mean", "running_var", "num_batches_tracked"),
-        ),
-        "batch_norm_elemt": (
-            {"input": x, "weight": c, "bias": c, "mean": c, "invstd": c},
-            ("weight", "bias", "mean", "invstd"),
-        ),
-        "batch_norm_backward_reduce": (
-            {"grad_output": x, "input": x, "mean": c, "invstd": c, "weight": c},
-            ("grad_output", "mean", "invstd"),
-        ),
-        "batch_norm_backward_elemt": (
-            {"grad_output": x, "input": x, "weight": c, "mean": c, "invstd": c, "sums": sums, "count": count},
-            ("grad_output", "weight", "mean", "invstd", "sums", "count"),
-        ),
+        ops.batch_norm_gather_stats: ([torch.ones(2, 8), c, c, count, 0.1, 1e-5], range(1, 4)),
+        ops.batch_norm_elemt: ([x, c, c, c, c], range(1, 5)),
+        ops.batch_norm_backward_reduce: ([x, x, c, c, c], (0, 2, 3)),
+        ops.batch_norm_backward_elemt: ([x, x, c, c, c, torch.ones(6), count], (0, *range(2, 7))),
     }
-    for op, (arguments, names) in calls.items():
-        for name in names:
-            elsewhere = arguments | {name: arguments[name].to("meta")}
+    for op, (arguments, places) in calls.items():
+        for place in places:
+            elsewhere = [a.to("meta") if i == place else a for i, a in enumerate(arguments)]
             message = "expected it on the device of the other arguments, got a device of another kind beside cpu"
-            with pytest.raises(RuntimeError, match=f"^{name}: {message}$"):
-                getattr(ops, op).redispatch(keys, *elsewhere.values())
+            with pytest.raises(RuntimeError, match=f"^{op._schema.arguments[place].name}: {message}$"):
+                op.redispatch(keys, *elsewhere)
 
 
 def aten_calls(function, *args):
