@@ -4,23 +4,29 @@
 
 #include <atomic>
 
-#include "kernels.h"
+#include "launch.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Compiled for the same cards as the others.
-template <typename T>
-__global__ void do_nothing() {}
+// Loads the machine code of all kernels. CUDA does that as late as it can, at the first launch of each; and may then
+// wait for what runs on the device, such as a collective that waits for other ranks, which may be waiting for this one.
+cudaError_t load_kernels() {
+  cudaFuncAttributes attributes;
+  for (const void* kernel : all_kernels()) {
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
 
 Support find_support(int32_t device) {
   const Versions here = versions();
   if (here.driver / 1000 < here.runtime / 1000) return Support::kOldDriver;
   int32_t before = 0;
-  cudaFuncAttributes attributes;
   cudaGetDevice(&before);
   cudaSetDevice(device);
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, do_nothing<float>);
+  const cudaError_t error = load_kernels();
   cudaSetDevice(before);
   switch (error) {
     case cudaErrorNoKernelImageForDevice:

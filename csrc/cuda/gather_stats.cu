@@ -225,6 +225,8 @@ __global__ void __launch_bounds__(kThreads, 4) merge_ranks(const GatherArguments
   }
 }
 
+const Known known(merge_ranks<float>, merge_ranks<double>);
+
 // As many groups as ranks are for, up to a block that has as many threads as a tile has ranks.
 template <typename A>
 const char* launch_merge(const GatherArguments& arguments, Stream stream) {

@@ -1,4 +1,4 @@
-// The five ops on plain device memory: what torch/register.cpp calls and the .cu files define. No torch here.
+// The ops on plain device memory: what torch/register.cpp calls and the .cu files define. No torch here.
 //
 // Each op launches one kernel on `stream` and returns; it returns nullptr, or what went wrong. Tensors are in one
 // of the two layouts of layout.h and not empty; per-channel tensors are contiguous.
@@ -59,6 +59,9 @@ constexpr int64_t kTickets = 1024;
 // `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h.
 const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
                   Stream stream);
+
+// Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
+const char* zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Stream stream);
 
 // What has the accumulate dtype is `accumulate`. `running_mean` and `running_var`: both null, or neither. `batches` may
 // be null unless `averages`, which means a factor of 1 / batches in place of `momentum`. `fault` may be null, and is in

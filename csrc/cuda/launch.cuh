@@ -7,14 +7,30 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <type_traits>
+#include <vector>
 
 #include "kernels.h"
 #include "split.h"
 #include "values.cuh"
 
 namespace bagua_syncbn::cuda {
+
+// All kernels of this library, so that they can be loaded before the first one runs (device.cu).
+inline std::vector<const void*>& all_kernels() {
+  static std::vector<const void*> kernels;
+  return kernels;
+}
+
+// Adds some to them, when the library is loaded.
+struct Known {
+  template <typename... Kernels>
+  explicit Known(Kernels... kernels) {
+    (all_kernels().push_back(reinterpret_cast<const void*>(kernels)), ...);
+  }
+};
 
 // Launches `kernel`; returns nullptr, or what went wrong. The check catches what the launch itself can report, and does
 // not wait for the kernel.
@@ -24,6 +40,9 @@ const char* launch(void (*kernel)(Parameters...), const Grid& grid, dim3 threads
   if (grid.x > INT32_MAX) return "more channels than a grid has blocks";
   const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
 #if defined(BAGUA_SYNCBN_EMULATOR)
+  const auto& known = all_kernels();
+  if (std::find(known.begin(), known.end(), reinterpret_cast<const void*>(kernel)) == known.end())
+    return "a kernel that is not among all_kernels()";
   return emulator::launch(blocks, threads, [=] { kernel(arguments...); });
 #else
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
@@ -40,9 +59,13 @@ dim3 block_of(const Plan& plan) {
   return dim3(static_cast<unsigned>(plan.columns), static_cast<unsigned>(plan.rows));
 }
 
+template <typename Kernels>
+inline const Known known_of(Kernels::planar, Kernels::interleaved);
+
 // Calls `start(kernel, plan)` for the layout.
 template <typename Kernels, typename T, int W, typename Start>
 const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const Start& start) {
+  static_cast<void>(&known_of<Kernels>);  // so that it is there
   if (g.interleaved) return start(Kernels::interleaved, split_interleaved(g, W, sizeof(T), pass));
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);
   const Planar plan = split_planar(g, W, misaligned, pass);

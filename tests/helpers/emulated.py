@@ -19,7 +19,7 @@ from torch import Tensor
 from bagua_syncbn.ops import accumulate_dtype, schemas
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
-KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
+KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
 # Of those for undefined behaviour the ones that a kernel can run into: all of them take half as long again to compile.
 SANITIZERS = (
     "-fsanitize=address,alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",

@@ -59,7 +59,11 @@ def test_gradients_of_another_layout(ops):
 def test_empty_input(ops, shape):
     input, ones = torch.ones(shape), torch.ones(3)
     assert ops.batch_norm_stats(input).tolist() == [0] * 8
+    assert ops.batch_norm_stats(input.double(), [7, 0, 9]).tolist() == [0] * 8 + [7, 0, 9]
+    assert set(aten_calls(ops.batch_norm_stats, input, [7, 0, 9])) <= {"aten::contiguous"}  # launches nothing here
     assert ops.batch_norm_elemt(input, None, None, ones, ones).shape == shape
+    sums, *_ = ops.batch_norm_backward_reduce(input, input, ones, ones, None, [3, 9])
+    assert sums.tolist() == [0] * 6 + [3, 9]
     results = ops.batch_norm_backward_reduce(input, input, ones, ones, ones.half())
     assert [t.tolist() for t in results] == [[0] * 6, [0] * 3, [0] * 3]
     assert [t.dtype for t in results] == [torch.float32, torch.float16, torch.float16]

@@ -47,14 +47,9 @@ class PerChannelTensor {
 };
 
 // `zeros` of them, followed by the words: what a rank without values sends.
-Tensor zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const Tensor& like) {
-  const int64_t size = zeros + words.count;
-  const Tensor values = torch::stable::new_zeros(like, {&size, 1}, dtype);
-  for (int64_t w = 0; w < words.count; ++w) {
-    Tensor value = values;
-    value = torch::stable::narrow(value, 0, zeros + w, 1);
-    torch::stable::fill_(value, words.values[w]);
-  }
+Tensor make_zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const Tensor& like, const Context& context) {
+  Tensor values = allocate_vector(zeros + words.count, dtype, like);
+  check_cuda(zeros_and(words, values.mutable_data_ptr(), zeros, dtype_of(values), context.stream()));
   return values;
 }
 
@@ -68,7 +63,7 @@ Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values)
   const int64_t size = packed_size(laid.geometry.channels, words.count);
   const Context context(input);
   // Zeros: a count of 0, and moments that weigh nothing.
-  if (input.numel() == 0) return zeros_and(words, size - words.count, accumulate, input);
+  if (input.numel() == 0) return make_zeros_and(words, size - words.count, accumulate, input, context);
   Tensor packed = allocate_vector(size, accumulate, input);
   TorchWorkspace workspace(input, context);
   check_cuda(stats(laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, packed.mutable_data_ptr(), words,
@@ -132,7 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const ScalarType parameter = weight ? scalar_type(*weight) : accumulate;
   if (input.numel() == 0) {
-    return {zeros_and(words, width, accumulate, input), torch::stable::new_zeros(input, {&channels, 1}, parameter),
+    return {make_zeros_and(words, width, accumulate, input, context),
+            torch::stable::new_zeros(input, {&channels, 1}, parameter),
             torch::stable::new_zeros(input, {&channels, 1}, parameter)};
   }
   const PerChannelTensor means(mean), invstds(invstd);
