@@ -1,5 +1,5 @@
 // Says how csrc/cuda/split.h shares out tensors: for each line "interleaved value_size batch channels inner pass" of
-// its input (pass 0: a reduction, 1: element-wise), a line "width blocks threads parts slots_of_thread".
+// its input (pass 0: a reduction, 1: element-wise), a line "width blocks threads parts slots_of_thread groups".
 #include <cstdint>
 #include <iostream>
 
@@ -15,18 +15,18 @@ int main() {
   while (std::cin >> interleaved >> size >> batch >> channels >> inner >> pass) {
     const Geometry g{interleaved, batch, channels, inner};
     const int64_t width = takes_vectors(g, size, {nullptr}) ? kVectorBytes / size : 1;
-    const auto say = [&](const auto& plan, int64_t slots_of_thread) {
+    const auto say = [&](const auto& plan, int64_t slots_of_thread, int64_t groups) {
       const Grid grid = plan.grid();
       std::cout << width << ' ' << grid.x * grid.y * grid.z << ' ' << plan.columns * plan.rows << ' ' << plan.parts()
-                << ' ' << slots_of_thread << '\n';
+                << ' ' << slots_of_thread << ' ' << groups << '\n';
     };
     if (interleaved) {
       const Interleaved plan = split_interleaved(g, width, size, static_cast<Pass>(pass));
-      say(plan, ceil_div(ceil_div(plan.height, plan.row_parts), plan.rows));
+      say(plan, ceil_div(ceil_div(plan.height, plan.row_parts), plan.rows), std::max<int64_t>(1, plan.rows / width));
     } else {
       const Planar plan = split_planar(g, width, 0, static_cast<Pass>(pass));
       const int64_t slots = ceil_div(ceil_div(plan.slots, plan.along_inner), plan.columns);
-      say(plan, slots * ceil_div(ceil_div(plan.batch, plan.along_batch), plan.rows));
+      say(plan, slots * ceil_div(ceil_div(plan.batch, plan.along_batch), plan.rows), plan.columns * plan.rows);
     }
   }
 }

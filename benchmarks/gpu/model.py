@@ -1,16 +1,15 @@
 """What the launch geometry promises before a card has run it: ``python -m benchmarks.gpu.model`` prints a table.
 
-From the real geometry (csrc/cuda/split.h) and the registers that ptxas gives each kernel (tests/ops/registers.json):
-blocks, bytes in flight on a multiprocessor, serial rounds of the last block, and the share of the bandwidth of copying
-that an op can reach. Nothing of it is measured. The assumptions:
+From the real geometry (csrc/cuda/split.h), the registers that ptxas gives each kernel (tests/ops/registers.json) and
+the loops in its machine code (tests/ops/loops.json): blocks, bytes in flight on a multiprocessor, serial rounds of the
+last block, and the share of the bandwidth of copying that an op can reach. Nothing of it is measured. The assumptions:
 
-- A load takes ``LATENCY``, whatever else goes on; memory is busy where enough bytes are in flight on all
-  multiprocessors to cover that, and slower in proportion where they are not.
-- A thread has up to 64 bytes under way, and no more than it has to load; a kernel ends when its fullest multiprocessor
-  does.
-- Beside that it takes three latencies to begin and to end, two more to hand over to the block that merges parts, and
-  one for each round of eight parts that a thread of it loads.
-- Instructions are free. They are not where values are narrow; the machine code is not looked at here.
+- A load takes ``LATENCY``, whatever else goes on, and half of that where the value was just written. Memory is busy, or
+  the fullest multiprocessor is: by as many bytes in flight as the loops of its threads have, or by their instructions,
+  three in four cycles for each of its four schedulers.
+- Beside that an op takes three latencies to begin and to end, as copying does, two more to hand over to the block that
+  merges parts, and half of one for each round of eight parts that a thread of it loads.
+- Rows that are not aligned cost nothing.
 """
 
 import json
@@ -21,7 +20,7 @@ from collections.abc import Iterable
 from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.records import ROOT
 from ..core.tables import table
@@ -29,7 +28,8 @@ from . import shapes
 from .shapes import PASSES, Case
 
 LATENCY = 0.7e-6
-_IN_FLIGHT = 64  # bytes of a thread
+_ENDS = 3  # latencies
+_SLOT, _WARP = 16, 32
 _REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32  # of a multiprocessor
 _MERGED_AHEAD = 8
 _REDUCTIONS = ("stats", "backward_reduce")
@@ -39,9 +39,14 @@ class Card(NamedTuple):
     name: str
     multiprocessors: int
     bandwidth: float  # bytes a second: what copying reaches, nine tenths of the nominal figure
+    clock: float
 
 
-CARDS = (Card("A100", 108, 0.9 * 2.04e12), Card("H100", 132, 0.9 * 3.35e12), Card("H200", 132, 0.9 * 4.8e12))
+CARDS = (
+    Card("A100", 108, 0.9 * 2.04e12, 1.41e9),
+    Card("H100", 132, 0.9 * 3.35e12, 1.98e9),
+    Card("H200", 132, 0.9 * 4.8e12, 1.98e9),
+)
 
 
 class Launch(NamedTuple):
@@ -52,6 +57,7 @@ class Launch(NamedTuple):
     threads: int  # of a block
     parts: int  # of a channel
     slots: int  # loads of a thread, of each tensor
+    groups: int  # of threads that share out the parts of a channel
 
 
 class Prediction(NamedTuple):
@@ -59,6 +65,7 @@ class Prediction(NamedTuple):
     in_flight: int  # bytes on it
     rounds: int  # that the last block of a channel loads parts in, one after another
     share: float  # of the bandwidth of copying
+    of_copy: float  # of the speed of copying as many bytes, which has a beginning and an end too
 
 
 def compile_geometry(directory: Path, csrc: Path = ROOT / "csrc") -> Path:
@@ -82,29 +89,27 @@ def launches(program: Path, cases: Iterable[Case]) -> dict[tuple[Case, str], Lau
 
 
 @cache
-def _registers() -> dict[str, int]:
-    found: dict[str, int] = json.loads((ROOT / "tests" / "ops" / "registers.json").read_text())
+def _recorded(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "tests" / "ops" / name).read_text())
     return found
 
 
 def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
-    registers = _registers()[f"{case.layout}_{op} {case.dtype} x {launch.width}"]
-    fit = min(_REGISTERS // (registers * launch.threads), _THREADS // launch.threads, _BLOCKS)
+    kernel = f"{case.layout}_{op} {case.dtype} x {launch.width}"
+    instructions, loads = _recorded("loops.json")[kernel]
+    fit = min(_REGISTERS // (_recorded("registers.json")[kernel] * launch.threads), _THREADS // launch.threads, _BLOCKS)
     fullest = ceil(launch.blocks / card.multiprocessors)
     resident = min(fit, fullest)
     tensors = 1 if op in ("stats", "elemt") else 2
-    bytes_of_slot = launch.width * shapes.VALUE_BYTES[case.dtype]
-    in_flight = resident * launch.threads * min(_IN_FLIGHT, launch.slots * tensors * bytes_of_slot)
-    needed = card.bandwidth / card.multiprocessors * LATENCY
-    moved = PASSES[op] * case.size
-    # Until the fullest multiprocessor is done, at the speed that its bytes in flight allow.
-    imbalance = fullest * card.multiprocessors / launch.blocks
-    busy = moved / card.bandwidth * max(imbalance if fullest <= fit else 1.0, needed / in_flight * imbalance)
+    in_flight = resident * launch.threads * min(loads, launch.slots * tensors) * _SLOT
+    moved = PASSES[op] * case.size / card.bandwidth
+    slots = tensors * case.size / _SLOT * fullest / launch.blocks  # that the fullest multiprocessor loads
+    computing = slots * instructions / loads / _WARP / (0.75 * 4 * card.clock)
+    busy = max(moved, slots * _SLOT / in_flight * LATENCY, computing)
     merging = op in _REDUCTIONS and launch.parts > 1
-    groups = launch.threads if case.layout == "planar" else max(1, launch.threads // min(case.channels, 64))
-    rounds = ceil(launch.parts / groups / _MERGED_AHEAD) if merging else 0
-    seconds = busy + (3 + (2 + rounds if merging else 0)) * LATENCY
-    return Prediction(resident, in_flight, rounds, moved / card.bandwidth / seconds)
+    rounds = ceil(launch.parts / launch.groups / _MERGED_AHEAD) if merging else 0
+    seconds = busy + (_ENDS + (2 + rounds / 2 if merging else 0)) * LATENCY
+    return Prediction(resident, in_flight, rounds, moved / seconds, (moved + _ENDS * LATENCY) / seconds)
 
 
 def prediction_table(cases: list[Case], program: Path) -> str:
@@ -116,8 +121,11 @@ def prediction_table(cases: list[Case], program: Path) -> str:
         h200 = predicted["stats"][-1]
         shares = [" / ".join(f"{100 * predicted[op][i].share:.0f}" for op in PASSES) for i in range(len(CARDS))]
         size = "x".join(map(str, case.shape))
-        rows.append([f"{size} {case.dtype} {case.layout}", first.blocks, h200.in_flight // 1024, h200.rounds, *shares])
+        beside = " / ".join(f"{100 * predicted[op][-1].of_copy:.0f}" for op in PASSES)
+        of_stats = first.blocks, h200.in_flight // 1024, h200.rounds
+        rows.append([f"{size} {case.dtype} {case.layout}", *of_stats, *shares, beside])
     header = ["input", "blocks of stats", "KB in flight", "rounds", *(f"{card.name}: %" for card in CARDS)]
+    header.append("H200: % of a copy of as much")
     return table(header, rows)
 
 

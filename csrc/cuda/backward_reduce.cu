@@ -30,8 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
   const auto load = [&] {
     const unsigned valid = next_slots(walk, slots);
-    load_slots(walk, dy, slots, grads);
-    load_slots(walk, x, slots, values);
+    load_pairs(walk, dy, x, slots, grads, values);
     return valid;
   };
   bool more = !walk.done();

@@ -16,14 +16,19 @@ namespace bagua_syncbn::cuda {
 // Threads of a block at most, and of a warp.
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-// Bytes of the widest load there is on all cards, and of a cache line: so much of a row an interleaved block takes.
+// Bytes of the widest load there is on all cards.
 constexpr int kVectorBytes = 16;
+// So much of a row an interleaved block takes: of a cache line. A reduction takes half, which memory can still give by
+// itself: the more threads of a block have a channel in common, the fewer rounds does merging its parts take.
 constexpr int kLineBytes = 128;
+constexpr int kReducedBytes = 64;
 
 // Blocks to aim at: two or three rounds on the largest cards, at the four to eight blocks that run on a multiprocessor.
 // A reduction takes fewer, since someone has to add up what they leave.
 constexpr int64_t kReduceBlocks = 1024;
 constexpr int64_t kElementBlocks = 4096;
+// Interleaved, where blocks leave more to add up: three for each multiprocessor of the largest cards, as many as run.
+constexpr int64_t kReduceRowBlocks = 396;
 // Below so many blocks, two for each multiprocessor of the largest cards, a part is as small as one batch a thread.
 constexpr int64_t kFewBlocks = 264;
 // Loads that a thread has under way before it uses the first: by number of values at once.
@@ -158,15 +163,16 @@ inline int64_t parts_worth_merging(int64_t batches, int64_t groups) {
 inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Pass pass) {
   Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
   const int64_t slots = ceil_div(g.channels, width);
-  plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : kLineBytes / (width * value_size));
+  const int64_t bytes = pass == Pass::kReduction ? kReducedBytes : kLineBytes;
+  plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : bytes / (width * value_size));
   plan.tiles = ceil_div(slots, plan.columns);
   const int64_t threads = power_of_two(plan.columns * plan.height, 64, kThreads);  // one for each channel of a tile
   plan.rows = threads / plan.columns;
   const int64_t slots_of_thread = plan.height / plan.rows;
   plan.row_parts = parts_of(plan.tiles, slots_of_thread, width, pass);
   if (pass == Pass::kReduction) {
-    const int64_t most = parts_worth_merging(slots_of_thread / kBatch, threads / (plan.columns * width));
-    plan.row_parts = std::min(plan.row_parts, most);
+    const int64_t worth = parts_worth_merging(slots_of_thread / kBatch, threads / (plan.columns * width));
+    plan.row_parts = std::min({plan.row_parts, worth, std::max<int64_t>(1, kReduceRowBlocks / plan.tiles)});
   }
   plan.rows_of_part = {plan.height, plan.row_parts};
   return plan;

@@ -24,31 +24,32 @@ struct Slot {
   __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
 };
 
+// A slot as it was loaded. Values of 16 bits are waited for where they are taken apart, and the compiler does that
+// where two ways to load them meet: so these meet as four registers.
+template <typename T, int W>
+using Bits = std::conditional_t<W == 1, T, uint4>;
+
 // The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
 // tensor, so that they can be loaded at once.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
-  Pack<T, W> pack;
+__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
   if constexpr (W == 1) {
-    pack.values[0] = slot.holds(0) ? x[slot.offset] : narrow<T>(0);
-    return pack;
-  }
-  // Both ways lead to the same four registers. If they met as W values, those of 16 bits would be taken apart as soon
-  // as they are loaded, and so be waited for before the next load.
-  uint4 bits{0, 0, 0, 0};
-  if (slot.full() || (whole && slot.last > 0)) {
-    bits = *reinterpret_cast<const uint4*>(x + slot.offset);
-  } else if (slot.last > 0) {
+    return slot.holds(0) ? x[slot.offset] : narrow<T>(0);
+  } else {
+    uint4 bits{0, 0, 0, 0};
+    if (slot.full() || (whole && slot.last > 0)) {
+      bits = *reinterpret_cast<const uint4*>(x + slot.offset);
+    } else if (slot.last > 0) {
+      Pack<T, W> pack;
 #pragma unroll
-    for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
-    memcpy(&bits, &pack, sizeof(bits));
+      for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+      memcpy(&bits, &pack, sizeof(bits));
+    }
+    return bits;
   }
-  memcpy(&pack, &bits, sizeof(bits));
-  return pack;
 }
 
-// The W values at `offset`; zeros if it is negative. As in load_slot, four registers until all loads of a batch are
-// under way.
+// The W values at `offset`; zeros if it is negative.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_at(const T* x, int64_t offset) {
   Pack<T, W> pack;
@@ -238,7 +239,23 @@ template <int K, int W, typename T>
 __device__ __forceinline__ void load_slots(const PlanarWalk<W>& walk, const T* x, const Slot<W> (&slots)[K],
                                            Pack<T, W> (&packs)[K]) {
 #pragma unroll
-  for (int u = 0; u < K; ++u) packs[u] = load_slot(x, slots[u], walk.whole());
+  for (int u = 0; u < K; ++u) {
+    const Bits<T, W> bits = load_slot(x, slots[u], walk.whole());
+    memcpy(&packs[u], &bits, sizeof(bits));
+  }
+}
+
+// Of two tensors, whose values are taken apart after all of these loads.
+template <int K, int W, typename T>
+__device__ __forceinline__ void load_pairs(const PlanarWalk<W>& walk, const T* x, const T* y, const Slot<W> (&slots)[K],
+                                           Pack<T, W> (&x_packs)[K], Pack<T, W> (&y_packs)[K]) {
+  Bits<T, W> x_bits[K], y_bits[K];
+#pragma unroll
+  for (int u = 0; u < K; ++u) x_bits[u] = load_slot(x, slots[u], walk.whole());
+#pragma unroll
+  for (int u = 0; u < K; ++u) y_bits[u] = load_slot(y, slots[u], walk.whole());
+  memcpy(&x_packs, &x_bits, sizeof(x_bits));
+  memcpy(&y_packs, &y_bits, sizeof(y_bits));
 }
 
 // Interleaved: the offsets of the next K slots, negative where there is none. Returns a bit for each that there is.

@@ -1,4 +1,4 @@
-"""What the compiler makes of the CUDA kernels: registers within the recorded budget, nothing in local memory."""
+"""What the compiler makes of the CUDA kernels: registers and loops within what is recorded, nothing in local memory."""
 
 import json
 import re
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from compiled import ROOT, compile_once
 
+from benchmarks.gpu import machine_code
+
 BUDGET = Path(__file__).with_name("registers.json")
+LOOPS = Path(__file__).with_name("loops.json")  # instructions and 16-byte loads
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 # Blocks of 256 threads of which a multiprocessor with 65536 registers holds two still.
@@ -46,11 +49,15 @@ def read_report(text):
     }
 
 
-def compile_report(source):
-    compiled = compile_once([NVCC, "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-cubin"], source, [ROOT / "csrc"])
-    report = compiled.with_suffix(".txt").read_text()
+def compile_cubin(source):
+    command = [NVCC, "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-cubin"]
+    return compile_once(command, source, [ROOT / "csrc"])
+
+
+def report_on(cubin):
+    report = cubin.with_suffix(".txt").read_text()
     assert "warning" not in report, report
-    assert compiled.stat().st_size <= MOST_BYTES, f"{source.name}: too much machine code"
+    assert cubin.stat().st_size <= MOST_BYTES, f"{cubin.name}: too much machine code"
     return read_report(report)
 
 
@@ -64,12 +71,19 @@ ptxas info    : Used 48 registers, used 1 barriers, 296 bytes smem
     assert read_report(text) == {"kernel float32 x 4": {"registers": 48, "stack": 8, "stores": 4, "loads": 12}}
 
 
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-def test_registers_and_local_memory():
-    """For sm_90. The budget is what CUDA 13.0 takes and a margin of 8, which other versions may need."""
+@pytest.fixture(scope="module")
+def compiled():
+    """The machine code of each file, and the reports on all kernels. For sm_90."""
+    if NVCC is None:
+        pytest.skip("needs nvcc")
     with ThreadPoolExecutor(2) as pool:
-        reports = pool.map(compile_report, SOURCES)
-    kernels = {name: report for reports_of_one in reports for name, report in reports_of_one.items()}
+        compiled = list(pool.map(compile_cubin, SOURCES))
+    return compiled, {name: report for cubin in compiled for name, report in report_on(cubin).items()}
+
+
+def test_registers_and_local_memory(compiled):
+    """The budget is what CUDA 13.0 takes and a margin of 8, which other versions may need."""
+    _, kernels = compiled
     in_memory = {name: report for name, report in kernels.items() if report["stack"] + report["stores"] > 0}
     assert in_memory == {}
     budget = json.loads(BUDGET.read_text())
@@ -77,3 +91,47 @@ def test_registers_and_local_memory():
     over = {name: report["registers"] for name, report in kernels.items() if report["registers"] > budget[name] + 8}
     assert over == {}
     assert max(budget.values()) <= MOST_REGISTERS
+
+
+@pytest.mark.skipif(machine_code.find_nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+def test_loops(compiled):
+    """No load of a batch waits for another, and a tenth more instructions than recorded at most."""
+    cubins, _ = compiled
+    mangled = {}
+    for cubin in cubins:
+        mangled |= machine_code.vector_loops(cubin)
+    names = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
+    loops = dict(zip(map(short_name, names.splitlines()), mangled.values(), strict=True))
+    assert [name for name, loop in loops.items() if loop.waits] == []
+    recorded = {name: machine_code.Loop(*loop) for name, loop in json.loads(LOOPS.read_text()).items()}
+    assert {name: loop.loads for name, loop in loops.items()} == {name: loop.loads for name, loop in recorded.items()}
+    assert {name: n for name, (n, *_) in loops.items() if n > 1.1 * recorded[name].instructions} == {}
+
+
+# A loop over two slots, of which each can be loaded in two ways: 8 instructions if at once.
+LOOP = """
+//--------------------- .text.kernel --------------------------
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   FADD R4, R4, R8 ;
+        /*0020*/                   FADD R4, R4, R12 ;
+        /*0030*/              @!P0 BRA `(.L_x_1) ;
+        /*0040*/                   LDG.E.U16 R8, desc[UR4][R2.64] ;
+        /*0050*/                   LDG.E.U16 R9, desc[UR4][R2.64+0x2] ;
+        /*0060*/                   BRA `(.L_x_2) ;
+.L_x_1:
+        /*0070*/                   LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0080*/                   IADD3 R2, R2, R6, RZ ;
+        /*0090*/               @P2 LDG.E.128.CONSTANT R12, desc[UR4][R2.64] ;
+        /*00a0*/                   IADD3 R2, R2, R6, RZ ;
+        /*00b0*/               @P1 BRA `(.L_x_0) ;
+        /*00c0*/                   EXIT ;
+"""
+
+
+def test_a_loop_is_counted_without_its_slow_ways():
+    assert machine_code.loop_of(LOOP) == (8, 2, False)
+    assert machine_code.loop_of(LOOP.replace("R2, R2, R6, RZ ;", "R2, R2, R10, RZ ;", 1)) == (8, 2, True)
+    assert machine_code.loop_of(LOOP.replace(".128", ".64")) is None
