@@ -5,7 +5,7 @@ backward pass of all that was called since the last one, ``>`` the same one by o
 ``!`` an exception that the program catches and goes on with its next step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
+from bagua_syncbn.autograd import exchange
 from bagua_syncbn.communicators import TorchCommunicator
+from benchmarks.core.waiting import CollectiveClock
 
 STEPS = 3
 
@@ -140,6 +142,23 @@ def run_refused(kind: str, on_all: bool) -> list[str]:
             messages.append(str(error))
     dist.destroy_process_group(group)
     return messages
+
+
+def count_messages(programs: Sequence[str], most_nodes: int) -> tuple[list[int], int]:
+    """Runs a program in each step, on all ranks. Returns the collectives of each step, and how much is remembered."""
+    group = dist.new_group()
+    communicator = TorchCommunicator(group)
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
+    counts = []
+    before, exchange._MOST_NODES = exchange._MOST_NODES, most_nodes
+    for program in programs:
+        with CollectiveClock().installed() as clock:
+            model.run(program)
+        counts.append(clock.collectives.total())
+    exchange._MOST_NODES = before
+    nodes = exchange._conversation_in(communicator)._nodes
+    dist.destroy_process_group(group)
+    return counts, nodes
 
 
 def run_after_failure() -> list[str]:

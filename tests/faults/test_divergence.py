@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from programs import REFUSED, Change, Model, run, run_after_failure, run_refused
+from programs import REFUSED, Change, Model, count_messages, run, run_after_failure, run_refused
 from torch import nn
 
 import bagua_syncbn
@@ -197,3 +197,24 @@ def test_layers_made_by_hand_get_their_places_from_conversion():
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*(bagua_syncbn.SyncBatchNorm(3) for _ in range(2))))
     assert [layer.name_in_model for layer in model] == ["0", "1"]
     assert len({0, *(layer.place_in_model for layer in model)}) == 3
+
+
+# Collectives of each step: one for each call and one for each question.
+QUESTIONS = {
+    "a step that repeats asks nothing": (["abc<"] * 3, [6 + 6, 6 + 1, 6]),
+    "nor one that calls a layer twice": (["aabab<"] * 4, [10 + 6, 10 + 1, 10, 10]),
+    "a new order asks where it is new": (["abc<"] * 3 + ["cab<"] * 2, [12, 7, 6, 6 + 4, 6 + 1]),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_questions(pool, name):
+    programs, expected = QUESTIONS[name]
+    for counts, _ in pool.run(count_messages, 2, programs, 2**14):
+        assert counts == expected
+
+
+def test_what_is_remembered_has_an_end(pool):
+    programs = [f"{order}<" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
+    for _, nodes in pool.run(count_messages, 2, programs, 10):
+        assert nodes <= 10
