@@ -11,6 +11,7 @@ from programs import REFUSED, Change, Model, count_messages, run, run_after_fail
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn.autograd.identity import RAISED, describe
 
 
 @dataclass(frozen=True)
@@ -218,3 +219,7 @@ def test_what_is_remembered_has_an_end(pool):
     programs = [f"{order}<" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
     for _, nodes in pool.run(count_messages, 2, programs, 10):
         assert nodes <= 10
+
+
+def test_a_rank_that_raised_is_described_where_no_texts_are_exchanged():
+    assert describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
