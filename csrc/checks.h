@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "activations.h"
 #include "packed_stats.h"
 #include "stable_abi.h"
 
@@ -53,13 +54,13 @@ inline void check_input(const Tensor& input) {
   check_floating(input, "input");
 }
 
-inline void check_grad_output(const Tensor& grad_output, const Tensor& input) {
-  bool same = grad_output.dim() == input.dim();
-  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = grad_output.size(dim) == input.size(dim);
-  if (!same) refuse("grad_output", "the sizes of input", sizes_of(grad_output), " for ", sizes_of(input));
-  const ScalarType dtype = scalar_type(grad_output), expected = scalar_type(input);
-  if (dtype != expected) refuse("grad_output", "the dtype of input", dtype, " for ", expected);
-  check_device(grad_output, "grad_output", input);
+inline void check_like_input(const Tensor& tensor, const char* name, const Tensor& input) {
+  bool same = tensor.dim() == input.dim();
+  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor.size(dim) == input.size(dim);
+  if (!same) refuse(name, "the sizes of input", sizes_of(tensor), " for ", sizes_of(input));
+  const ScalarType dtype = scalar_type(tensor), expected = scalar_type(input);
+  if (dtype != expected) refuse(name, "the dtype of input", dtype, " for ", expected);
+  check_device(tensor, name, input);
 }
 
 // One value of any float dtype for each channel, on the device of `other`.
@@ -131,7 +132,7 @@ inline void check_elemt(const Tensor& input, const std::optional<Tensor>& weight
 inline void check_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                   const Tensor& invstd, const std::optional<Tensor>& weight) {
   check_input(input);
-  check_grad_output(grad_output, input);
+  check_like_input(grad_output, "grad_output", input);
   check_channels_of_input({{"mean", mean}, {"invstd", invstd}}, input);
   if (weight) check_floating(*weight, "weight");  // only its dtype counts
 }
@@ -140,7 +141,7 @@ inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                  const std::optional<Tensor>& fault) {
   check_input(input);
-  check_grad_output(grad_output, input);
+  check_like_input(grad_output, "grad_output", input);
   check_channels_of_input({{"weight", weight}, {"mean", mean}, {"invstd", invstd}}, input);
   const int64_t words = sums.numel() - 2 * input.size(1);
   const bool fits = words >= 0 && words <= kMostWords && words % 2 == 0;
@@ -149,6 +150,14 @@ inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input,
   check_device(sums, "sums", input);
   check_floating(sums, "sums");
   check_counter(count, "count", input);
+}
+
+// Of an op with an activation, besides those of the op without.
+inline void check_act(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, int64_t activation) {
+  check_channels_of_input({{"weight", weight}, {"bias", bias}}, input);
+  if (residual) check_like_input(*residual, "residual", input);
+  check(activation >= 0 && activation < kActivations, "activation", "the code of one", activation);
 }
 
 }  // namespace bagua_syncbn

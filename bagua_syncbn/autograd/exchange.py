@@ -99,6 +99,9 @@ class _Conversation:
         self._node.expected, self._node.following = identity, following
 
 
+# Bias, code and parameter of an activation.
+Act = tuple[Any, ...]
+
 _conversations: dict[int, tuple[Any, _Conversation]] = {}
 
 
@@ -182,14 +185,13 @@ class Exchange:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
         return self._send(self._communicator.all_reduce, sums, self._identity.backward)
 
-    def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt, act: Act = ()) -> Tensor:
         """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ.
 
-        With ``act``, bias, code and parameter of an activation, it is the op that has one.
+        The ``op`` may be another one that does; ``act`` are further arguments of it.
         """
         identity, fault = self._identity.backward, self._fault
         call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
-        op = ops.batch_norm_act_backward_elemt if act else ops.batch_norm_backward_elemt
         if self.mask is not None:
             op, arguments = ops.batch_norm_masked_backward_elemt, (*arguments, self.mask)
         grad_input: Tensor = op(
@@ -393,13 +395,12 @@ class InGraph:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
 
-    def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
+    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt, act: Act = ()) -> Tensor:
         if self.mask is not None:
             kernels: Any = ops.reference
             return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask, self._communicator.size)  # type: ignore[no-any-return]
         if act:
-            rest = self._communicator.size, 0, None, *act
-            return ops.reference.batch_norm_act_backward_elemt(*arguments, *rest)
+            return op(*arguments, self._communicator.size, 0, None, *act)  # type: ignore[no-any-return]
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
         grad_input: Tensor = ops.backward_elemt_in_graph(*arguments, self._communicator.size)
@@ -424,15 +425,15 @@ class Alone:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return sums
 
-    def backward_elemt(self, *arguments: Any, act: tuple[Any, ...] = ()) -> Tensor:
-        kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
+    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt, act: Act = ()) -> Tensor:
         if self.mask is not None:
+            kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
             return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask)  # type: ignore[no-any-return]
         if act:
-            return kernels.batch_norm_act_backward_elemt(*arguments, 1, 0, None, *act)  # type: ignore[no-any-return]
+            return op(*arguments, 1, 0, None, *act)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             return ops.backward_elemt_in_graph(*arguments, 1)  # type: ignore[no-any-return]
-        return ops.batch_norm_backward_elemt(*arguments)  # type: ignore[no-any-return]
+        return op(*arguments)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
         return packed

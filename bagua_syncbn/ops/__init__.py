@@ -16,6 +16,7 @@ batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
 batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
+batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
 batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
 batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
 batch_norm_act_backward_elemt = torch.ops.bagua_syncbn.batch_norm_act_backward_elemt.default
@@ -38,6 +39,7 @@ __all__ = [
     "batch_norm_act_backward_reduce",
     "batch_norm_act_elemt",
     "batch_norm_backward_elemt",
+    "batch_norm_backward_elemt_",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",

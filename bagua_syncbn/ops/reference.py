@@ -1,6 +1,7 @@
 """The ops in plain torch, for any device: the definition that native kernels are tested against."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,6 +220,11 @@ def batch_norm_masked_backward_elemt(
     return torch.empty_like(input).copy_(torch.where(of_positions(mask, input), inside, outside))
 
 
+def batch_norm_backward_elemt_(grad: Tensor, input: Tensor, *rest: Any) -> None:
+    # By the op, so that each device has its kernel.
+    grad.copy_(torch.ops.bagua_syncbn.batch_norm_backward_elemt.default(grad, input, *rest))
+
+
 def batch_norm_act_elemt(
     input: Tensor,
     weight: Tensor | None,
@@ -282,6 +288,7 @@ for _kernel in (
     batch_norm_backward_elemt,
     batch_norm_masked_stats,
     batch_norm_masked_backward_elemt,
+    batch_norm_backward_elemt_,
     batch_norm_act_elemt,
     batch_norm_act_backward_reduce,
     batch_norm_act_backward_elemt,

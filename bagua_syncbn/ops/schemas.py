@@ -21,7 +21,8 @@ for float64 input and float32 for all others; ``mean``, ``invstd`` and everythin
                                 dtype
 ``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``. The K
                                 words that follow the 2C sums are pairs ``(w, w**2)``, added up: where those of the
-                                ranks differed, the gradient is NaN and ``fault`` says so
+                                ranks differed, the gradient is NaN and ``fault`` says so.
+                                ``batch_norm_backward_elemt_`` puts it in the place of ``grad_output``
 ==============================  =====================================================================================
 
 Three of them exist with an activation too, and what is added before it: ``y = act(z)``, ``z = (input - mean) * invstd *
@@ -211,6 +212,14 @@ def _(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
 )
 def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
     return torch.empty_like(input)
+
+
+@_op(
+    "batch_norm_backward_elemt_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(b!)? fault=None) -> ()"
+)
+def _(*_: object) -> None:
+    return None
 
 
 # In graphs that torch.compile makes an op that may write to an argument is wrapped, and Inductor cannot lower that in a

@@ -1,4 +1,5 @@
-// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks.
+// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks; batch_norm_backward_elemt_ puts it
+// in the place of the gradient of the output.
 
 #include <limits>
 
@@ -8,15 +9,16 @@
 #include "work.h"
 
 namespace bagua_syncbn::cpu {
+namespace {
 
-Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                      const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
+                      int64_t call, const std::optional<Tensor>& fault, bool in_place) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
-  Tensor grad_input = allocate_like(laid.tensor);
+  Tensor grad_input = in_place ? grads : allocate_like(laid.tensor);
   const ChannelArray<double> totals(sums);
   bool same = true;
   for (int64_t w = 2 * g.channels; w < sums.numel(); w += 2) same &= same_word(totals[w], totals[w + 1], ranks);
@@ -55,8 +57,24 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   return with_strides_of(grad_input, laid, input);
 }
 
+}  // namespace
+
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false);
+}
+
+void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
+                                const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  const Tensor result = backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true);
+  if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
+}
+
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt));
+  m.impl("batch_norm_backward_elemt_", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt_));
 }

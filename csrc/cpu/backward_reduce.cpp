@@ -1,18 +1,54 @@
 // batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
-// and bias of this rank.
+// and bias of this rank. batch_norm_act_backward_reduce: the same of dy * act'(z), which it makes by tiles and may
+// return.
 
+#include <memory>
 #include <tuple>
 
 #include "../checks.h"
-#include "../geometry.h"
-#include "channels.h"
-#include "work.h"
+#include "act.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
 
+// The way through an activation: gradients = dy * act'(z), by tiles, which are in the cache when they are added up.
 template <typename T, typename A = Accumulate<T>>
-void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums) {
+class Through {
+ public:
+  Through(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& mean,
+          const Tensor& invstd, const Geometry& g, const Activation& activation, T* gradients)
+      : normalization_(weight, bias, mean, invstd, g.channels),
+        factors_(normalization_.factors(false)),
+        act_(activation.act<A>()),
+        residual_(activation.residual_data<T>()),
+        gradients_(gradients) {}
+
+  const T* rows(const T* dy, const T* x, int64_t start, int64_t rows, int64_t n, int64_t stride,
+                int64_t channel) const {
+    loops<T>().act_grad_rows(dy + start, x + start, residual_at(start), gradients_ + start, rows, n, stride, channel,
+                             factors_, act_);
+    return gradients_ + start;
+  }
+
+  const T* columns(const T* dy, const T* x, int64_t start, int64_t rows, int64_t channels) const {
+    loops<T>().act_grad_columns(dy + start, x + start, residual_at(start), gradients_ + start, rows, channels, factors_,
+                                act_);
+    return gradients_ + start;
+  }
+
+ private:
+  const T* residual_at(int64_t start) const { return residual_ ? residual_ + start : nullptr; }
+
+  const Normalization<A> normalization_;
+  const NormalizeFactors<A> factors_;
+  const Act<A> act_;
+  const T* const residual_;
+  T* const gradients_;
+};
+
+// `through` may be null.
+template <typename T, typename A = Accumulate<T>>
+void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums, const Through<T>* through) {
   const PlanarParts parts(g);
   std::vector<GradSums> results(g.channels * parts.count());
   const auto grad_sums = loops<T>().grad_sums;
@@ -21,7 +57,8 @@ void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, doub
       const int64_t channel = unit / parts.count(), stride = g.channels * g.inner;
       parts.for_each_span(unit % parts.count(), [&](int64_t sample, int64_t offset, int64_t rows, int64_t values) {
         const int64_t start = channel * g.inner + sample * stride + offset;
-        const GradSums span = grad_sums(dy + start, x + start, mean[channel], rows, values, stride);
+        const T* grads = through ? through->rows(dy, x, start, rows, values, stride, channel) : dy + start;
+        const GradSums span = grad_sums(grads, x + start, mean[channel], rows, values, stride);
         results[unit].dy += span.dy;
         results[unit].dy_xmu += span.dy_xmu;
       });
@@ -36,7 +73,8 @@ void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, doub
 }
 
 template <typename T, typename A = Accumulate<T>>
-void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums) {
+void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums,
+                      const Through<T>* through) {
   const RowParts parts(g);
   const int64_t width = 2 * g.channels;
   std::vector<double> results(parts.count() * width);
@@ -47,7 +85,8 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
     for (int64_t part = begin; part < end; ++part) {
       parts.for_each_tile(part, [&](int64_t row, int64_t rows) {
         const int64_t offset = row * g.channels;
-        grad_sums(dy + offset, x + offset, mean, rows, g.channels, scratch.data(), tile.data());
+        const T* grads = through ? through->columns(dy, x, offset, rows, g.channels) : dy + offset;
+        grad_sums(grads, x + offset, mean, rows, g.channels, scratch.data(), tile.data());
         for (int64_t c = 0; c < width; ++c) results[part * width + c] += tile[c];
       });
     }
@@ -57,15 +96,14 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
   }
 }
 
-}  // namespace
+using Sums = std::tuple<Tensor, Tensor, Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
-                                                              const Tensor& mean, const Tensor& invstd,
-                                                              const std::optional<Tensor>& weight,
-                                                              const std::vector<int64_t>& values) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
+// `start(TypeTag<T>())` gives the way through an activation of values of type T, or null.
+template <typename Start>
+Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean,
+                     const Tensor& invstd, const std::optional<Tensor>& weight, const std::vector<int64_t>& values,
+                     const Start& start) {
   const Words words = words_of(values);
-  const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t width = 2 * g.channels;
@@ -81,7 +119,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     if (input.numel() > 0) {
-      (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data());
+      const std::unique_ptr<Through<T>> through = start(storage);
+      (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data(), through.get());
     }
     A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
     for (int64_t c = 0; c < width; ++c) sums_out[c] = static_cast<A>(totals[c]);
@@ -92,8 +131,39 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   return {sums, grad_weight, grad_bias};
 }
 
+}  // namespace
+
+Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                const Tensor& invstd, const std::optional<Tensor>& weight,
+                                const std::vector<int64_t>& values) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
+  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, values,
+                         [](auto storage) { return std::unique_ptr<Through<typename decltype(storage)::type>>(); });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    int64_t activation, double parameter, bool returns_grad, const std::vector<int64_t>& values) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
+  check_act(input, weight, bias, residual, activation);
+  const Laid laid = lay_out(input);
+  const Activation act = activation_of(residual, activation, parameter, laid);
+  const Tensor grad = allocate_like(laid.tensor);
+  const auto start = [&](auto storage) {
+    using T = typename decltype(storage)::type;
+    T* const gradients = static_cast<T*>(grad.mutable_data_ptr());
+    return std::make_unique<Through<T>>(weight, bias, mean, invstd, laid.geometry, act, gradients);
+  };
+  const auto [sums, grad_weight, grad_bias] =
+      backward_reduce(grad_output, input, laid, mean, invstd, weight, values, start);
+  const Tensor none = allocate_vector(0, scalar_type(input), input);
+  return {sums, grad_weight, grad_bias, returns_grad ? with_strides_of(grad, laid, input) : none};
+}
+
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_reduce));
+  m.impl("batch_norm_act_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_backward_reduce));
 }

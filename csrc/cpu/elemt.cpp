@@ -1,48 +1,67 @@
-// batch_norm_elemt: y = (x - mean) * invstd * weight + bias.
+// batch_norm_elemt: y = (x - mean) * invstd * weight + bias; batch_norm_act_elemt: the activation of that, and of a
+// residual added to it.
 
 #include "../checks.h"
-#include "../geometry.h"
-#include "channels.h"
-#include "work.h"
+#include "act.h"
 
 namespace bagua_syncbn::cpu {
+namespace {
 
-Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd) {
-  check_elemt(input, weight, bias, mean, invstd);
-  const Laid laid = lay_out(input);
+// `activation` may be null.
+Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>& weight,
+             const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd,
+             const Activation* activation) {
   const Geometry& g = laid.geometry;
   Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
   dispatch_input(input, [&](auto storage, auto accumulate) {
     using T = typename decltype(storage)::type;
     using A = typename decltype(accumulate)::type;
-    const ChannelArray<A> means(mean), invstds(invstd), weights(weight, g.channels, A(1)),
-        shifts(bias, g.channels, A(0));
-    std::vector<A> scales(g.channels);
-    for (int64_t c = 0; c < g.channels; ++c) scales[c] = invstds[c] * weights[c];
-
-    const NormalizeFactors<A> factors{means.data(), scales.data(), shifts.data(), streams(output, g)};
+    const Normalization<A> normalization(weight, bias, mean, invstd, g.channels);
+    const NormalizeFactors<A> factors = normalization.factors(streams(output, g));
+    const Act<A> act = activation ? activation->act<A>() : Act<A>{};
+    const T* r = activation ? activation->residual_data<T>() : nullptr;
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     T* y = static_cast<T*>(output.mutable_data_ptr());
+    const Loops<T>& loop = loops<T>();
     if (g.interleaved) {
       parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
-        const int64_t offset = begin * g.channels;
-        loops<T>().normalize_columns(x + offset, y + offset, end - begin, g.channels, factors);
+        const int64_t o = begin * g.channels, rows = end - begin;
+        if (!activation) return loop.normalize_columns(x + o, y + o, rows, g.channels, factors);
+        loop.act_columns(x + o, r ? r + o : r, y + o, rows, g.channels, factors, act);
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
-        const int64_t offset = begin * g.inner;
-        loops<T>().normalize_rows(x + offset, y + offset, end - begin, g.inner, begin % g.channels, g.channels,
-                                  factors);
+        const int64_t o = begin * g.inner, rows = end - begin, channel = begin % g.channels;
+        if (!activation) return loop.normalize_rows(x + o, y + o, rows, g.inner, channel, g.channels, factors);
+        loop.act_rows(x + o, r ? r + o : r, y + o, rows, g.inner, channel, g.channels, factors, act);
       });
     }
   });
   return with_strides_of(output, laid, input);
 }
 
+}  // namespace
+
+Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                        const Tensor& mean, const Tensor& invstd) {
+  check_elemt(input, weight, bias, mean, invstd);
+  return elemt(lay_out(input), input, weight, bias, mean, invstd, nullptr);
+}
+
+Tensor batch_norm_act_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
+                            int64_t activation, double parameter) {
+  check_elemt(input, weight, bias, mean, invstd);
+  check_act(input, weight, bias, residual, activation);
+  const Laid laid = lay_out(input);
+  const Activation act = activation_of(residual, activation, parameter, laid);
+  return elemt(laid, input, weight, bias, mean, invstd, &act);
+}
+
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_elemt));
+  m.impl("batch_norm_act_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_elemt));
 }

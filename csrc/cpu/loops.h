@@ -6,7 +6,9 @@
 
 #include <cstdint>
 
+#include "../activations.h"
 #include "../dtypes.h"
+#include "../host_device.h"
 
 namespace bagua_syncbn {
 
@@ -70,6 +72,17 @@ struct Loops {
                             double* out);
   void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, NormalizeFactors<A>);
   void (*grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A>);
+
+  // With an activation of z = (x - mean) * scale + shift + residual, which may be null: y = act(z), as normalize_rows
+  // and normalize_columns; and g = dy * act'(z), of rows that are `stride` apart and of one channel, and of all
+  // channels.
+  void (*act_rows)(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                   NormalizeFactors<A>, Act<A>);
+  void (*act_columns)(const T* x, const T* residual, T* y, int64_t rows, int64_t channels, NormalizeFactors<A>, Act<A>);
+  void (*act_grad_rows)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
+                        int64_t channel, NormalizeFactors<A>, Act<A>);
+  void (*act_grad_columns)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
+                           NormalizeFactors<A>, Act<A>);
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names

@@ -9,7 +9,7 @@ from cases import laid_out
 from formula import draw
 from tolerances import TOLERANCES
 
-from bagua_syncbn import SyncBatchNorm, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, ops, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of, derivative
 
@@ -166,3 +166,24 @@ def test_the_layer_says_its_activation():
     assert "activation='silu'" in repr(SyncBatchNorm(2, activation="silu"))
     with pytest.raises(ValueError, match="activation: expected one of"):
         SyncBatchNorm(2, activation="swish")
+
+
+@pytest.mark.parametrize("activation", GIVEN[:-1], ids=str)
+def test_kernels_have_the_same_table(activation):
+    """As in Python: exactly in float64, nearly in float32; in both layouts, with ends of chunks."""
+    activation = activation_of(activation)
+    z = torch.cat(
+        [torch.linspace(-9, 9, 1600, dtype=torch.float64), torch.tensor([-3, 0, 3, 6, 89, -89, 1e-6]).double()]
+    )
+    act = activation.code, activation.parameter
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
+            input = given.to(dtype)
+            channels = input.size(1)
+            mean, invstd = torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)
+            output = ops.batch_norm_act_elemt(input, None, None, mean, invstd, None, *act)
+            reduced = ops.batch_norm_act_backward_reduce(
+                torch.ones_like(input), input, mean, invstd, None, None, None, *act, True
+            )
+            for actual, expected in ((output, activation(given)), (reduced[3], derivative(given, *act))):
+                torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)

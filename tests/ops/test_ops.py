@@ -26,6 +26,7 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
         "batch_norm_elemt": (input, scale, bias, mean, invstd),
         "batch_norm_backward_reduce": (grad_output, input, mean, invstd, scale),
         "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
+        "batch_norm_backward_elemt_": (grad_output, input, scale, mean, invstd, sums, count),
         "batch_norm_act_elemt": (input, scale, bias, mean, invstd, grad_output, 4, 0.5),
         "batch_norm_act_backward_reduce": (grad_output, input, mean, invstd, scale, bias, grad_output, 4, 0.5, True),
         "batch_norm_act_backward_elemt": (

@@ -16,6 +16,9 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 #include "vectors.inl"
 #include "planar.inl"
 #include "interleaved.inl"
+#include "math.inl"
+#include "../../activations.inl"
+#include "act.inl"
 // clang-format on
 
 }  // namespace
@@ -25,6 +28,7 @@ const Loops<T>& table() {
   static constexpr Loops<T> loops = {
       moments<T>,         grad_sums<T>,         normalize_rows<T>,    grad_rows<T>,
       moments_columns<T>, grad_sums_columns<T>, normalize_columns<T>, grad_columns<T>,
+      act_rows<T>,        act_columns<T>,       act_grad_rows<T>,     act_grad_columns<T>,
   };
   return loops;
 }

@@ -1,0 +1,49 @@
+// What the ops with an activation know besides those without.
+#pragma once
+
+#include "../geometry.h"
+#include "channels.h"
+#include "work.h"
+
+namespace bagua_syncbn::cpu {
+
+// An activation, and the residual that is added before it, in the layout of the input.
+struct Activation {
+  std::optional<Tensor> residual;
+  int64_t code;
+  double parameter;
+
+  template <typename A>
+  Act<A> act() const {
+    return {code, static_cast<A>(parameter)};
+  }
+  template <typename T>
+  const T* residual_data() const {
+    return residual ? static_cast<const T*>(residual->const_data_ptr()) : nullptr;
+  }
+};
+
+inline Activation activation_of(const std::optional<Tensor>& residual, int64_t code, double parameter,
+                                const Laid& laid) {
+  return {residual ? std::optional(laid_out_like(*residual, laid)) : std::nullopt, code, parameter};
+}
+
+// The factors of (x - mean) * invstd * weight + bias.
+template <typename A>
+class Normalization {
+ public:
+  Normalization(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& mean,
+                const Tensor& invstd, int64_t channels)
+      : means_(mean), shifts_(bias, channels, A(0)), scales_(channels) {
+    const ChannelArray<A> invstds(invstd), weights(weight, channels, A(1));
+    for (int64_t c = 0; c < channels; ++c) scales_[c] = invstds[c] * weights[c];
+  }
+
+  NormalizeFactors<A> factors(bool stream) const { return {means_.data(), scales_.data(), shifts_.data(), stream}; }
+
+ private:
+  const ChannelArray<A> means_, shifts_;
+  std::vector<A> scales_;
+};
+
+}  // namespace bagua_syncbn::cpu

@@ -1,0 +1,114 @@
+// The functions that activations are made of. Of vectors of float: polynomials that were fitted for this, within 2
+// units in the last place of the result (normal_cdf: of 1). Of double: the C library's, one by one.
+
+template <typename V>
+inline V of(double constant);
+template <>
+inline Vec<float> of<Vec<float>>(double constant) {
+  return broadcast<float>(static_cast<float>(constant));
+}
+template <>
+inline Vec<double> of<Vec<double>>(double constant) {
+  return broadcast(constant);
+}
+template <>
+inline double of<double>(double constant) {
+  return constant;
+}
+
+// c[0] + c[1] * x + c[2] * x^2 + ...
+template <int n>
+inline Vec<float> polynomial(const float (&c)[n], Vec<float> x) {
+  Vec<float> sum = broadcast(c[n - 1]);
+#pragma GCC unroll 8
+  for (int i = n - 2; i >= 0; --i) sum = sum * x + c[i];
+  return sum;
+}
+
+// 2^k, for k from -126 to 127.
+inline Vec<float> power_of_two(Mask<float> k) {
+  return (Vec<float>)((k + 127) << 23);
+}
+
+// x = k * log(2) + r, with |r| at most half of log(2), for |x| below 2^15; and exp(r) - 1.
+struct Reduced {
+  Mask<float> k;
+  Vec<float> expm1;
+
+  explicit Reduced(Vec<float> x) {
+    const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23, to which an integer is added exactly
+    const Vec<float> shifted = x * 1.44269504f + round, whole = shifted - round;
+    k = (Mask<float>)shifted - (Mask<float>)round;
+    const Vec<float> r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;  // log(2) in two parts
+    expm1 = r + r * r * polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r);
+  }
+};
+
+inline Vec<float> clamp(Vec<float> x, float low, float high) {  // a NaN stays one
+  x = x > high ? broadcast(high) : x;
+  return x < low ? broadcast(low) : x;
+}
+
+inline Vec<float> exp_of(Vec<float> x) {
+  const Reduced reduced(clamp(x, -104.0f, 89.0f));  // from below all of float's numbers to above
+  const Mask<float> half = reduced.k >> 1;
+  return (reduced.expm1 + 1.0f) * power_of_two(half) * power_of_two(reduced.k - half);
+}
+
+// For results that are normal numbers: of others, the next.
+inline Vec<float> exp_between(Vec<float> x) {
+  const Reduced reduced(clamp(x, -87.0f, 88.0f));
+  return (reduced.expm1 + 1.0f) * power_of_two(reduced.k);
+}
+
+inline Vec<float> sigmoid_of(Vec<float> x) {
+  return 1.0f / (1.0f + exp_between(-x));
+}
+
+// For x up to 0.
+inline Vec<float> expm1_of(Vec<float> x) {
+  const Reduced reduced(clamp(x, -80.0f, 0.0f));
+  const Vec<float> power = power_of_two(reduced.k);
+  return reduced.expm1 * power + (power - 1.0f);
+}
+
+inline Vec<float> magnitude(Vec<float> x) {
+  return (Vec<float>)((Mask<float>)x & 0x7fffffff);
+}
+
+inline Vec<float> tanh_of(Vec<float> x) {
+  const Vec<float> square = x * x, a = magnitude(x);
+  const Vec<float> small =
+      x + x * square * polynomial({-0.33333284f, 0.1333149f, -0.053743497f, 0.020650586f, -5.717045e-3f}, square);
+  const Vec<float> large = 1.0f - 2.0f / (exp_between(a + a) + 1.0f);
+  const Vec<float> with_sign = (Vec<float>)((Mask<float>)large | ((Mask<float>)x & ~0x7fffffff));
+  return a < 0.625f ? small : with_sign;
+}
+
+inline Vec<float> normal_cdf(Vec<float> z) {
+  // Beyond |z| it is exp(-z^2 / 2) times a function that falls slowly.
+  const Vec<float> t = 1.0f / (magnitude(z) * 0.3f + 1.0f);
+  const Vec<float> slow =
+      t * polynomial({0.12522973f, 0.06854852f, 0.3070138f, -0.3245912f, 0.53686184f, -0.25193346f, 0.03887071f}, t);
+  const Vec<float> tail = exp_between(-0.5f * z * z) * slow;
+  return z > 0.0f ? 1.0f - tail : tail;
+}
+
+inline double exp_of(double x) {
+  return __builtin_exp(x);
+}
+inline double expm1_of(double x) {
+  return __builtin_expm1(x);
+}
+inline double exp_between(double x) {
+  return __builtin_exp(x);
+}
+inline double sigmoid_of(double x) {
+  return 1.0 / (1.0 + __builtin_exp(-x));
+}
+inline double tanh_of(double x) {
+  return __builtin_tanh(x);
+}
+inline double normal_cdf(double z) {
+  return 0.5 * __builtin_erfc(z * -0.7071067811865476);
+}
