@@ -26,13 +26,13 @@ from tqdm import tqdm
 
 from . import charts, report
 from .core import batches, machine, records
-from .cpu import host, kernels
+from .cpu import host, kernels, stored
 from .ranks import jobs, layers, training
 
 OUTPUT = records.ROOT / "build" / "bench" / "results.json"
 
 ON_RANKS = ("layers", "training")
-SECTIONS = ("ops", "local", "host", *ON_RANKS)
+SECTIONS = ("ops", "local", "host", "stored", *ON_RANKS)
 
 # A first impression: input of which a step is mostly messages, and mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
@@ -81,13 +81,14 @@ def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from kernels.measure_all(job)
     yield from host.measure_all(job)
+    yield from stored.measure_all(job)
     if any(section in ON_RANKS for section in job["sections"]):
         for world_size in job["ranks"]:
             yield from jobs.launch(world_size, job)
 
 
 def count_cases(job: dict[str, Any]) -> int:
-    total = len(kernels.cases(job)) + len(host.cases(job))
+    total = len(kernels.cases(job)) + len(host.cases(job)) + len(stored.cases(job))
     for section, world_size in itertools.product(job["sections"], job["ranks"]):
         if section == "layers":
             total += len(layers.cases(job, world_size))

@@ -1,4 +1,4 @@
-"""Tables of the sections ops and local."""
+"""Tables of the sections ops, local, host and stored."""
 
 from statistics import median
 
@@ -58,6 +58,20 @@ def host_table(results: Results) -> str:
 
     header = ["input", "layer, µs", "bare function, µs", "ratio of these", "ratio in a round"]
     return table(header, map(row, of_section(results, "host")))
+
+
+def stored_table(results: Results) -> str:
+    """What a forward pass stores for the backward pass, over that of the network with torch's layers, and what a step
+    takes where outputs are made anew, over that where they are stored: median (minimum; quartiles).
+    """
+
+    def row(case: Case) -> list[str]:
+        stored = case["bytes"]
+        shares = [f"{stored[name] / stored['plain']:.2f}" for name in ("ours", "fused", "recomputed")]
+        return [case["network"], f"{stored['plain'] / 2**20:.1f}", *shares, spread(ratios(case, "recomputed", "fused"))]
+
+    header = ["network", "plain, MiB", "ours / plain", "fused / plain", "recomputed / plain", "step recomputed / fused"]
+    return table(header, map(row, of_section(results, "stored")))
 
 
 def process_table(results: Results) -> str:

@@ -32,7 +32,7 @@ def smoke(tmp_path_factory):
     """Results of a run on tiny inputs, their file, and what was printed."""
     output, threads = tmp_path_factory.mktemp("bench") / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "host", "layers", "--output", str(output)]
+    arguments += ["--sections", "ops", "local", "host", "stored", "layers", "--output", str(output)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments])
         benchmarks.__main__.main()
@@ -60,6 +60,14 @@ def test_all_peers_are_measured_or_skipped_by_name(smoke):
         assert all(job["skipped"].values())
     if not torch.cuda.is_available():
         assert "expected input tensor to be on GPU" in shown  # why torch's layer was skipped, in its own words
+
+
+def test_what_is_stored_for_backward(smoke):
+    shares = {case["network"]: case["bytes"]["recomputed"] / case["bytes"]["plain"] for case in smoke[0]["cases"]
+              if case["section"] == "stored"}  # fmt: skip
+    assert shares["convolution, norm, ReLU"] <= 0.55
+    assert shares["convolution, norm, SiLU"] <= 0.40
+    assert shares["residual bottlenecks"] <= 0.85  # whose sums are stored
 
 
 def test_parts_of_a_step_and_what_it_sends(smoke):
