@@ -188,7 +188,8 @@ class SyncBatchNorm(_BatchNorm):
                 tell_peers(self._peers, self, error)
             raise
         tracks = self.training and self.track_running_stats
-        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        running_mean, running_var = self._tensor("running_mean"), self._tensor("running_var")
+        uses_batch = self.training or (running_mean is None and running_var is None)
         uses_running = tracks or not uses_batch
         follower = None
         # What follows the layer sees the zeros of a mask, and need not leave them 0.
@@ -196,15 +197,15 @@ class SyncBatchNorm(_BatchNorm):
             follower = follower_of(self)
         output = sync_batch_norm(
             input,
-            self.running_mean if uses_running else None,
-            self.running_var if uses_running else None,
-            self.weight,
-            self.bias,
+            running_mean if uses_running else None,
+            running_var if uses_running else None,
+            self._tensor("weight"),
+            self._tensor("bias"),
             uses_batch,
             self.momentum,
             self.eps,
             self._ranks() if self.training else LOCAL,
-            num_batches_tracked=self.num_batches_tracked if tracks else None,
+            num_batches_tracked=self._tensor("num_batches_tracked") if tracks else None,
             eps_mode=self.eps_mode,
             skip_nonfinite=self.skip_nonfinite,
             layer=self,
@@ -215,6 +216,17 @@ class SyncBatchNorm(_BatchNorm):
             zero_masked=zero_masked,
         )
         return output if follower is None else marked_for(follower, output)
+
+    def _tensor(self, name: str) -> Any:
+        """Returns the attribute, where it is a parameter or buffer without torch's search, which takes 0.6 us of each.
+
+        A name that is a parameter's or a buffer's is no other attribute's: torch refuses it.
+        """
+        buffers = self._buffers
+        if name in buffers:
+            return buffers[name]
+        parameters = self._parameters
+        return parameters[name] if name in parameters else getattr(self, name)
 
     def _ranks(self) -> Peers | Replica:
         """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""
