@@ -153,6 +153,7 @@ def on_card(kernels):
     of_tensors = {
         "device": property(lambda self: CARD if marked(self) else _device_of.__get__(self)),
         "is_cuda": property(marked),
+        "is_cpu": property(lambda self: not marked(self)),
         "to": to,
         "cuda": lambda self, non_blocking=False: self.to(CARD, non_blocking=non_blocking),
         "cpu": lambda self: self.to("cpu"),

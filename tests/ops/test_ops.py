@@ -18,6 +18,7 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
     mean, invstd = torch.randn(channels, dtype=accumulate), torch.rand(channels, dtype=accumulate) + 0.5
     scale, bias = (torch.randn(channels, dtype=parameter_dtype or dtype) if weight else None for _ in range(2))
     sums, count = torch.randn(2 * channels, dtype=accumulate), torch.tensor(17)
+    mask = torch.rand(input.select(1, 0).shape) < 0.5
     running = torch.rand(2, channels).to(parameter_dtype or dtype).unbind()
     gathered = torch.stack([ops.batch_norm_stats(torch.randn(size, channels, 2).to(dtype)) for size in (2, 0, 3)])
     return {
@@ -33,6 +34,8 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
             *(grad_output, input, scale, mean, invstd, sums, count),
             *(1, 0, None, bias, 4, 0.5),
         ),
+        "batch_norm_masked_stats": (input, mask),
+        "batch_norm_masked_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count, mask),
     }[name]
 
 
@@ -59,6 +62,8 @@ def test_opcheck_variants(name, variant):
     }
     if variant in change:
         args = tuple(change[variant](a) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args)
+    if variant == "sliced":
+        args = tuple(a[:, 1::2].contiguous() if getattr(a, "dtype", None) == torch.bool else a for a in args)
     torch.library.opcheck(getattr(ops, name), args)
 
 
