@@ -16,7 +16,7 @@ class Masking(NamedTuple):
 
     def clear(self, values: Tensor) -> Tensor:
         """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""
-        return values.masked_fill(~self.positions.unsqueeze(1), 0)
+        return values.where(self.positions.unsqueeze(1), 0)
 
 
 def masking_of(

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../activations.h"
 #include "../dtypes.h"
@@ -52,6 +53,13 @@ struct GradientFactors {
   bool stream;
 };
 
+// All bits set, or none: of the width of A.
+template <typename A>
+using LaneBits = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>;
+
+// Of the first so many values of a row a value near the mean is made.
+constexpr int64_t kSample = 256;
+
 template <typename T>
 struct Loops {
   using A = Accumulate<T>;
@@ -83,6 +91,11 @@ struct Loops {
                         int64_t channel, NormalizeFactors<A>, Act<A>);
   void (*act_grad_columns)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
                            NormalizeFactors<A>, Act<A>);
+
+  // Planar, where not all values of a row count: see loops/masked.inl. `lanes` can be read kLanes beyond the row.
+  Moments (*masked_moments)(const T* x, const LaneBits<A>* lanes, int64_t n, int64_t sampled, int64_t count);
+  void (*masked_grad_row)(const T* dy, const T* x, T* dx, const LaneBits<A>* lanes, int64_t n, int64_t channel,
+                          GradientFactors<A>);
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names

@@ -4,34 +4,11 @@
 #include "../geometry.h"
 #include "../packed_stats.h"
 #include "channels.h"
+#include "moments.h"
 #include "work.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
-
-// Chan, Golub and LeVeque: adds the moments of `added` values to those of `count`.
-struct Merge {
-  double share;   // of the added values in all of them
-  double weight;  // of the squared difference of the means
-  Merge(double count, double added) : share(added / (count + added)), weight(count * share) {}
-
-  void operator()(double& mean, double& m2, double added_mean, double added_m2) const {
-    const double difference = added_mean - mean;
-    mean += difference * share;
-    m2 += added_m2 + difference * difference * weight;
-  }
-};
-
-struct Part {
-  double count = 0;
-  Moments moments;
-
-  void add(double added, const Moments& other) {
-    if (added == 0) return;
-    Merge(count, added)(moments.mean, moments.m2, other.mean, other.m2);
-    count += added;
-  }
-};
 
 template <typename T>
 void planar_stats(const T* x, const Geometry& g, double* mean, double* m2) {
@@ -57,12 +34,6 @@ void planar_stats(const T* x, const Geometry& g, double* mean, double* m2) {
     mean[c] = all.moments.mean;
     m2[c] = all.moments.m2;
   }
-}
-
-// Adds moments of `added` values per channel, [mean (C) | m2 (C)], to those of `count`.
-void add_columns(double* all, double count, const double* part, double added, int64_t channels) {
-  const Merge merge(count, added);
-  for (int64_t c = 0; c < channels; ++c) merge(all[c], all[channels + c], part[c], part[channels + c]);
 }
 
 template <typename T>

@@ -64,8 +64,6 @@ struct Ahead {
 
 // Sums of deviations from a value near the mean, which need no correction but for how near it is: with the mean of a
 // 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are.
-constexpr int64_t kSample = 256;
-
 template <typename T>
 Moments moments(const T* x, int64_t rows, int64_t n, int64_t stride) {
   using A = Accumulate<T>;

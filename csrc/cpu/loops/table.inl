@@ -16,6 +16,7 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 #include "vectors.inl"
 #include "planar.inl"
 #include "interleaved.inl"
+#include "masked.inl"
 #include "math.inl"
 #include "../../activations.inl"
 #include "act.inl"
@@ -26,9 +27,9 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 template <typename T>
 const Loops<T>& table() {
   static constexpr Loops<T> loops = {
-      moments<T>,         grad_sums<T>,         normalize_rows<T>,    grad_rows<T>,
-      moments_columns<T>, grad_sums_columns<T>, normalize_columns<T>, grad_columns<T>,
-      act_rows<T>,        act_columns<T>,       act_grad_rows<T>,     act_grad_columns<T>,
+      moments<T>,           grad_sums<T>,         normalize_rows<T>, grad_rows<T>,       moments_columns<T>,
+      grad_sums_columns<T>, normalize_columns<T>, grad_columns<T>,   act_rows<T>,        act_columns<T>,
+      act_grad_rows<T>,     act_grad_columns<T>,  masked_moments<T>, masked_grad_row<T>,
   };
   return loops;
 }
