@@ -1,8 +1,9 @@
 """Programs for ranks that diverge: strings of calls, and what one rank does otherwise.
 
 ``a``, ``b``, ``c`` call a layer in forward on data of its own: ``a`` and ``b`` of 8 channels, ``c`` of 12. ``<`` is a
-backward pass of all that was called since the last one, ``>`` the same one by one, from the first call to the last,
-``!`` an exception that the program catches and goes on with its next step.
+backward pass of all that was called since the last one, ``>`` the same one by one, from the first call to the last.
+``^`` is that as a pass that can be differentiated again, ``v`` such a one from the last call to the first. ``!`` is an
+exception that the program catches and goes on with its next step.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +44,11 @@ class Model(nn.Module):
         for call in program:
             if call == "!":
                 raise SwallowedError
-            if call in "<>":
-                for part in [outputs] if call == "<" else [[output] for output in outputs]:
-                    torch.autograd.backward(part, [torch.randn_like(output) for output in part])
+            if call in "<>^v":
+                parts = [outputs] if call == "<" else [[output] for output in outputs]
+                for part in reversed(parts) if call == "v" else parts:
+                    grads = [torch.randn_like(output) for output in part]
+                    torch.autograd.backward(part, grads, create_graph=call in "^v")
                 outputs = []
             else:
                 output = self.call(call)
@@ -159,6 +162,26 @@ def count_messages(programs: Sequence[str], most_nodes: int) -> tuple[list[int],
     nodes = exchange._conversation_in(communicator)._nodes
     dist.destroy_process_group(group)
     return counts, nodes
+
+
+def run_compiled() -> list[str]:
+    """A compiled model in which the last rank has another ``eps``. Returns the messages of what finds out later."""
+    group = dist.new_group()
+    model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), TorchCommunicator(group))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model[0].eps = 1e-3
+    before = [buffer.clone() for buffer in model.buffers()]
+    compiled = torch.compile(model, backend="eager")
+    messages = []
+    for find_out in (bagua_syncbn.check, lambda: model(torch.randn(4, 8))):
+        assert compiled(torch.randn(4, 8)).isnan().all()
+        assert all(map(torch.equal, before, model.buffers()))
+        try:
+            find_out()
+        except RuntimeError as error:
+            messages.append(str(error))
+    dist.destroy_process_group(group)
+    return messages
 
 
 def run_after_failure() -> list[str]:

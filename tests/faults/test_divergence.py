@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from programs import REFUSED, Change, Model, count_messages, run, run_after_failure, run_refused
+from programs import REFUSED, Change, Model, count_messages, run, run_after_failure, run_compiled, run_refused
 from torch import nn
 
 import bagua_syncbn
@@ -77,6 +77,7 @@ NAMED = {
     "two backward passes of a layer in another order": Row(
         "aa>", base="aa<", told=("backward of", A, "of the forward in call")
     ),
+    "double backward in another order": Row("abv", base="ab^", told=("double backward of", A, B)),
     "no backward": Row("abc", told=("backward of", C, "forward of", A)),
     "no backward of one layer's input": Row(change=attribute("no_gradient_for", "b"), told=("backward of", A, B)),
     "no backward of the last input": Row(change=attribute("no_gradient_for", "c"), told=("backward of", B, C)),
@@ -166,6 +167,12 @@ def test_ranks_that_wait_for_one_say_where(pool, name):
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_what_is_legitimate_is_not_refused(pool, name):
     assert pool.run(run_row, 2, name, 1, 20.0) == ["finished"] * 2
+
+
+def test_compiled_models_that_differ_are_found_out(pool):
+    for messages in pool.run(run_compiled, 2):
+        assert len(messages) == 2
+        assert all("expected all ranks of a group to call the same layers" in message for message in messages)
 
 
 def test_a_group_in_which_ranks_differed_is_not_used_again(pool):
