@@ -167,19 +167,22 @@ def count_messages(programs: Sequence[str], most_nodes: int) -> tuple[list[int],
 def run_compiled() -> list[str]:
     """A compiled model in which the last rank has another ``eps``. Returns the messages of what finds out later."""
     group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), TorchCommunicator(group))
+    communicator = TorchCommunicator(group)
+    model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), communicator)
+    alike = bagua_syncbn.SyncBatchNorm(8, process_group=communicator)
     if dist.get_rank() == dist.get_world_size() - 1:
         model[0].eps = 1e-3
     before = [buffer.clone() for buffer in model.buffers()]
     compiled = torch.compile(model, backend="eager")
     messages = []
-    for find_out in (bagua_syncbn.check, lambda: model(torch.randn(4, 8))):
+    for find_out in (bagua_syncbn.check, lambda: alike(torch.randn(4, 8))):
         assert compiled(torch.randn(4, 8)).isnan().all()
         assert all(map(torch.equal, before, model.buffers()))
         try:
             find_out()
         except RuntimeError as error:
             messages.append(str(error))
+    assert alike.num_batches_tracked == 0, "found out in a call that was made"
     dist.destroy_process_group(group)
     return messages
 
