@@ -99,9 +99,6 @@ class _Conversation:
         self._node.expected, self._node.following = identity, following
 
 
-# Bias, code and parameter of an activation.
-Act = tuple[Any, ...]
-
 _conversations: dict[int, tuple[Any, _Conversation]] = {}
 
 
@@ -185,18 +182,16 @@ class Exchange:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
         return self._send(self._communicator.all_reduce, sums, self._identity.backward)
 
-    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt, act: Act = ()) -> Tensor:
+    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt) -> Tensor:
         """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ.
 
-        The ``op`` may be another one that does; ``act`` are further arguments of it.
+        The ``op`` may be another one that does.
         """
         identity, fault = self._identity.backward, self._fault
         call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
         if self.mask is not None:
             op, arguments = ops.batch_norm_masked_backward_elemt, (*arguments, self.mask)
-        grad_input: Tensor = op(
-            *arguments, self._communicator.size, call, None if fault is None else fault.tensor, *act
-        )
+        grad_input: Tensor = op(*arguments, self._communicator.size, call, None if fault is None else fault.tensor)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return grad_input
@@ -395,12 +390,12 @@ class InGraph:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
 
-    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt, act: Act = ()) -> Tensor:
+    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt) -> Tensor:
         if self.mask is not None:
             kernels: Any = ops.reference
             return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask, self._communicator.size)  # type: ignore[no-any-return]
-        if act:
-            return op(*arguments, self._communicator.size, 0, None, *act)  # type: ignore[no-any-return]
+        if op is not ops.batch_norm_backward_elemt:
+            return op(*arguments, self._communicator.size)  # type: ignore[no-any-return]
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
         grad_input: Tensor = ops.backward_elemt_in_graph(*arguments, self._communicator.size)
@@ -425,13 +420,11 @@ class Alone:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return sums
 
-    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt, act: Act = ()) -> Tensor:
+    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt) -> Tensor:
         if self.mask is not None:
             kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
             return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask)  # type: ignore[no-any-return]
-        if act:
-            return op(*arguments, 1, 0, None, *act)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and op is ops.batch_norm_backward_elemt:
             return ops.backward_elemt_in_graph(*arguments, 1)  # type: ignore[no-any-return]
         return op(*arguments)  # type: ignore[no-any-return]
 

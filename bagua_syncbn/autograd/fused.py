@@ -1,13 +1,8 @@
 """The step with what follows the normalization: y = act(bn(x) + residual).
 
 Backward keeps x, the residual and the statistics, and makes ``z = bn(x) + residual`` from them once more. With
-``g = grad_output * act'(z)``, which is the gradient of the residual, it is the step without activation for ``g``. There
-are two ways to have ``g`` in both passes of that:
-
-- The first pass writes it, the second reads it. With a residual it has to be written anyhow. On CPU it always is, where
-  making it twice takes longer; without a residual the gradient of x then takes its place in memory.
-- Both passes make it, from ``grad_output`` and x, and no pass writes it.
-
+``g = grad_output * act'(z)``, which is the gradient of the residual, it is the step without activation for ``g``. The
+pass that adds up gradients makes ``g``. Without a residual the gradient of x then takes its place in memory, on CPU.
 Without an activation ``g`` is ``grad_output``, and not even the residual is kept.
 """
 
@@ -86,24 +81,20 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     exchange: AnyExchange = ctx.exchange
     words = exchange.words_of_sums() if ctx.needs_input_grad[0] else []
     grad, kernels = ops.laid_out_as(input, grad_output), _kernels()
-    op: Any = ops.batch_norm_backward_elemt
-    act: tuple[Any, ...] = ()
+    op: Any = kernels.batch_norm_backward_elemt
     code, parameter = ctx.act
     if code == 0:
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
     else:
-        keeps = residual is not None or (input.device.type == "cpu" and kernels is ops)
-        sums, grad_weight, grad_bias, kept = kernels.batch_norm_act_backward_reduce(
-            grad, input, mean, invstd, weight, bias, residual, code, parameter, keeps, words
+        sums, grad_weight, grad_bias, grad = kernels.batch_norm_act_backward_reduce(
+            grad, input, mean, invstd, weight, bias, residual, code, parameter, words
         )
-        if keeps:
-            grad, op = kept, op if residual is not None else _in_place
-        else:
-            op, act = kernels.batch_norm_act_backward_elemt, (bias, code, parameter)
+        if residual is None and input.device.type == "cpu" and kernels is ops:
+            op = _in_place
     grad_input = None
     if ctx.needs_input_grad[0]:
         sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
-        grad_input = exchange.backward_elemt(grad, input, weight, mean, invstd, sums, count, op=op, act=act)
+        grad_input = exchange.backward_elemt(grad, input, weight, mean, invstd, sums, count, op=op)
     return grad_input, grad_weight, grad_bias, grad
 
 

@@ -181,7 +181,7 @@ class _FusedNormalize(torch.autograd.Function):
         ctx.recipe = None  # whoever saves the output has come before
         input, weight, bias, merged, residual = ctx.saved_tensors
         sums, grad_weight, grad_bias, grad = ops.batch_norm_act_backward_reduce(
-            grad_output, input, *merged.chunk(2), weight, bias, residual, *ctx.act, True
+            grad_output, input, *merged.chunk(2), weight, bias, residual, *ctx.act
         )
         grads = (grad, grad_weight, grad_bias, sums, grad, None)
         return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

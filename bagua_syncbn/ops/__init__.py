@@ -2,7 +2,7 @@
 
 import torch
 
-from . import reference
+from . import act_on_cuda, reference
 from .activations import IDENTITY, Activation, activation_of
 from .fallback import cuda_problem
 from .layout import laid_out_as
@@ -19,7 +19,6 @@ batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.def
 batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
 batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
 batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
-batch_norm_act_backward_elemt = torch.ops.bagua_syncbn.batch_norm_act_backward_elemt.default
 batch_norm_masked_stats = torch.ops.bagua_syncbn.batch_norm_masked_stats.default
 batch_norm_masked_backward_elemt = torch.ops.bagua_syncbn.batch_norm_masked_backward_elemt.default
 backward_elemt_in_graph = torch.ops.bagua_syncbn.batch_norm_backward_elemt.in_graph
@@ -33,9 +32,9 @@ __all__ = [
     "MergeOptions",
     "MergedStats",
     "accumulate_dtype",
+    "act_on_cuda",
     "activation_of",
     "backward_elemt_in_graph",
-    "batch_norm_act_backward_elemt",
     "batch_norm_act_backward_reduce",
     "batch_norm_act_elemt",
     "batch_norm_backward_elemt",

@@ -1,9 +1,8 @@
-"""The activations that a layer can compute with its normalization: name, formula, derivative and parameter of each.
+"""The activations that a layer can compute with its normalization: name, formula, gradient and parameter of each.
 
 The native kernels have the same table in ``csrc/activations.inl``, in the same order.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,49 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_Function = Callable[[Tensor, float], Tensor]
-
 
 class _Formula(NamedTuple):
-    value: _Function  # in operations of torch that can be differentiated any number of times
-    derivative: _Function
+    value: Callable[[Tensor, float], Tensor]  # in operations that can be differentiated any number of times
+    gradient: Callable[[Tensor, Tensor, float], Tensor]  # grad_output times the derivative
     parameter: float | None = None  # as torch has it where none is given; None for activations without
 
 
-def _normal_cdf(z: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
-
-
-def _grad_silu(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
-
-
-def _grad_gelu(z: Tensor) -> Tensor:
-    return _normal_cdf(z) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-
-
-def _grad_gelu_tanh(z: Tensor) -> Tensor:
-    scale, cubic = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(scale * (z + cubic * z**3))
-    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * scale * (1 + 3 * cubic * z * z)
-
-
+_aten = torch.ops.aten
+# The gradients are torch's, so that kinks and all else are.
 _FORMULAS = {
-    "identity": _Formula(lambda z, _: z, lambda z, _: torch.ones_like(z)),
-    "relu": _Formula(lambda z, _: F.relu(z), lambda z, _: (z > 0).to(z.dtype)),
-    "relu6": _Formula(lambda z, _: F.relu6(z), lambda z, _: ((z > 0) & (z < 6)).to(z.dtype)),
-    "leaky_relu": _Formula(lambda z, p: F.leaky_relu(z, p), lambda z, p: torch.ones_like(z).where(z > 0, p), 0.01),
-    "elu": _Formula(lambda z, p: F.elu(z, p), lambda z, p: torch.where(z > 0, 1.0, p * torch.exp(z)), 1.0),
-    "silu": _Formula(lambda z, _: F.silu(z), lambda z, _: _grad_silu(z)),
-    "gelu": _Formula(lambda z, _: F.gelu(z), lambda z, _: _grad_gelu(z)),
-    "gelu_tanh": _Formula(lambda z, _: F.gelu(z, approximate="tanh"), lambda z, _: _grad_gelu_tanh(z)),
-    "hardswish": _Formula(
-        lambda z, _: F.hardswish(z),
-        lambda z, _: torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)),
+    "identity": _Formula(lambda z, _: z, lambda dy, z, _: dy),
+    "relu": _Formula(lambda z, _: F.relu(z), lambda dy, z, _: _aten.threshold_backward(dy, z, 0)),
+    "relu6": _Formula(lambda z, _: F.relu6(z), lambda dy, z, _: _aten.hardtanh_backward(dy, z, 0, 6)),
+    "leaky_relu": _Formula(
+        lambda z, p: F.leaky_relu(z, p), lambda dy, z, p: _aten.leaky_relu_backward(dy, z, p, False), 0.01
     ),
-    "sigmoid": _Formula(lambda z, _: torch.sigmoid(z), lambda z, _: torch.sigmoid(z) * torch.sigmoid(-z)),
-    "tanh": _Formula(lambda z, _: torch.tanh(z), lambda z, _: 1 - torch.tanh(z).square()),
+    "elu": _Formula(lambda z, p: F.elu(z, p), lambda dy, z, p: _aten.elu_backward(dy, p, 1, 1, False, z), 1.0),
+    "silu": _Formula(lambda z, _: F.silu(z), lambda dy, z, _: _aten.silu_backward(dy, z)),
+    "gelu": _Formula(lambda z, _: F.gelu(z), lambda dy, z, _: _aten.gelu_backward(dy, z)),
+    "gelu_tanh": _Formula(
+        lambda z, _: F.gelu(z, approximate="tanh"), lambda dy, z, _: _aten.gelu_backward(dy, z, approximate="tanh")
+    ),
+    "hardswish": _Formula(lambda z, _: F.hardswish(z), lambda dy, z, _: _aten.hardswish_backward(dy, z)),
+    "sigmoid": _Formula(lambda z, _: torch.sigmoid(z), lambda dy, z, _: _aten.sigmoid_backward(dy, torch.sigmoid(z))),
+    "tanh": _Formula(lambda z, _: torch.tanh(z), lambda dy, z, _: _aten.tanh_backward(dy, torch.tanh(z))),
 }
 _NAMES = list(_FORMULAS)
 ACTIVATIONS = _NAMES[1:]
@@ -105,6 +86,6 @@ def value(z: Tensor, code: int, parameter: float) -> Tensor:
     return _FORMULAS[_NAMES[code]].value(z, parameter)
 
 
-def derivative(z: Tensor, code: int, parameter: float) -> Tensor:
-    """Returns the derivative at ``z``: where there is a kink, that of torch."""
-    return _FORMULAS[_NAMES[code]].derivative(z, parameter)
+def gradient(grad_output: Tensor, z: Tensor, code: int, parameter: float) -> Tensor:
+    """Returns ``grad_output`` times the derivative of the activation of ``code`` at ``z``."""
+    return _FORMULAS[_NAMES[code]].gradient(grad_output, z, parameter)

@@ -250,34 +250,13 @@ def batch_norm_act_backward_reduce(
     residual: Tensor | None,
     activation: int,
     parameter: float,
-    returns_grad: bool,
     words: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     z = _normalized(input, weight, bias, mean, invstd)
     z = z if residual is None else z.add_(residual)
-    grad = grad_output * activations.derivative(z, activation, parameter)
+    grad = activations.gradient(grad_output.to(z.dtype), z, activation, parameter)
     sums = batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
-    return *sums, torch.empty_like(input).copy_(grad) if returns_grad else input.new_empty(0)
-
-
-def batch_norm_act_backward_elemt(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    sums: Tensor,
-    count: Tensor,
-    ranks: int,
-    call: int,
-    fault: Tensor | None,
-    bias: Tensor | None,
-    activation: int,
-    parameter: float,
-) -> Tensor:
-    z = _normalized(input, weight, bias, mean, invstd)
-    grad = grad_output * activations.derivative(z, activation, parameter)
-    return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault)
+    return *sums, torch.empty_like(input).copy_(grad)
 
 
 for _kernel in (
@@ -291,6 +270,5 @@ for _kernel in (
     batch_norm_backward_elemt_,
     batch_norm_act_elemt,
     batch_norm_act_backward_reduce,
-    batch_norm_act_backward_elemt,
 ):
     library.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

@@ -25,15 +25,15 @@ for float64 input and float32 for all others; ``mean``, ``invstd`` and everythin
                                 ``batch_norm_backward_elemt_`` puts it in the place of ``grad_output``
 ==============================  =====================================================================================
 
-Three of them exist with an activation too, and what is added before it: ``y = act(z)``, ``z = (input - mean) * invstd *
+Two of them exist with an activation too, and what is added before it: ``y = act(z)``, ``z = (input - mean) * invstd *
 weight + bias + residual``. ``activation`` is the code of one in ``activations.py``.
 
 ==================================  =================================================================================
 ``batch_norm_act_elemt``            ``act(z)``, in the dtype and memory format of ``input``
 ``batch_norm_act_backward_reduce``  as ``batch_norm_backward_reduce`` of ``grad = grad_output * act'(z)``, made from
-                                    ``input`` and ``residual`` once more. With ``returns_grad`` the fourth result is
-                                    ``grad``, which is also the gradient of ``residual``; without it has no values
-``batch_norm_act_backward_elemt``   as ``batch_norm_backward_elemt`` of this ``grad``, where there is no ``residual``
+                                    ``input`` and ``residual`` once more. The fourth result is ``grad``, in the dtype
+                                    and memory format of ``input``: the gradient of ``residual``, and what
+                                    ``batch_norm_backward_elemt`` is to be given
 ==================================  =================================================================================
 
 Where a bool ``mask`` (N, \*), contiguous, says which positions count, the same for all channels:
@@ -170,7 +170,7 @@ def _(input: Tensor, *_: object) -> Tensor:
 
 @_op(
     "batch_norm_act_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "Tensor? bias, Tensor? residual, int activation, float parameter, bool returns_grad, int[] words=[]) "
+    "Tensor? bias, Tensor? residual, int activation, float parameter, int[] words=[]) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad)"
 )
 def _(
@@ -183,22 +183,12 @@ def _(
     residual: Tensor | None,
     activation: int,
     parameter: float,
-    returns_grad: bool,
     words: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     like = mean if weight is None else weight
-    grad = torch.empty_like(input) if returns_grad else input.new_empty(0)
-    return mean.new_empty(2 * channels + len(words)), like.new_empty(channels), like.new_empty(channels), grad
-
-
-@_op(
-    "batch_norm_act_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks, int call, Tensor(a!)? fault, Tensor? bias, int activation, "
-    "float parameter) -> Tensor"
-)
-def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
+    sums = mean.new_empty(2 * channels + len(words))
+    return sums, like.new_empty(channels), like.new_empty(channels), torch.empty_like(input)
 
 
 @_op("batch_norm_masked_stats(Tensor input, Tensor mask, int[] words=[]) -> Tensor")

@@ -144,7 +144,7 @@ Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, bool returns_grad, const std::vector<int64_t>& values) {
+    int64_t activation, double parameter, const std::vector<int64_t>& values) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   check_act(input, weight, bias, residual, activation);
   const Laid laid = lay_out(input);
@@ -157,8 +157,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
   };
   const auto [sums, grad_weight, grad_bias] =
       backward_reduce(grad_output, input, laid, mean, invstd, weight, values, start);
-  const Tensor none = allocate_vector(0, scalar_type(input), input);
-  return {sums, grad_weight, grad_bias, returns_grad ? with_strides_of(grad, laid, input) : none};
+  return {sums, grad_weight, grad_bias, with_strides_of(grad, laid, input)};
 }
 
 }  // namespace bagua_syncbn::cpu

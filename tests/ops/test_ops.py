@@ -29,11 +29,7 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
         "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
         "batch_norm_backward_elemt_": (grad_output, input, scale, mean, invstd, sums, count),
         "batch_norm_act_elemt": (input, scale, bias, mean, invstd, grad_output, 4, 0.5),
-        "batch_norm_act_backward_reduce": (grad_output, input, mean, invstd, scale, bias, grad_output, 4, 0.5, True),
-        "batch_norm_act_backward_elemt": (
-            *(grad_output, input, scale, mean, invstd, sums, count),
-            *(1, 0, None, bias, 4, 0.5),
-        ),
+        "batch_norm_act_backward_reduce": (grad_output, input, mean, invstd, scale, bias, grad_output, 4, 0.5),
         "batch_norm_masked_stats": (input, mask),
         "batch_norm_masked_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count, mask),
     }[name]
