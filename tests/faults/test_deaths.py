@@ -110,8 +110,9 @@ def test_peers_of_a_dead_rank_say_where_they_were(context, tmp_path, how, where)
 
 # One of two ranks. The other one is there, but does not come to the second call.
 LEAVING = """
-import sys, torch, bagua_syncbn
+import signal, sys, torch, bagua_syncbn
 from torch import distributed as dist
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
 layer = bagua_syncbn.SyncBatchNorm1d(4)
 layer(torch.randn(3, 4))
