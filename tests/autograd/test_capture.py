@@ -6,11 +6,14 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from observed import ForbidHostReads
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import convert_sync_batchnorm
+from bagua_syncbn import convert_sync_batchnorm, fuse_activations, recompute_outputs
 
 
 def make_model():
@@ -32,7 +35,11 @@ def gradient_penalty(model, input):
     return grad.square().sum()
 
 
-LOSSES = [plain, checkpointed, gradient_penalty]
+def with_fewer_outputs(model, input):
+    return recompute_outputs(fuse_activations(model))(input).square().mean()
+
+
+LOSSES = [plain, checkpointed, gradient_penalty, with_fewer_outputs]
 
 
 def step(loss, batch):
@@ -57,6 +64,43 @@ def test_nothing_is_read_on_the_host(pool, loss, sizes):
     assert pool.run(step_without_host_reads, len(sizes), loss, sizes) == [counted] * len(sizes)
 
 
+class ForbidInGraphs(ForbidHostReads):
+    supports_higher_order_operators = True  # such as that which calls the op that writes to buffers
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def compiled_and_data_parallel(sizes):
+    """With a backend that runs each graph, forward and backward, where host reads are forbidden."""
+    seen = set()
+
+    def compiler(graph, inputs):
+        seen.update(str(node.target) for node in graph.graph.nodes)
+
+        def run(*args):
+            with ForbidInGraphs():
+                return graph(*args)
+
+        return make_boxed_func(run)
+
+    compiled = torch.compile(make_model(), fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
+    model = nn.parallel.DistributedDataParallel(compiled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        model(torch.randn(sizes[dist.get_rank()], 2, 9)).square().mean().backward()
+        optimizer.step()
+    return seen
+
+
+def test_a_compiled_step_of_data_parallel_ranks(pool):
+    for seen in pool.run(compiled_and_data_parallel, 2, (3, 2)):
+        assert {"bagua_syncbn.batch_norm_stats.default", "bagua_syncbn.batch_norm_backward_reduce.default"} <= seen
+
+
 def steps_without_data():
     from torch._subclasses import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -72,5 +116,5 @@ def steps_without_data():
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="c10d ops take tensors without data from torch 2.13 on")
 def test_no_shape_depends_on_data(pool):
-    assert pool.run(steps_without_data, 1) == [[()] * 6]
+    assert pool.run(steps_without_data, 1) == [[()] * 2 * len(LOSSES)]
     pool.forget_job()
