@@ -11,90 +11,64 @@ from torch import Tensor
 Call = Callable[[Any, Tensor, Tensor], Any]
 
 
-def _gather(*changed: Any, momentum: float | None = 0.1) -> Call:
-    """A call of batch_norm_gather_stats for three channels; ``changed`` makes running_mean, running_var, counter."""
-    return lambda ops, x, c: ops.batch_norm_gather_stats(
-        torch.ones(2, 8), *(change(c) if callable(change) else change for change in changed), momentum, 1e-5
-    )
-
-
 COUNT = torch.tensor(8)
 
-# Of ops, an input (2, 3, 4) and one value for each channel.
+# Arguments that are right, of an input (2, 3, 4) and one value for each channel.
+RIGHT: dict[str, Callable[[Tensor, Tensor], list[Any]]] = {
+    "stats": lambda x, c: [x],
+    "gather_stats": lambda x, c: [torch.ones(2, 8), c, c, COUNT, 0.1, 1e-5],
+    "elemt": lambda x, c: [x, None, None, c, c],
+    "backward_reduce": lambda x, c: [x, x, c, c, c],
+    "backward_elemt": lambda x, c: [x, x, c, c, c, c.repeat(2), COUNT],
+}
+
+
+def _with(op: str, *wrong: tuple[int, Callable[[Tensor, Tensor], Any]]) -> Call:
+    """A call with other arguments in some places."""
+
+    def call(ops: Any, x: Tensor, c: Tensor) -> Any:
+        arguments = RIGHT[op](x, c)
+        for place, make in wrong:
+            arguments[place] = make(x, c)
+        return getattr(ops, f"batch_norm_{op}")(*arguments)
+
+    return call
+
+
+ELEMENTS = "expected one element for each channel, got 2 for 3"
+SIZES = "grad_output: expected the sizes of input"
 WRONG_ARGUMENTS: list[tuple[Call, str]] = [
-    (lambda ops, x, c: ops.batch_norm_stats(x[0, 0]), "input: expected at least 2 dimensions, (N, C, *), got 1"),
-    (lambda ops, x, c: ops.batch_norm_stats(x.int()), "input: expected float16, bfloat16, float32 or float64, got Int"),
-    (lambda ops, x, c: ops.batch_norm_elemt(x[0, 0], None, None, c, c), "input: expected at least 2 dimensions"),
-    (lambda ops, x, c: ops.batch_norm_elemt(x.int(), None, None, c, c), "input: expected float16, bfloat16"),
-    (
-        lambda ops, x, c: ops.batch_norm_elemt(x, c[1:], None, c, c),
-        "weight: expected one element for each channel, got 2 for 3",
-    ),
-    (lambda ops, x, c: ops.batch_norm_elemt(x, c.int(), None, c, c), "weight: expected float16, bfloat16"),
-    (lambda ops, x, c: ops.batch_norm_elemt(x, None, c[1:], c, c), "bias: expected one element"),
-    (lambda ops, x, c: ops.batch_norm_elemt(x, None, None, c[1:], c), "mean: expected one element"),
-    (lambda ops, x, c: ops.batch_norm_elemt(x, None, None, c, c[1:]), "invstd: expected one element"),
-    (lambda ops, x, c: ops.batch_norm_elemt(x[:0], c[1:], None, c, c), "weight: expected one element"),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_reduce(x[1:], x, c, c, c),
-        "grad_output: expected the sizes of input, got (1, 3, 4) for (2, 3, 4)",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_reduce(x[0], x, c, c, c),
-        "grad_output: expected the sizes of input, got (3, 4) for (2, 3, 4)",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_reduce(x.half(), x, c, c, c),
-        "grad_output: expected the dtype of input, got Half for Float",
-    ),
-    (lambda ops, x, c: ops.batch_norm_backward_reduce(x, x, c[1:], c, c), "mean: expected one element"),
-    (lambda ops, x, c: ops.batch_norm_backward_reduce(x, x, c, c[1:], c), "invstd: expected one element"),
-    (lambda ops, x, c: ops.batch_norm_backward_reduce(x, x, c, c, c.int()), "weight: expected float16, bfloat16"),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x[1:], x, c, c, c, c.repeat(2), COUNT),
-        "grad_output: expected the sizes of input",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c[1:], c, c, c.repeat(2), COUNT),
-        "weight: expected one element",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c[1:], c, c.repeat(2), COUNT),
-        "mean: expected one element",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c[1:], c.repeat(2), COUNT),
-        "invstd: expected one element",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c, COUNT),
-        "sums: expected two elements for each channel, and up to three pairs of words, got 3",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c.repeat(2), COUNT.double()),
-        "count: expected an int64 scalar, got Double ()",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c.repeat(2), COUNT.repeat(2)),
-        "count: expected an int64 scalar, got Long (2)",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_gather_stats(c, c, c, None, 0.1, 1e-5),
-        "gathered: expected (ranks, 2 * channels + 2 + words), got (3)",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_gather_stats(torch.ones(2, 7), c, c, None, 0.1, 1e-5),
-        "gathered: expected (ranks, 2 * channels + 2 + words), got (2, 7)",
-    ),
-    (
-        lambda ops, x, c: ops.batch_norm_gather_stats(torch.ones(2, 8).half(), c, c, None, 0.1, 1e-5),
-        "gathered: expected float32 or float64, got Half",
-    ),
-    (_gather(lambda c: c[1:], lambda c: c, None), "running_mean: expected one element for each channel, got 2 for 3"),
-    (_gather(lambda c: c, lambda c: c[1:], COUNT), "running_var: expected one element for each channel, got 2 for 3"),
-    (_gather(lambda c: c, lambda c: c.int(), COUNT), "running_var: expected float16, bfloat16"),
-    (_gather(lambda c: c, lambda c: c, lambda c: c), "num_batches_tracked: expected an int64 scalar"),
-    (_gather(lambda c: c, lambda c: c, None, momentum=None), "num_batches_tracked: expected a tensor"),
+    (_with("stats", (0, lambda x, c: x[0, 0])), "input: expected at least 2 dimensions, (N, C, *), got 1"),
+    (_with("stats", (0, lambda x, c: x.int())), "input: expected float16, bfloat16, float32 or float64, got Int"),
+    (_with("elemt", (0, lambda x, c: x[0, 0])), "input: expected at least 2 dimensions"),
+    (_with("elemt", (0, lambda x, c: x.int())), "input: expected float16, bfloat16"),
+    (_with("elemt", (1, lambda x, c: c[1:])), f"weight: {ELEMENTS}"),
+    (_with("elemt", (1, lambda x, c: c.int())), "weight: expected float16, bfloat16"),
+    (_with("elemt", (2, lambda x, c: c[1:])), f"bias: {ELEMENTS}"),
+    (_with("elemt", (3, lambda x, c: c[1:])), f"mean: {ELEMENTS}"),
+    (_with("elemt", (4, lambda x, c: c[1:])), f"invstd: {ELEMENTS}"),
+    (_with("elemt", (0, lambda x, c: x[:0]), (1, lambda x, c: c[1:])), f"weight: {ELEMENTS}"),
+    (_with("backward_reduce", (0, lambda x, c: x[1:])), f"{SIZES}, got (1, 3, 4) for (2, 3, 4)"),
+    (_with("backward_reduce", (0, lambda x, c: x[0])), f"{SIZES}, got (3, 4) for (2, 3, 4)"),
+    (_with("backward_reduce", (0, lambda x, c: x.half())), "grad_output: expected the dtype of input"),
+    (_with("backward_reduce", (2, lambda x, c: c[1:])), f"mean: {ELEMENTS}"),
+    (_with("backward_reduce", (3, lambda x, c: c[1:])), f"invstd: {ELEMENTS}"),
+    (_with("backward_reduce", (4, lambda x, c: c.int())), "weight: expected float16, bfloat16"),
+    (_with("backward_elemt", (0, lambda x, c: x[1:])), SIZES),
+    (_with("backward_elemt", (2, lambda x, c: c[1:])), f"weight: {ELEMENTS}"),
+    (_with("backward_elemt", (3, lambda x, c: c[1:])), f"mean: {ELEMENTS}"),
+    (_with("backward_elemt", (4, lambda x, c: c[1:])), f"invstd: {ELEMENTS}"),
+    (_with("backward_elemt", (5, lambda x, c: c)), "sums: expected two elements for each channel"),
+    (_with("backward_elemt", (6, lambda x, c: COUNT.double())), "count: expected an int64 scalar, got Double ()"),
+    (_with("backward_elemt", (6, lambda x, c: COUNT.repeat(2))), "count: expected an int64 scalar, got Long (2)"),
+    (_with("gather_stats", (0, lambda x, c: c)), "gathered: expected (ranks, 2 * channels + 2 + words), got (3)"),
+    (_with("gather_stats", (0, lambda x, c: torch.ones(2, 7))), "gathered: expected (ranks, 2 * channels + 2 + words)"),
+    (_with("gather_stats", (0, lambda x, c: torch.ones(2, 8).half())), "gathered: expected float32 or float64"),
+    (_with("gather_stats", (1, lambda x, c: c[1:])), f"running_mean: {ELEMENTS}"),
+    (_with("gather_stats", (2, lambda x, c: c[1:])), f"running_var: {ELEMENTS}"),
+    (_with("gather_stats", (2, lambda x, c: c.int())), "running_var: expected float16, bfloat16"),
+    (_with("gather_stats", (3, lambda x, c: c)), "num_batches_tracked: expected an int64 scalar"),
+    (_with("gather_stats", (3, lambda x, c: None), (4, lambda x, c: None)), "num_batches_tracked: expected a tensor"),
 ]
 
 
