@@ -177,6 +177,11 @@ $(VENV)/installed-torch: $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	@touch $@
 
-$(VENV)/installed-%: $(VENV)/installed-torch $(SOURCES)
-	BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$*]'
+$(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
+	BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	@touch $@
+
+# The packages that an extra names. What is installed already satisfies the rest, so that nothing is built again.
+$(VENV)/installed-%: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet 'bagua_syncbn[$*]'
 	@touch $@
