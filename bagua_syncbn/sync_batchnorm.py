@@ -8,9 +8,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
 from .autograd import tell_peers
+from .checks import check_dimensions, check_eps_mode
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
 from .following import activation_in, follower_of, marked_for
-from .functional import check_dimensions, check_eps_mode, sync_batch_norm
+from .functional import sync_batch_norm
 from .ops import activation_of
 from .tracing import Proxy, as_one_node
 
