@@ -461,7 +461,7 @@ def exchange_of(
     if communicator.size == 1:
         return _ALONE if mask is None else Alone(mask)
     if torch.compiler.is_compiling():
-        return InGraph(terms_of(input, options), communicator, mask)
+        return InGraph(terms_of(input, options, options.momentum), communicator, mask)
     return Exchange(identity_of(layer, input, options), communicator, mask)
 
 

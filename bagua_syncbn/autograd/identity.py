@@ -78,9 +78,9 @@ def _text_of(terms: Terms) -> str:
 _texts: dict[tuple[int, int], str] = {}
 
 
-def terms_of(input: Tensor, options: ops.MergeOptions) -> Terms:
-    """Returns the terms of a call with ``input``."""
-    momentum = -1.0 if options.momentum is None else options.momentum
+def terms_of(input: Tensor, options: ops.MergeOptions, momentum: float | None) -> Terms:
+    """Returns the terms of a call with ``input``, by a layer of this ``momentum``."""
+    momentum = -1.0 if momentum is None else momentum
     mode = ops.EPS_MODES.index(options.eps_mode)
     is_double, accumulates = input.dtype == torch.float64, options.kept is not None
     return Terms(input.size(1), options.eps, momentum, mode, options.skip_nonfinite, is_double, accumulates)
@@ -89,10 +89,12 @@ def terms_of(input: Tensor, options: ops.MergeOptions) -> Terms:
 def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Identity:
     """Returns the identity of a forward call; those of what follows in backward are its attributes."""
     place, name = getattr(layer, "place_in_model", 0), getattr(layer, "name_in_model", None)
-    call = place, name, type(layer), input.size(1), input.dtype, options[3:7], options.kept is None
+    # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
+    momentum = None if getattr(layer, "momentum", 0) is None else options.momentum
+    call = place, name, type(layer), input.size(1), input.dtype, momentum, options[4:7], options.kept is None
     identity = _identities.get(call)
     if identity is None:
-        identity = _identities[call] = _make_identity(place, speaker_of(layer), terms_of(input, options))
+        identity = _identities[call] = _make_identity(place, speaker_of(layer), terms_of(input, options, momentum))
     return identity
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import bagua_syncbn
@@ -120,6 +121,27 @@ def native():
 def test_no_count_grows(pool, name, world_size):
     for counted in pool.run(count, world_size, name):
         assert not complain(name, counted)
+
+
+class Averaging(nn.BatchNorm2d):
+    """As torch's forward does it: what each batch weighs is another number in each step."""
+
+    def forward(self, input):
+        self.num_batches_tracked.add_(1)
+        weight = 1 / self.num_batches_tracked.item()
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, weight, self.eps)
+
+
+def count_averaging():
+    layer = bagua_syncbn.convert_sync_batchnorm(Averaging(CHANNELS, momentum=None))
+    x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+    for _ in range(3):
+        layer(x).backward(grad)
+    return [counted.collectives for counted in count_step(layer, x, grad)[:2]]
+
+
+def test_a_forward_that_averages_over_all_batches_asks_no_more(pool):
+    assert pool.run(count_averaging, 2) == [[1, 1]] * 2
 
 
 def count_beside_torch(train):
