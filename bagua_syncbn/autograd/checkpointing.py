@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .identity import speaker_of
 from .outputs import recomputation_depth, set_recomputation_depth
 from .torch_private import observe_checkpoints, raise_if_under_unknown_checkpoint
 
@@ -85,11 +86,9 @@ class _Run:
     def recall(self, layer: nn.Module | None) -> Any:
         gathered, number = self.gathered.get(layer, []), self._calls[layer]
         if number == len(gathered):
-            name = getattr(layer, "name_in_model", None)
             raise RuntimeError(
-                f"{type(layer).__name__ if layer else 'sync_batch_norm'}{f' {name!r}' if name else ''}: expected a "
-                f"repetition to call it no more often than the first run, in which it was synchronized "
-                f"{number} time(s), got one call more"
+                f"{speaker_of(layer)}: expected a repetition to call it no more often than the first run, in which it "
+                f"was synchronized {number} time(s), got one call more"
             )
         self._calls[layer] += 1
         return gathered[number]

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
 from .epilogue import Epilogue
+from .identity import speaker_of
 from .torch_private import may_hook_saving, saving_hooks
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -208,10 +209,7 @@ def note_output(
 
 
 def _name_of(layer: nn.Module | str | None) -> str:
-    if not isinstance(layer, nn.Module):
-        return layer or "sync_batch_norm"
-    name = getattr(layer, "name_in_model", None)
-    return f"{type(layer).__name__}{f' {name!r}' if name else ''}"
+    return layer if isinstance(layer, str) else speaker_of(layer)
 
 
 def _recipe_of(tensor: Tensor) -> _Recipe | None:
