@@ -4,44 +4,10 @@
 // from the sums and the count of all ranks, which are on the device. Blocks go over the tensors from their end, since
 // backward_reduce went from their beginning.
 
-#include "launch.cuh"
-#include "walk.cuh"
+#include "factors.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
-
-// One by the count; NaN, which no gradient survives, where the ranks did not speak of the same.
-template <typename A>
-__device__ __forceinline__ A inverse_count_of(const BackwardElemtArguments& arguments, int64_t channels) {
-  bool same = true;
-  for (int64_t w = 2 * channels; w < 2 * channels + arguments.words; w += 2) {
-    const double sum = load_channel(arguments.sums, w).as<double>();
-    same &= same_word(sum, load_channel(arguments.sums, w + 1).as<double>(), arguments.ranks);
-  }
-  if (same) return A(1) / static_cast<A>(*arguments.count);
-  if (blockIdx.x == 0 && thread_index() == 0) {
-    record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
-  }
-  return static_cast<A>(NAN);
-}
-
-template <typename A>
-struct GradientFactors {
-  A mean, mean_dy, projection, scale;
-
-  GradientFactors() = default;
-  __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c) {
-    const ChannelValue loaded_mean = load_channel(arguments.mean, c), loaded_invstd = load_channel(arguments.invstd, c);
-    const ChannelValue sum_dy = load_channel(arguments.sums, c), dy_xmu = load_channel(arguments.sums, channels + c);
-    const ChannelValue weight = load_channel(arguments.weight, c);
-    const A inverse_count = inverse_count_of<A>(arguments, channels), invstd = loaded_invstd.as<A>();
-    mean = loaded_mean.as<A>();
-    mean_dy = sum_dy.as<A>() * inverse_count;
-    projection = dy_xmu.as<A>() * inverse_count * invstd * invstd;
-    scale = invstd * (arguments.weight.data == nullptr ? A(1) : weight.as<A>());
-  }
-  __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
-};
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)

@@ -5,20 +5,10 @@
 // way. A batch is added up before it is added to the sums of the thread, and all levels above it are those of
 // reduce.cuh.
 
-#include "reduce.cuh"
+#include "factors.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
-
-template <typename A>
-__device__ __forceinline__ void write_sums(const BackwardReduceArguments& arguments, int64_t channels, int64_t c,
-                                           const Sums<double>& sums) {
-  static_cast<A*>(arguments.sums)[c] = static_cast<A>(sums.first);
-  static_cast<A*>(arguments.sums)[channels + c] = static_cast<A>(sums.second);
-  if (c == 0) pack_words(static_cast<A*>(arguments.sums) + 2 * channels, arguments.words);
-  write_channel(arguments.grad_bias, c, sums.first);
-  write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.invstd, c));
-}
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)

@@ -6,26 +6,10 @@
 // they read last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large
 // beside the deviation.
 
-#include "launch.cuh"
-#include "walk.cuh"
+#include "factors.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
-
-template <typename A>
-struct NormalizeFactors {
-  A mean, scale, shift;
-
-  NormalizeFactors() = default;
-  __device__ __forceinline__ NormalizeFactors(const ElemtArguments& arguments, int64_t c) {
-    const ChannelValue loaded_mean = load_channel(arguments.mean, c), invstd = load_channel(arguments.invstd, c);
-    const ChannelValue weight = load_channel(arguments.weight, c), bias = load_channel(arguments.bias, c);
-    mean = loaded_mean.as<A>();
-    scale = invstd.as<A>() * (arguments.weight.data == nullptr ? A(1) : weight.as<A>());
-    shift = arguments.bias.data == nullptr ? A(0) : bias.as<A>();
-  }
-  __device__ __forceinline__ A normalize(A value) const { return (value - mean) * scale + shift; }
-};
 
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)

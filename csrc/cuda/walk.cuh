@@ -122,6 +122,9 @@ class PlanarWalk {
 
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
+  // Samples of the part from that of the next slot on.
+  __device__ __forceinline__ int left() const { return left_; }
+
   // Whether every slot of the part lies in the tensor with all its values, those of neighbouring rows included: where
   // the part has neither the first nor the last row.
   __device__ __forceinline__ bool whole() const { return whole_; }
@@ -182,6 +185,9 @@ class InterleavedWalk {
 
   __device__ int64_t first_row() const { return row_begin_; }
   __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
+
+  // That of the next slot.
+  __device__ __forceinline__ int64_t row() const { return row_; }
 
   // The offset of the next slot, or -1 when there are no more.
   __device__ __forceinline__ int64_t next() {
