@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   bool more = !walk.done();
   load();
-  const GradientFactors<A> factors(arguments, plan.channels, walk.channel);  // waited for with the first batch
+  const auto factors = gradient_factors<A>(walk, plan.channels, arguments);  // waited for with the first batch
   while (more) {
 #pragma unroll
     for (int u = 0; u < kPairs<W>; ++u) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     interleaved_backward_elemt(Interleaved plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
                                BackwardElemtArguments arguments) {
   InterleavedWalk<W> walk(plan, true);
@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   bool more = !walk.done();
   load();
   GradientFactors<A> factors[W];  // waited for together with the first batch
-  share_factors(factors, walk, plan.channels,
-                [&](int64_t c) { return GradientFactors<A>(arguments, plan.channels, c); });
+  gradient_factors(factors, walk, plan.channels, arguments);
   while (more) {
 #pragma unroll
     for (int u = 0; u < kPairs<W>; ++u) {

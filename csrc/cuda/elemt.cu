@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads)
   bool more = !walk.done();
   next_slots(walk, slots);
   load_slots(walk, x, slots, packs);
-  const NormalizeFactors<A> factors(arguments, walk.channel);  // waited for together with the first batch
+  const auto factors =  // waited for together with the first batch
+      share_factors<NormalizeFactors<A>>([&] { return NormalizeFactors<A>(arguments, walk.channel); });
   while (more) {
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {

@@ -20,20 +20,35 @@ struct NormalizeFactors {
   __device__ __forceinline__ A normalize(A value) const { return (value - mean) * scale + shift; }
 };
 
-// One by the count; NaN, which no gradient survives, where the ranks did not speak of the same.
-template <typename A>
-__device__ __forceinline__ A inverse_count_of(const BackwardElemtArguments& arguments, int64_t channels) {
-  bool same = true;
-  for (int64_t w = 2 * channels; w < 2 * channels + arguments.words; w += 2) {
-    const double sum = load_channel(arguments.sums, w).as<double>();
-    same &= same_word(sum, load_channel(arguments.sums, w + 1).as<double>(), arguments.ranks);
+// Whether the ranks spoke of the same, by the words that follow the sums: each pair of them is read by a thread of its
+// own, and waited for together with the factors. All threads of the block must ask.
+class Agreement {
+ public:
+  __device__ __forceinline__ Agreement(const BackwardElemtArguments& arguments, int64_t channels)
+      : arguments_(arguments) {
+    if (!there()) return;
+    const int64_t word = 2 * (channels + thread_index());
+    sum_ = load_channel(arguments.sums, word);
+    squares_ = load_channel(arguments.sums, word + 1);
   }
-  if (same) return A(1) / static_cast<A>(*arguments.count);
-  if (blockIdx.x == 0 && thread_index() == 0) {
-    record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
+
+  __device__ __forceinline__ bool holds() const {
+    __shared__ bool differs[kMostWords / 2];
+    if (thread_index() < kMostWords / 2)
+      differs[thread_index()] = there() && !same_word(sum_.as<double>(), squares_.as<double>(), arguments_.ranks);
+    __syncthreads();
+    const bool same = !differs[0] && !differs[1] && !differs[2];
+    if (!same && blockIdx.x == 0 && thread_index() == 0)
+      record_fault<double>(arguments_.fault, {Fault::kSum, arguments_.call}, nullptr, 0, 0);
+    return same;
   }
-  return static_cast<A>(NAN);
-}
+
+ private:
+  __device__ __forceinline__ bool there() const { return 2 * thread_index() < arguments_.words; }
+
+  const BackwardElemtArguments& arguments_;
+  ChannelValue sum_, squares_;
+};
 
 template <typename A>
 struct GradientFactors {
@@ -44,7 +59,7 @@ struct GradientFactors {
     const ChannelValue loaded_mean = load_channel(arguments.mean, c), loaded_invstd = load_channel(arguments.invstd, c);
     const ChannelValue sum_dy = load_channel(arguments.sums, c), dy_xmu = load_channel(arguments.sums, channels + c);
     const ChannelValue weight = load_channel(arguments.weight, c);
-    const A inverse_count = inverse_count_of<A>(arguments, channels), invstd = loaded_invstd.as<A>();
+    const A inverse_count = A(1) / static_cast<A>(*arguments.count), invstd = loaded_invstd.as<A>();
     mean = loaded_mean.as<A>();
     mean_dy = sum_dy.as<A>() * inverse_count;
     projection = dy_xmu.as<A>() * inverse_count * invstd * invstd;
@@ -52,6 +67,28 @@ struct GradientFactors {
   }
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
 };
+
+// Those of the channel, or channels, of this thread; not numbers, which no gradient survives, where the ranks did not
+// speak of the same. All threads of the block must call these.
+template <typename A, int W>
+__device__ __forceinline__ GradientFactors<A> gradient_factors(const PlanarWalk<W>& walk, int64_t channels,
+                                                               const BackwardElemtArguments& arguments) {
+  const Agreement agreement(arguments, channels);
+  auto factors =
+      share_factors<GradientFactors<A>>([&] { return GradientFactors<A>(arguments, channels, walk.channel); });
+  if (!agreement.holds()) factors.scale = static_cast<A>(NAN);
+  return factors;
+}
+
+template <typename A, int W>
+__device__ __forceinline__ void gradient_factors(GradientFactors<A> (&factors)[W], const InterleavedWalk<W>& walk,
+                                                 int64_t channels, const BackwardElemtArguments& arguments) {
+  const Agreement agreement(arguments, channels);
+  share_factors(factors, walk, channels, [&](int64_t c) { return GradientFactors<A>(arguments, channels, c); });
+  if (agreement.holds()) return;
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w].scale = static_cast<A>(NAN);
+}
 
 template <typename A>
 __device__ __forceinline__ void write_sums(const BackwardReduceArguments& arguments, int64_t channels, int64_t c,

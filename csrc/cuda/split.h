@@ -73,10 +73,11 @@ struct Planar {
   int64_t slots;
   int64_t along_batch;
   int64_t along_inner;
-  int64_t columns;     // threads along a row
-  int64_t rows;        // threads across rows
-  int64_t step = 0;    // from a row of a thread to its next
-  int misaligned = 0;  // by so many values the tensor begins after an aligned slot
+  int64_t columns;                             // threads along a row
+  int64_t rows;                                // threads across rows
+  int64_t step = 0;                            // from a row of a thread to its next
+  int misaligned = 0;                          // by so many values the tensor begins after an aligned slot
+  bool cut_before = false, cut_after = false;  // whether its first slot begins before it, its last ends after it
   Ranges samples_of_part{1, 1};
   Ranges slots_of_part{1, 1};
 
@@ -129,6 +130,8 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pas
   Planar plan{g.batch, g.channels, g.inner, 0, 1, 1, 1, 1};
   const bool aligned = misaligned == 0 && g.inner % width == 0;
   plan.misaligned = misaligned;
+  plan.cut_before = misaligned != 0;
+  plan.cut_after = (misaligned + g.batch * g.channels * g.inner) % width != 0;
   plan.slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
   const int64_t parts = parts_of(g.channels, g.batch * plan.slots / kThreads, width, pass);
   // As many samples in each part, but for the last ones: one more would make a part of two samples half as long again.

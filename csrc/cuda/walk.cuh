@@ -103,8 +103,9 @@ class PlanarWalk {
     channel = place.x;
     const unsigned b = place.z, i = place.y;
     part = b * gridDim.y + i;
-    const bool first = channel == 0 && b == 0, last = place.x == gridDim.x - 1 && b == gridDim.z - 1;
-    whole_ = !first && !last;
+    const bool first = place.x + i + b == 0;
+    const bool last = place.x == gridDim.x - 1 && i == gridDim.y - 1 && b == gridDim.z - 1;
+    whole_ = !(first && plan.cut_before) && !(last && plan.cut_after);
     const int64_t sample = plan.samples_of_part.begin_of(b), slot = plan.slots_of_part.begin_of(i);
     slots_ = static_cast<int>(plan.slots_of_part.begin_of(i + 1) - slot);
     const int64_t row = (sample * plan.channels + channel) * plan.inner;
@@ -122,25 +123,22 @@ class PlanarWalk {
 
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
-  // Samples of the part from that of the next slot on.
+  // Samples of the part from that of the next slot on; none or less when there are no more.
   __device__ __forceinline__ int left() const { return left_; }
 
-  // Whether every slot of the part lies in the tensor with all its values, those of neighbouring rows included: where
-  // the part has neither the first nor the last row.
+  // Whether every slot of the part lies in the tensor with all its values, those of neighbouring rows included.
   __device__ __forceinline__ bool whole() const { return whole_; }
 
-  // The next slot; one without values when there are no more.
+  // The next slot; one without values when there are no more. Without a branch: all slots of a batch are found at once.
   __device__ __forceinline__ Slot<W> next() {
-    if (done()) return {0, 0, 0};
     const int shift = offset_in_slot(offset_);
     const int begin = slot_ * W - shift;
-    const Slot<W> slot{offset_ + begin, begin < row_begin_ ? shift : 0, min(row_end_ - begin, W)};
+    const Slot<W> slot{offset_ + begin, begin < row_begin_ ? shift : 0, done() ? 0 : min(row_end_ - begin, W)};
     slot_ += blockDim.x;
-    if (slot_ >= slots_) {
-      slot_ = threadIdx.x;
-      left_ -= blockDim.y;
-      offset_ += plan_.step;
-    }
+    const bool across = slot_ >= slots_;
+    slot_ = across ? threadIdx.x : slot_;
+    left_ -= across ? blockDim.y : 0;
+    offset_ += across ? plan_.step : 0;
     return slot;
   }
 
@@ -219,6 +217,16 @@ __device__ __forceinline__ void share_factors(F (&factors)[W], const Interleaved
   if (!walk.active) return;
 #pragma unroll
   for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
+}
+
+// Planar: the factors of the channel of a block, `read()`. One thread reads them for all, as above: those of its warp
+// wait for it, those of others would do the same once more for each warp. All threads of the block must call this.
+template <typename F, typename Read>
+__device__ __forceinline__ F share_factors(const Read& read) {
+  __shared__ F factors;
+  if (thread_index() == 0) factors = read();
+  __syncthreads();
+  return factors;
 }
 
 // Slots of a batch of W values each, such that a scalar batch is not too small.
