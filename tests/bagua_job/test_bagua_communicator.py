@@ -101,6 +101,7 @@ def train_watched(dtype, layers):
         timeline.host_waits,
         [event.name for event in profiler.events() if event.name.startswith("c10d::")],
         len(HostCommunicator.made),
+        [numel for _, _, numel, _ in timeline.collectives],
     )
 
 
@@ -109,12 +110,14 @@ def test_one_collective_each_way_in_order_and_no_host_wait(pool, dtype, layers):
     backward = "allreduce" if dtype == torch.float32 else "allgather"
     recorded = (2 + 1) if dtype == torch.float32 else (2 + 2)
     for result in pool.run(train_watched, 2, dtype, layers):
-        forward, back, streams, races, waits, others, communicators = result
+        forward, back, streams, races, waits, others, communicators, numels = result
         assert forward == ["allgather"] * layers
         assert back == [backward] * layers
         assert streams == recorded * layers
         assert (races, waits, others) == ([], [], [])
         assert communicators == 1
+        if dtype == torch.float32:  # as docs/bagua.md has it: of two ranks in forward
+            assert numels == [2 * (2 * 4 + 5)] * layers + [2 * 4 + 6] * layers
 
 
 def what_stays():
@@ -300,30 +303,6 @@ def test_a_compiled_model_leaves_the_communicator_to_python(pool):
         for other in others:
             assert other[0] == eager[0]
             torch.testing.assert_close(other[1:], eager[1:])
-
-
-def penalty(layer, batch, grad_output):
-    """A loss on the gradient of the input, and its gradient."""
-    input = batch.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(layer(input), input, grad_output, create_graph=True)
-    grad.pow(3).sum().backward()
-    return input.grad, layer.weight.grad
-
-
-def differentiate_twice():
-    torch.manual_seed(0)
-    batch, grad_output = torch.randn(2, 6, 3, dtype=torch.float64)
-    layer = SyncBatchNorm(3, dtype=torch.float64)
-    return penalty(layer, batch[rank() :: 2].clone(), grad_output[rank() :: 2].clone())
-
-
-def test_double_backward(pool):
-    torch.manual_seed(0)
-    batch, grad_output = torch.randn(2, 6, 3, dtype=torch.float64)
-    expected_input, expected_weight = penalty(nn.BatchNorm1d(3, dtype=torch.float64), batch, grad_output)
-    (first, first_weight), (second, second_weight) = pool.run(differentiate_twice, 2)
-    torch.testing.assert_close(torch.stack([first, second], 1).flatten(0, 1), expected_input)
-    torch.testing.assert_close(first_weight + second_weight, expected_weight)
 
 
 def checkpointed():

@@ -2,10 +2,12 @@
 
 from test_accumulation import test_ranks_with_uneven_and_empty_micro_batches
 from test_contract import test_drawn_cases, test_options, test_ranks_equal_one_process
+from test_double_backward import test_third_derivatives
 
 __all__ = [
     "test_drawn_cases",
     "test_options",
     "test_ranks_equal_one_process",
     "test_ranks_with_uneven_and_empty_micro_batches",
+    "test_third_derivatives",
 ]
