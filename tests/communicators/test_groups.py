@@ -252,23 +252,23 @@ def test_sync_group_takes_descriptions_only(process_group):
 
 def not_of_this_job():
     errors = []
-    for process_group in (2, 4, [[0, 1]], [[0, 1], [2, 3]]):
+    for process_group in (2, 4, [[0, 1]], [[0, 1], [2, 3]], RankGroup((0, 5)), RankGroup(((dist.get_rank() + 1) % 3,))):
         for use in (lambda group: SyncBatchNorm(1, process_group=group), resolve_communicator):
-            try:
+            with pytest.raises(ValueError, match="process_group: expected") as error:
                 use(process_group)
-            except ValueError as error:
-                errors.append(str(error))
+            errors.append(str(error.value))
     return errors
 
 
-def test_a_job_that_does_not_divide_is_named(pool):
-    for errors in pool.run(not_of_this_job, 3):
-        assert len(errors) == 8
+def test_ranks_that_the_job_does_not_have_are_named(pool):
+    for rank, errors in enumerate(pool.run(not_of_this_job, 3)):
         assert errors[::2] == errors[1::2]
         assert "expected a number that divides the 3 ranks of the job, got 2, which leaves 1 of them over" in errors[0]
         assert "got 4, which leaves 3" in errors[2]
         assert "got no list for rank 2 in [[0, 1]]" in errors[4]
         assert "got no such rank as 3 in" in errors[6]
+        for error in (errors[8], errors[10]):
+            assert f"expected ranks of this job that include this one, rank {rank} of 3" in error
 
 
 DESCRIPTIONS = [2, "node", [[0, 1]]]
@@ -393,45 +393,6 @@ def exchange(process_group):
     packed = torch.arange(3.0) + 10 * communicator.rank
     gathered = communicator.all_gather(packed)
     return communicator.size, communicator.rank, gathered.tolist(), communicator.all_reduce(packed.clone()).tolist()
-
-
-kept = []
-
-
-def exchange_by_ranks():
-    # Only the members resolve it: rank 1 is elsewhere meanwhile.
-    if dist.get_rank() == 1:
-        return None
-    first = exchange(RankGroup((0, 2)))
-    assert resolve_communicator(RankGroup((0, 2))).group is resolve_communicator(RankGroup((2, 0))).group
-    kept.append(resolve_communicator(RankGroup((0, 2))).group)  # outlives its job, as a group in a variable does
-    assert dist.get_process_group_ranks(kept[-1]) == [0, 2]  # raises for a group of a job that has ended
-    return first
-
-
-def test_a_group_by_ranks_is_made_by_its_members_alone(pool):
-    for _ in range(2):  # the second job must not meet the groups of the first
-        first, nobody, second = pool.run(exchange_by_ranks, 3)
-        assert nobody is None
-        assert first == (2, 0, [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]], [10.0, 12.0, 14.0])
-        assert second[:2] == (2, 1)
-        pool.run(exchange, 2, None)
-
-
-def resolve_impossible_ranks():
-    errors = []
-    for ranks in ((0, 5), (1 - dist.get_rank(),)):
-        try:
-            resolve_communicator(RankGroup(ranks))
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_ranks_that_this_job_does_not_have_are_named(pool):
-    for rank, errors in enumerate(pool.run(resolve_impossible_ranks, 2)):
-        assert len(errors) == 2
-        assert all(f"expected ranks of this job that include this one, rank {rank} of 2" in error for error in errors)
 
 
 def exchange_where_single_all_gather_raises(message):

@@ -94,23 +94,6 @@ def test_everything_about_a_layer_survives():
     assert {id(parameter) for parameter in model.parameters()} == held
 
 
-def test_a_subclass_keeps_its_forward_and_its_attributes():
-    model = net()
-    layer = model[2][0]
-    input = torch.randn(2, 3, 8, 8)
-    expected = copy.deepcopy(model)(input)
-    convert_sync_batchnorm(model)
-    assert isinstance(layer, BatchNormReLU)
-    assert isinstance(layer, SyncBatchNorm)
-    assert type(layer).__name__ == "SyncBatchNormReLU"
-    assert layer.slope == 0.1
-    torch.testing.assert_close(model(input), expected)
-    with pytest.raises(ValueError, match="4D"):
-        layer(torch.randn(2, 4))
-    revert_sync_batchnorm(model)
-    assert type(layer) is BatchNormReLU
-
-
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm2d, BatchNormReLU])
 def test_a_model_that_is_one_layer_is_converted_in_place(cls):
     """A caller who drops what torch's converter returns trains unsynchronized."""
@@ -140,18 +123,6 @@ def test_layers_know_their_name_in_the_model():
     copied = pickle.loads(pickle.dumps(copy.deepcopy(convert_sync_batchnorm(model))))
     assert (copied[1].name_in_model, copied[2][0].name_in_model) == ("1", "2.0")
     assert SyncBatchNorm2d(3).name_in_model is None
-
-
-def test_torchs_synchronized_layers():
-    model = nn.Sequential(nn.SyncBatchNorm(3, process_group=None))
-    layer = model[0]
-    convert_sync_batchnorm(model)
-    assert isinstance(layer, SyncBatchNorm)
-    assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel would refuse it on CPU
-    assert model(torch.randn(4, 3, 2)).shape == (4, 3, 2)
-    pickle.loads(pickle.dumps(model))(torch.randn(4, 3, 2))
-    revert_sync_batchnorm(model)
-    assert type(layer) is nn.SyncBatchNorm
 
 
 def test_lazy_layers_convert_before_they_know_their_size():
@@ -447,17 +418,3 @@ def copies_of_layers_with_a_state_of_their_own():
 
 def test_a_state_of_its_own_holds_no_live_group(pool):
     assert pool.run(copies_of_layers_with_a_state_of_their_own, 2) == [[(True, (0, 1))] * 2] * 2
-
-
-def spawned(rank, model, path):
-    assert isinstance(model[0], BatchNormReLU)
-    model(torch.ones(2, 4, 2, 2))
-    torch.save(revert_sync_batchnorm(model), path)
-
-
-def test_spawned_processes_act_locally(tmp_path):
-    model = convert_sync_batchnorm(nn.Sequential(BatchNormReLU(4)), "node")
-    torch.multiprocessing.spawn(spawned, (model, str(tmp_path / "model")), nprocs=1)
-    loaded = torch.load(tmp_path / "model", weights_only=False)
-    assert type(loaded[0]) is BatchNormReLU
-    torch.testing.assert_close(loaded[0].running_mean, torch.full((4,), 0.1))

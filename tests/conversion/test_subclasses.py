@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fake_packages import Apex, Fairscale, Mmcv
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from user_layers import BatchNormAct, Centered
 
 import bagua_syncbn
@@ -22,7 +22,8 @@ from bagua_syncbn import (
     register_converter,
     revert_sync_batchnorm,
 )
-from bagua_syncbn.data_parallel import DataParallelWithCallback, execute_replication_callbacks
+from bagua_syncbn.conversion import registry
+from bagua_syncbn.data_parallel import DataParallelWithCallback
 
 
 class ByName(nn.BatchNorm2d):
@@ -284,16 +285,6 @@ class SyncForeign(SyncBatchNorm2d):
         return super().forward(input).relu()
 
 
-def test_replicas_have_their_tensors_elsewhere():
-    model = convert_sync_batchnorm(nn.Sequential(BatchNormAct(3, track_running_stats=False)))
-    replica = model[0]._replicate_for_data_parallel()
-    for name, parameter in model[0].named_parameters():
-        setattr(replica, name, parameter * 1)  # no Parameter
-    execute_replication_callbacks([replica])
-    input = torch.randn(4, 3, 2, 2)
-    torch.testing.assert_close(replica(input), model(input))
-
-
 @pytest.fixture
 def registered():
     register_converter(Foreign, lambda layer: SyncForeign if layer.num_features > 2 else None)
@@ -345,75 +336,43 @@ def test_what_a_converter_returns_is_checked():
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
 
 
-# Stand-ins for synchronized layers of other packages: their options, their attributes, and what one process computes.
+# Layers of other packages, by what they have in common with the real ones.
 
-
-class OfApex(_BatchNorm):
-    def __init__(self, num_features, process_group=None, channel_last=False, fuse_relu=False):
-        super().__init__(num_features)
-        self.process_group, self.channel_last, self.fuse_relu = process_group, channel_last, fuse_relu
-
-    def forward(self, input, z=None):
-        dims = [dim for dim in range(input.dim()) if dim != (input.dim() - 1 if self.channel_last else 1)]
-        mean, var = input.mean(dims, keepdim=True), input.var(dims, correction=0, keepdim=True)
-        shape = [-1 if dim not in dims else 1 for dim in range(input.dim())]
-        output = (input - mean) / (var + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)
-        output = output if z is None else output + z
-        return output.clamp(min=0) if self.fuse_relu else output
-
-
-class OfMMCV(Foreign):
-    def __init__(self, num_features, eps=1e-5, momentum=0.1, group=None, stats_mode="default"):
-        super().__init__(num_features)
-        del self.process_group
-        self.eps, self.momentum, self.affine, self.track_running_stats = eps, momentum, True, True
-        self.num_batches_tracked = torch.tensor(0)
-        self.group = dist.group.WORLD if group is None else group
-        self.stats_mode = stats_mode
-
-
-class OfFairscaleSync(nn.BatchNorm2d):
-    def __init__(self, *args, process_group=None, **options):
-        super().__init__(*args, **options)
-        self._process_group = dist.group.WORLD if process_group is None else process_group
+PACKAGES = {
+    "apex": SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex)),
+    "fairscale": SimpleNamespace(experimental=SimpleNamespace(nn=SimpleNamespace(SyncBatchNorm=Fairscale))),
+    "inplace_abn": SimpleNamespace(InPlaceABNSync=Foreign),
+}
 
 
 @pytest.fixture
-def recipes():
-    """The examples of register_converter, run for the stand-ins; docs/switching.md has them all, with a test."""
-    names = {
-        "apex": SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=OfApex)),
-        "fairscale": SimpleNamespace(experimental=SimpleNamespace(nn=SimpleNamespace(SyncBatchNorm=OfFairscaleSync))),
-        "inplace_abn": SimpleNamespace(InPlaceABNSync=Foreign),
-        "bagua_syncbn": bagua_syncbn,
-        "register_converter": register_converter,
-    }
+def recipes(monkeypatch):
+    """The examples of register_converter; docs/switching.md has them all, with a test."""
+    monkeypatch.setattr(registry, "_converters", {})
+    names = {"bagua_syncbn": bagua_syncbn, "register_converter": register_converter, **PACKAGES}
     for example in doctest.DocTestParser().get_examples(register_converter.__doc__):
         exec(example.source, names)
-    yield
-    for cls in (OfApex, OfFairscaleSync, Foreign):
-        register_converter(cls, None)
 
 
 @pytest.mark.usefixtures("recipes")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
 def test_recipe_for_apex(options):
-    model = nn.Sequential(OfApex(4, **options), Foreign(4))
+    model = nn.Sequential(Apex(4, **options), Foreign(4))
     input, z = torch.randn(2, 3, 4, 4, 4)
     expected = model[0](input), model[0](input, z)
     convert_sync_batchnorm(model)
     torch.testing.assert_close((model[0](input), model[0](input, z)), expected)
     assert type(model[1]) is Foreign
-    assert type(revert_sync_batchnorm(model)[0]) is OfApex
+    assert type(revert_sync_batchnorm(model)[0]) is Apex
 
 
 def groups_by_other_names():
     group, other = dist.new_group([0, 1]), dist.new_group([1, 0])
-    classes = [OfMMCV, OfFairscaleSync]
-    register_converter(OfMMCV, lambda layer: SyncBatchNorm)
-    register_converter(OfFairscaleSync, lambda layer: SyncBatchNorm)
+    for cls in (Mmcv, Fairscale):
+        register_converter(cls, lambda layer: SyncBatchNorm)
     try:
-        model = nn.Sequential(OfMMCV(1, group=group), OfFairscaleSync(1, process_group=group))
+        model = nn.Sequential(Mmcv(1, group=group), Fairscale(1))
+        model[1]._process_group = group
         convert_sync_batchnorm(model)
         taken = [layer.process_group is group for layer in model]
         copied = [layer.process_group.ranks for layer in copy.deepcopy(model)]
@@ -422,22 +381,17 @@ def groups_by_other_names():
         revert_sync_batchnorm(convert_sync_batchnorm(model, other))
         kept = [model[0].group is group, model[1]._process_group is group]
         left = any({"_peers", "groups_before"} & vars(layer).keys() for layer in model)
-
-        ambiguous = nn.Sequential(OfMMCV(1, group=group))
-        ambiguous[0].second = other
-        try:
-            convert_sync_batchnorm(ambiguous)
-        except TypeError as error:
-            return taken, copied, restored, kept, left, str(error)
+        model[0].second = other
+        with pytest.raises(TypeError, match="Mmcv with group and second"):
+            convert_sync_batchnorm(model[:1])
+        return taken, copied, restored, kept, left
     finally:
-        for cls in classes:
+        for cls in (Mmcv, Fairscale):
             register_converter(cls, None)
 
 
 def test_a_group_is_taken_from_the_attribute_that_has_it(pool):
-    for *found, error in pool.run(groups_by_other_names, 2):
-        assert found == [[True] * 2, [(0, 1)] * 2, [2, 2], [True] * 2, False]
-        assert "OfMMCV with group and second" in error
+    assert pool.run(groups_by_other_names, 2) == [([True] * 2, [(0, 1)] * 2, [2, 2], [True] * 2, False)] * 2
 
 
 @pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten, ByHelper], ids=lambda cls: cls.__name__)

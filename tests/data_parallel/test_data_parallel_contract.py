@@ -6,7 +6,6 @@ from weakref import ref
 
 import pytest
 import torch
-import torch.distributed as dist
 from formula import Clamped
 from replicated import GPU_PLACES, PAIRS, build, check_equal, inputs_of, parallel, run
 from tolerances import assert_close
@@ -80,23 +79,6 @@ def test_clamp_of_constant_channels_and_without_eps():
     layer = SynchronizedBatchNorm1d(2, eps=0.0, eps_mode="clamp").double()
     expected = (batch - batch.mean(0)) / batch.std(0, correction=0)
     assert_close(parallel(layer, "cpu", 2)(batch), expected, "output")
-
-
-def step_of_rank(sizes):
-    layer = SynchronizedBatchNorm1d(3, eps=1e-3, eps_mode="clamp").double()
-    batch = inputs_of(nn.BatchNorm1d, sum(sizes)).split(sizes)[dist.get_rank()]
-    return run(layer, batch, batch.sin())
-
-
-def test_ranks_of_a_job_without_replicas(pool):
-    sizes = (4, 0, 3)
-    batch = inputs_of(nn.BatchNorm1d, sum(sizes))
-    expected = run(Clamped(nn.BatchNorm1d(3, eps=1e-3).double()), batch, batch.sin())
-    ranks = pool.run(step_of_rank, len(sizes), sizes)
-    for name in ("output", "input.grad"):
-        assert_close(torch.cat([rank[name] for rank in ranks]), expected[name], name)
-    assert_close(sum(rank["weight.grad"] for rank in ranks), expected["weight.grad"], "weight.grad")
-    assert_close(ranks[1]["running_var"], expected["running_var"], "running_var")
 
 
 def partial_loss(model, batch, sample):

@@ -16,33 +16,35 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class _OwnForward:
     """Computes without torch's batch normalization, as these packages do over several ranks."""
 
+    channel_last = False
+
     def forward(self, input):
-        var, mean = torch.var_mean(input, (0, 2, 3), correction=0, keepdim=True)
+        channel = input.dim() - 1 if self.channel_last else 1
+        dims = [dim for dim in range(input.dim()) if dim != channel]
+        var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
         normalized = (input - mean) * (var + self.eps).rsqrt()
         return normalized * self.weight.view(mean.shape) + self.bias.view(mean.shape)
 
 
-class _Apex(_OwnForward, _BatchNorm):
+class Apex(_OwnForward, _BatchNorm):
     def __init__(self, num_features, process_group=None, channel_last=False, fuse_relu=False):
         super().__init__(num_features)
         self.process_group, self.channel_last, self.fuse_relu = process_group, channel_last, fuse_relu
 
-    def _check_input_dim(self, input):
-        pass
-
     def forward(self, input, z=None):
-        return super().forward(input)
+        output = super().forward(input) if z is None else super().forward(input) + z
+        return output.relu() if self.fuse_relu else output
 
 
-class _Fairscale(_OwnForward, nn.BatchNorm2d):
+class Fairscale(_OwnForward, nn.BatchNorm2d):
     _process_group = None
 
 
-class _Detectron2(_OwnForward, nn.BatchNorm2d):
+class Detectron2(_OwnForward, nn.BatchNorm2d):
     _stats_mode = ""
 
 
-class _Mmcv(_OwnForward, nn.Module):
+class Mmcv(_OwnForward, nn.Module):
     def __init__(self, num_features, group=None, stats_mode="default"):
         super().__init__()
         self.num_features, self.eps, self.momentum = num_features, 1e-5, 0.1
@@ -143,14 +145,14 @@ def _checkpoint_wrapper(module):
 # By the name of the module, what it holds.
 _CONTENTS = {
     "accelerate": {"Accelerator": _Accelerator},
-    "apex.parallel": {"SyncBatchNorm": _named(_Apex, "SyncBatchNorm")},
+    "apex.parallel": {"SyncBatchNorm": _named(Apex, "SyncBatchNorm")},
     "detectron2.engine": {"DefaultTrainer": _Trainer},
-    "detectron2.layers": {"NaiveSyncBatchNorm": _named(_Detectron2, "NaiveSyncBatchNorm")},
-    "fairscale.experimental.nn": {"SyncBatchNorm": _named(_Fairscale, "SyncBatchNorm")},
+    "detectron2.layers": {"NaiveSyncBatchNorm": _named(Detectron2, "NaiveSyncBatchNorm")},
+    "fairscale.experimental.nn": {"SyncBatchNorm": _named(Fairscale, "SyncBatchNorm")},
     "fairscale.nn.checkpoint": {"checkpoint_wrapper": _checkpoint_wrapper},
     "lightning.pytorch": {"Trainer": _Trainer},
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
-    "mmcv.ops": {"SyncBatchNorm": _named(_Mmcv, "SyncBatchNorm")},
+    "mmcv.ops": {"SyncBatchNorm": _named(Mmcv, "SyncBatchNorm")},
     "mmengine.runner": {"Runner": SimpleNamespace},
     "timm": {"create_model": lambda name: nn.Sequential(nn.BatchNorm2d(8))},
     "transformers": {"Trainer": SimpleNamespace, "TrainingArguments": SimpleNamespace},
