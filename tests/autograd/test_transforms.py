@@ -37,21 +37,39 @@ def all_ranks():
     return primals, (draw(*SIZE, seed=4), draw(3, seed=5), draw(3, seed=6))
 
 
-def forward_mode(how):
-    primals, tangents = shares()
-    if how == "jvp":
-        return jvp(layer, primals, tangents)
+def dual_numbers(function, primals, tangents):
     with fwd.dual_level():
         duals = [fwd.make_dual(primal, tangent) for primal, tangent in zip(primals, tangents, strict=True)]
-        return tuple(fwd.unpack_dual(layer(*duals)))
+        return tuple(fwd.unpack_dual(function(*duals)))
 
 
-@pytest.mark.parametrize("how", ["jvp", "dual numbers"])
-def test_jvp(pool, how):
-    output, tangent = jvp(reference, *all_ranks())
-    for rank, results in enumerate(pool.run(forward_mode, 2, how)):
-        torch.testing.assert_close(results[0], output.split(SPLITS)[rank])
-        torch.testing.assert_close(results[1], tangent.split(SPLITS)[rank])
+def gradient(function, primals):
+    return grad(lambda x: function(x, *primals[1:]).sin().sum())
+
+
+# Each of a function of input, weight and bias, of these, and of a tangent of each; returns tensors like the input, and
+# then those of the parameters.
+TRANSFORMS = {
+    "jvp": jvp,
+    "dual numbers": dual_numbers,
+    "grad": lambda f, primals, tangents: grad(lambda *args: (f(*args) * tangents[0]).sum(), (0, 1, 2))(*primals),
+    "vjp": lambda f, primals, tangents: vjp(f, *primals)[1](tangents[0]),
+    "forward over reverse": lambda f, primals, tangents: (jvp(gradient(f, primals), primals[:1], tangents[:1])[1],),
+    "reverse over reverse": lambda f, primals, tangents: vjp(gradient(f, primals), primals[0])[1](tangents[0]),
+}
+
+
+def transformed(how):
+    return TRANSFORMS[how](layer, *shares())
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_transforms_over_ranks(pool, how):
+    # The matrix of second derivatives is symmetric: the product with it is the same from either side.
+    expected = TRANSFORMS[how.replace("forward over", "reverse over")](reference, *all_ranks())
+    first, second = pool.run(transformed, 2, how)
+    for one, other, whole in zip(first, second, expected, strict=True):
+        torch.testing.assert_close(one + other if whole.dim() == 1 else torch.cat([one, other]), whole)
 
 
 def tangent_of_the_weight_only():
@@ -67,42 +85,6 @@ def test_jvp_without_a_tangent_of_the_input(pool):
     for rank, (result, counts) in enumerate(pool.run(tangent_of_the_weight_only, 2)):
         torch.testing.assert_close(result, expected.split(SPLITS)[rank])
         assert counts[GATHER] == 1
-
-
-def reverse_mode(how):
-    primals, tangents = shares()
-    grad_output = tangents[0]
-    if how == "grad":
-        return grad(lambda *args: (layer(*args) * grad_output).sum(), argnums=(0, 1, 2))(*primals)
-    return vjp(layer, *primals)[1](grad_output)
-
-
-@pytest.mark.parametrize("how", ["grad", "vjp"])
-def test_vjp(pool, how):
-    primals, tangents = all_ranks()
-    expected, *parameters = vjp(reference, *primals)[1](tangents[0])
-    ranks = pool.run(reverse_mode, 2, how)
-    for rank, (result, *_) in enumerate(ranks):
-        torch.testing.assert_close(result, expected.split(SPLITS)[rank])
-    for shares, total in zip(list(zip(*ranks, strict=True))[1:], parameters, strict=True):
-        torch.testing.assert_close(sum(shares), total)
-
-
-def hessian_vector_product(over):
-    (input, weight, bias), (tangent, *_) = shares()
-    gradient = grad(lambda x: layer(x, weight, bias).sin().sum())
-    if over == "forward over reverse":
-        return jvp(gradient, (input,), (tangent,))[1]
-    return vjp(gradient, input)[1](tangent)[0]  # the matrix is symmetric
-
-
-@pytest.mark.parametrize("over", ["forward over reverse", "reverse over reverse"])
-def test_hessian_vector_product(pool, over):
-    (input, weight, bias), (tangent, *_) = all_ranks()
-    gradient = grad(lambda x: reference(x, weight, bias).sin().sum())
-    expected = vjp(gradient, input)[1](tangent)[0]
-    for rank, result in enumerate(pool.run(hessian_vector_product, 2, over)):
-        torch.testing.assert_close(result, expected.split(SPLITS)[rank])
 
 
 def batched():

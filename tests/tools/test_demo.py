@@ -82,13 +82,9 @@ def test_the_demo_fails_and_still_writes_what_it_measured(demo, monkeypatch):
 
 
 def test_what_is_a_failure(demo):
-    assert demo.loss_gaps([1.0, 2.0, 3.5], [1.0, 2.5, 3.0]) == [0.0, 0.5, 0.5]
-    assert demo.loss_gaps([math.nan, math.inf, 1.0], [1.0, math.inf, math.nan]) == [math.inf] * 3
+    assert demo.loss_gaps([1.0, math.nan, 1.0, 3.5], [1.0, 1.0, math.nan, 3.0]) == [0.0, math.inf, math.inf, 0.5]
     assert demo.find_failures(1e-9, 1e-2) == []
-    (failure,) = demo.find_failures(math.nan, math.inf)
-    assert failure.startswith("synced: expected a largest gap of at most 1e-09, got nan")
-    (failure,) = demo.find_failures(0.0, math.nan)
-    assert failure.startswith("unsynced: expected a largest gap of at least 1e-02, got nan")
+    assert [failure.split(":")[0] for failure in demo.find_failures(math.nan, math.nan)] == ["synced", "unsynced"]
 
 
 @pytest.mark.slow
