@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
+from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua, resolve_communicator
@@ -221,11 +221,7 @@ def test_ranks_that_the_job_does_not_have_are_named(pool):
 def travel():
     group = [communication.new_group([0, 2]), communication.new_group([1, 3])][rank() % 2]
     layer = SyncBatchNorm(1, momentum=1.0, process_group=group)
-    model = nn.Sequential(layer)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)[0]
+    loaded = through_file(nn.Sequential(layer))[0]
     means = []
     for net in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
         net(torch.full((2, 1), float(rank())))

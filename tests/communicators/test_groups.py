@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from own_groups import forget_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
 from bagua_syncbn.communicators import (
@@ -279,12 +279,9 @@ def test_without_a_job_descriptions_are_local_and_travel(process_group):
     assert sync_group(process_group) is None
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), process_group)
     assert f"process_group={process_group!r}" in repr(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     input = torch.randn(4, 2)
     expected = nn.BatchNorm1d(2)(input)
-    for net in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for net in (model, copy.deepcopy(model), through_file(model)):
         assert net[0].process_group == process_group
         torch.testing.assert_close(net(input), expected)
 
@@ -323,10 +320,7 @@ def two_groups():
     twin = copy.deepcopy(layer)
     twin(values)
     assert resolve_communicator(twin[0].process_group).group is resolve_communicator(mine).group
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_file(layer)
     loaded(values)
     return [net[0].running_mean[0].item() for net in (layer, twin, loaded)], str(loaded[0])
 

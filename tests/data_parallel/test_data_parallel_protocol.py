@@ -1,7 +1,6 @@
 """What tells replicas of each other: callbacks, wrappers, users' subclasses of them, streams and copies."""
 
 import copy
-import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from replicated import GPU_PLACES, Steps, build, check_equal, devices, inputs_of, parallel, promptly, run
 from torch import nn
+from training import through_file
 
 import bagua_syncbn
 from bagua_syncbn import data_parallel as dp
@@ -163,10 +163,7 @@ def test_streams(place):
 def test_copies_and_pickles_of_wrapped_models():
     model = parallel(build(SynchronizedBatchNorm1d, eps_mode="clamp"), "cpu", 2)
     model(inputs_of(nn.BatchNorm1d, 4))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for twin in (copy.deepcopy(model), through_file(model)):
         assert twin.module[0].eps_mode == "clamp"
         batch = inputs_of(nn.BatchNorm1d, 4, 1)
         assert torch.equal(twin(batch), copy.deepcopy(model)(batch))

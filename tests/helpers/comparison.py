@@ -50,3 +50,20 @@ def check_ops(ops: Any, input: Tensor, grad_output: Tensor, parameter_dtype: tor
     weight, mean, invstd, sums = (t.double() for t in (weight, mean, invstd, sums))
     expected = reference.batch_norm_backward_elemt(wide_grad, wide, weight, mean, invstd, sums, count)
     assert_close(grad_input, expected, "grad_input")
+
+
+def check_not_finite(ops: Any, input: Tensor, grad_output: Tensor, value: float, place: int) -> None:
+    """Checks that one value that is not finite, of the second channel, spoils no other channel and no other value."""
+    input.select(1, 1)[place] = value
+    channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
+    finite = torch.ones(channels, dtype=torch.bool)
+    finite[1] = False
+    stats = ops.batch_norm_stats(input)
+    assert torch.equal(stats[:channels].isfinite(), finite)
+    assert torch.equal(stats[channels : 2 * channels].isnan(), ~finite)
+    zeros, ones = torch.zeros(channels, dtype=accumulate), torch.ones(channels, dtype=accumulate)
+    output = ops.batch_norm_elemt(input, None, None, zeros, ones)
+    torch.testing.assert_close(output, input, rtol=0, atol=0, equal_nan=True)
+    sums, _, _ = ops.batch_norm_backward_reduce(grad_output, input, zeros, ones, None)
+    assert sums[:channels].isfinite().all()
+    assert torch.equal(sums[channels:].isfinite(), finite)

@@ -1,7 +1,6 @@
 """Whole models over several ranks against one process on the concatenated batch, in each wrapper."""
 
 import copy
-import io
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from training import check, make_batches, make_model, make_optimizer, one_process, train
+from training import check, make_batches, make_model, make_optimizer, one_process, through_file, train
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
@@ -19,14 +18,10 @@ from bagua_syncbn.communicators import LOCAL, RankGroup
 # DistributedDataParallel
 
 
-def train_ddp(sizes, through_file):
+def train_ddp(sizes, saved):
     model = convert_sync_batchnorm(make_model())
     model = nn.parallel.DistributedDataParallel(model)
-    if through_file:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        model = torch.load(file, weights_only=False)
+    model = through_file(model) if saved else model
     return train(model, make_optimizer(model), sizes, dist.get_rank())
 
 
