@@ -83,21 +83,14 @@ sanitize: $(VENV)/installed-test
 test-faults: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(ARGS) tests/faults
 
-bench: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
+bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-quick: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 
-# A peer that has to be compiled and states neither torch nor setuptools_scm as needed to build it. Where it does not
-# build, the benchmarks say that they skip it.
-$(VENV)/tried-inplace-abn: $(VENV)/installed-bench
-	-$(BIN)/python -m pip install --quiet setuptools_scm && \
-		$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation inplace-abn==1.1.0
-	@touch $@
-
 RESULTS := benchmarks/results
-bench-results: $(VENV)/installed-bench $(VENV)/tried-inplace-abn
+bench-results: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json \

@@ -37,9 +37,6 @@ SECTIONS = ("ops", "local", "host", "stored", *ON_RANKS)
 # A first impression: input of which a step is mostly messages, and mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
 
-# Seconds to wait for others to be done with the processor: in the measurements of one process, and in each job.
-PATIENCE = 60.0
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -48,9 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
     parser.add_argument("--shapes", nargs="+", type=batches.parse_shape, metavar="8x64x56x56")
-    parser.add_argument("--quick", action="store_true", help="few shapes and rounds, no second attempt when disturbed")
+    parser.add_argument("--quick", action="store_true", help="few shapes and rounds")
     parser.add_argument("--seconds", type=float, help="for the rounds of a case (default: 1.5, --quick: 0.2)")
-    parser.add_argument("--attempts", type=int, help="at a case that others disturb (default: 3, --quick: 1)")
     parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
@@ -72,8 +68,6 @@ def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": arguments.seconds if arguments.seconds is not None else 0.2 if quick else 1.5,
         "least": 3 if quick else 7,
         "most": 40,
-        "attempts": arguments.attempts or (1 if quick else 3),
-        "patience": PATIENCE,
         "quick": quick,
     }
 

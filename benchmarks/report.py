@@ -15,7 +15,7 @@ from pathlib import Path
 from .core.disturbance import QUIET_CORES
 from .core.tables import Results, quartiles, table
 from .cpu.report import host_table, local_table, ops_table, process_table, stored_table
-from .ranks.report import counts_table, headline_table, layers_table, peers_table, phases_table, training_table
+from .ranks.report import headline_table, layers_table, peers_table, phases_table, training_table
 
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -59,7 +59,6 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "headline": ("layers", headline_table),
     "layers": ("layers", layers_table),
     "phases": ("layers", phases_table),
-    "counts": ("layers", counts_table),
     "training": ("training", training_table),
 }
 

@@ -9,13 +9,11 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from . import floor, over_ranks, peers, training
+from . import floor, peers
 
 CHARTS: dict[str, Callable[[Figure, dict[str, Any]], bool]] = {
     "peers": peers.draw,
-    "ranks": over_ranks.draw,
     "floor": floor.draw,
-    "training": training.draw,
 }
 
 _STYLE = {

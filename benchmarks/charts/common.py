@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Colors that can be told apart with any kind of color vision (Okabe and Ito), and a marker for those who print in gray.
@@ -12,8 +11,6 @@ PEERS = {
     "naive": ("naive all-reduce", "#E69F00", "s"),
     "fairscale": ("fairscale", "#D55E00", "^"),
     "torch_sync": ("nn.SyncBatchNorm", "#009E73", "D"),
-    "bagua_contrib": ("Bagua contrib", "#CC79A7", "v"),
-    "inplace_abn": ("inplace_abn (with a copy)", "#56B4E9", "P"),
 }
 
 
@@ -32,13 +29,3 @@ def log_axis(axis: Any, format_string: str = "{:g}") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_string.format(value)))
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axis.set_minor_formatter(NullFormatter())
-
-
-def shade_shared_cores(axes: Axes, cores: int, right: float) -> None:
-    """Marks where there are more ranks than cores."""
-    if right > cores:
-        axes.axvspan(cores * 1.3, right, color="0.93", zorder=0)
-        axes.text(
-            right / 1.02, 0.98, "ranks\nshare cores", transform=axes.get_xaxis_transform(), fontsize=7.5, color="0.4",
-            ha="right", va="top",
-        )  # fmt: skip

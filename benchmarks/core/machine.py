@@ -1,5 +1,6 @@
 """The machine, its software and its allocator."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -74,9 +75,6 @@ def describe_versions() -> dict[str, str]:
     }
     if commit := find_commit():
         versions["commit"] = commit
-    for package in ("fairscale", "inplace-abn"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["fairscale"] = importlib.metadata.version("fairscale")
     return versions

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .dispatch import DispatchCounter
 from .memory import record_allocations
-from .waiting import CollectiveClock, bytes_written
+from .waiting import CollectiveClock
 
 
 class Counts(NamedTuple):
@@ -17,7 +17,6 @@ class Counts(NamedTuple):
     ops: list[str]  # dispatched from Python and autograd
     collectives: int
     payload: int  # bytes contributed to the collectives
-    written: int | None  # bytes that the process wrote, headers included
     waits: int  # times that the host waited for a collective
     reads: int  # times that the host needs a value or a shape from the device
     large: int  # allocations of at least the size of the input
@@ -47,17 +46,8 @@ def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts
 
 
 def _count(function: Callable[[Any], Any], argument: Any) -> list[Any]:
-    clock, written = CollectiveClock(), bytes_written()
+    clock = CollectiveClock()
     with clock.installed(), DispatchCounter() as dispatched:
         result = function(argument)
-    now = bytes_written()
-    sent = None if written is None or now is None else now - written
-    return [
-        result,
-        dispatched.ops,
-        len(dispatched.payloads),
-        sum(dispatched.payloads),
-        sent,
-        clock.waits,
-        dispatched.reads,
-    ]
+    sent = dispatched.payloads
+    return [result, dispatched.ops, len(sent), sum(sent), clock.waits, dispatched.reads]

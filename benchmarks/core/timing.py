@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .disturbance import Load
+
 try:
     import resource
 except ImportError:  # Windows
@@ -128,3 +130,11 @@ def record(rounds: list[Round], keeps_memory: bool) -> dict[str, Any]:
 
 def digits(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def time_alone(workload: Workload, job: dict[str, Any]) -> dict[str, Any]:
+    """Times a workload in this process and returns what is recorded of it."""
+    chosen = plan(workload, job["seconds"], job["least"], job["most"])
+    load = Load()
+    measured = run(workload, chosen)
+    return {"foreign_cores": load.foreign_cores(load.own_seconds()), **record(measured, job["keeps_memory"])}

@@ -1,10 +1,9 @@
-"""How long the host is held up in collectives, from issuing one to the end of waiting for it; and bytes written."""
+"""How long the host is held up in collectives, from issuing one to the end of waiting for it."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -75,16 +74,3 @@ class CollectiveClock:
         finally:
             for owner, name, method in originals:
                 setattr(owner, name, method)
-
-
-def bytes_written() -> int | None:
-    """Returns the bytes that this process has written to files and sockets; None where the system does not say.
-
-    gloo sends by writev, which is counted; what is sent by sendmsg would not be. Threads that wake each other write a
-    few bytes too.
-    """
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return None
-    return next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))

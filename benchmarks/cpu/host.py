@@ -1,7 +1,6 @@
 """Section host: what a step costs the host beside its ops, as a layer and as a bare autograd function of them."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 import bagua_syncbn
 from bagua_syncbn import ops
 
-from ..core import disturbance, timing
+from ..core import timing
 from ..core.batches import Shape
 from ..core.one_rank import Twin
 from ..core.timing import Workload
@@ -60,19 +59,10 @@ def cases(job: dict[str, Any]) -> list[Shape]:
 
 def measure(shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    workload = make(shape)
-    chosen = timing.plan(workload, job["seconds"], 3 * job["least"], 20 * job["most"])
-    load = disturbance.Load()
-    measured = timing.run(workload, chosen)
-    return {
-        "section": "host",
-        "shape": shape,
-        "foreign_cores": load.foreign_cores(load.own_seconds()),
-        **timing.record(measured, job["keeps_memory"]),
-    }
+    often = {"least": 3 * job["least"], "most": 20 * job["most"]}
+    return {"section": "host", "shape": shape, **timing.time_alone(make(shape), job | often)}
 
 
 def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    patience = disturbance.Patience(job["patience"])
     for shape in cases(job):
-        yield disturbance.quietest(partial(measure, shape, job), job["attempts"], patience.wait)
+        yield measure(shape, job)

@@ -1,7 +1,6 @@
 """Sections ops and local: each op against copying, and the step of one process against ``F.batch_norm``."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 import bagua_syncbn
 from bagua_syncbn import ops
 
-from ..core import disturbance, timing
+from ..core import timing
 from ..core.batches import Shape, layouts, make_batch
 from ..core.machine import thread_counts
 from ..core.timing import Workload
@@ -84,21 +83,10 @@ def measure(section: str, shape: Shape, layout: str, threads: int, job: dict[str
         workload = make_ops(shape, layout)
     else:
         workload, path["path"] = make_local(shape, layout)
-    chosen = timing.plan(workload, job["seconds"], job["least"], job["most"])
-    load = disturbance.Load()
-    measured = timing.run(workload, chosen)
-    return {
-        "section": section,
-        "shape": shape,
-        "layout": layout,
-        "threads": threads,
-        **path,
-        "foreign_cores": load.foreign_cores(load.own_seconds()),
-        **timing.record(measured, job["keeps_memory"]),
-    }
+    case = {"section": section, "shape": shape, "layout": layout, "threads": threads, **path}
+    return case | timing.time_alone(workload, job)
 
 
 def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    patience = disturbance.Patience(job["patience"])
     for case in cases(job):
-        yield disturbance.quietest(partial(measure, *case, job), job["attempts"], patience.wait)
+        yield measure(*case, job)

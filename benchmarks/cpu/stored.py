@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import bagua_syncbn
 
-from ..core import disturbance, timing
+from ..core import timing
 
 BATCH = (4, 16, 48, 48)
 CHANNELS = BATCH[1]
@@ -102,20 +102,15 @@ def measure(network: str, job: dict[str, Any]) -> dict[str, Any]:
     batch, model = torch.randn(BATCH), NETWORKS[network]()
     models = {name: prepare(copy.deepcopy(model)) for name, prepare in VARIANTS.items()}
     workload = {name: lambda each=each: each(batch).square().mean().backward() for name, each in models.items()}
-    chosen = timing.plan(workload, job["seconds"], job["least"], job["most"])
-    load = disturbance.Load()
-    measured = timing.run(workload, chosen)
     return {
         "section": "stored",
         "network": network,
         "shape": BATCH,
         "bytes": {name: stored_bytes(each, batch) for name, each in models.items()},
-        "foreign_cores": load.foreign_cores(load.own_seconds()),
-        **timing.record(measured, job["keeps_memory"]),
+        **timing.time_alone(workload, job),
     }
 
 
 def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    patience = disturbance.Patience(job["patience"])
     for network in cases(job):
-        yield disturbance.quietest(partial(measure, network, job), job["attempts"], patience.wait)
+        yield measure(network, job)

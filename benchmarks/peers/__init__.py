@@ -17,8 +17,6 @@ PEERS = {
     "naive": "a differentiable all-reduce of sums, written here",
     "fairscale": "fairscale.experimental.nn.SyncBatchNorm",
     "torch_sync": "torch.nn.SyncBatchNorm",
-    "bagua_contrib": "bagua.torch_api.contrib.SyncBatchNorm",
-    "inplace_abn": "inplace_abn.InPlaceABNSync",
 }
 
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from bagua_syncbn import ops
 from bagua_syncbn.communicators import resolve_communicator
 
 from ..core.batches import Shape, layouts, make_batch
-from ..core.disturbance import quietest
 from ..core.machine import thread_counts
-from ..core.step import count_step
 from ..core.timing import Workload
 from ..core.waiting import CollectiveClock
 from ..peers import Maker
@@ -105,30 +102,19 @@ def make_ops(x: Tensor, dy: Tensor) -> Callable[[], object]:
     return run
 
 
-def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.device, clock: CollectiveClock) -> Any:
-    """Returns the workload, and the layers with their input for counting."""
+def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.device, clock: CollectiveClock) -> Workload:
+    """Returns a step of each peer's layer, and what a step is made of on its own."""
     x = make_batch(shape, layout).to(device).requires_grad_()
     grad_output = make_batch(shape, layout).to(device)
     copy, source = torch.empty_like(grad_output), x.detach()
-    steps = {name: (maker(shape[1], len(shape)).to(device), x, grad_output) for name, maker in makers.items()}
-    workload: Workload = {name: TimedStep(*step, clock) for name, step in steps.items()}
+    layers = {name: maker(shape[1], len(shape)).to(device) for name, maker in makers.items()}
+    workload: Workload = {name: TimedStep(layer, x, grad_output, clock) for name, layer in layers.items()}
     workload["copy"] = lambda: copy.copy_(source)
     communicator = resolve_communicator(None)
     packed, sums = torch.zeros(2 * shape[1] + 2, device=device), torch.zeros(2 * shape[1], device=device)
     workload["collectives"] = lambda: (communicator.all_gather(packed), communicator.all_reduce(sums))
     workload["ops"] = make_ops(source, grad_output)
-    return workload, steps
-
-
-def count(steps: dict[str, Any]) -> dict[str, Any]:
-    counts = {}
-    for name, step in steps.items():
-        forward, backward, peak = count_step(*step)
-        passes = {"forward": forward._asdict(), "backward": backward._asdict()}
-        for counted in passes.values():
-            counted["ops"] = len(counted["ops"])
-        counts[name] = {**passes, "peak": peak, "input": step[1].nbytes}
-    return counts
+    return workload
 
 
 def measure(
@@ -136,7 +122,7 @@ def measure(
 ) -> dict[str, Any]:
     torch.set_num_threads(threads)
     clock = CollectiveClock()
-    workload, steps = make(shape, layout, makers, device, clock)
+    workload = make(shape, layout, makers, device, clock)
     with clock.installed():
         timed = time_on_ranks(workload, job)
     return {
@@ -147,12 +133,9 @@ def measure(
         "layout": layout,
         "threads": threads,
         **timed,
-        **({"counts": count(steps)} if threads == 1 else {}),
     }
 
 
-def measure_all(
-    job: dict[str, Any], makers: dict[str, Maker], device: torch.device, wait: Callable[[], bool]
-) -> Iterator[dict[str, Any]]:
+def measure_all(job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> Iterator[dict[str, Any]]:
     for case in cases(job, dist.get_world_size()):
-        yield quietest(partial(measure, *case, job, makers, device), job["attempts"], wait)
+        yield measure(*case, job, makers, device)

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import peers
-from ..core.disturbance import Patience
 from . import layers, training
-from .gathering import gather
 
 SECTIONS = {"layers": layers.measure_all, "training": training.measure_all}
 
@@ -45,11 +43,6 @@ def main() -> None:
         timeout=timedelta(minutes=5),
     )
     torch.manual_seed(arguments.rank)
-    patience = Patience(job["patience"])
-
-    def wait() -> bool:
-        # Rank 0 decides for all whether to measure again.
-        return bool(gather(patience.wait() if arguments.rank == 0 else None)[0])
 
     def tell(case: dict[str, Any]) -> None:
         if arguments.rank == 0:
@@ -59,7 +52,7 @@ def main() -> None:
     tell({"section": "peers", "ranks": arguments.world_size, "measured": list(makers), "skipped": skipped})
     for section in job["sections"]:
         if section in SECTIONS:
-            for case in SECTIONS[section](job, makers, device, wait):
+            for case in SECTIONS[section](job, makers, device):
                 tell(case)
     # Without ending the job in order: with fairscale's layer in it, a rank now and then aborted while doing that. All
     # results are out.

@@ -7,10 +7,7 @@ from ..core.cases import floor_ratios, key, milliseconds, of_section, ratios, sh
 from ..core.tables import Case, Results, across_cases, quartiles, spread, table
 from .training import TARGET, steps_to_target
 
-# Counts do not depend on the size of the input but through that of the messages: one shape says it all.
-_COUNTED = (8, 64, 56, 56)
-
-_SYNCED = ("ours", "naive", "fairscale", "torch_sync", "bagua_contrib", "inplace_abn")
+_SYNCED = ("ours", "naive", "fairscale", "torch_sync")
 
 
 def measured_peers(results: Results) -> list[str]:
@@ -99,25 +96,6 @@ def _rest(case: Case) -> str:
     names = ("ours forward collectives", "ours backward collectives", "ops")
     rest = [total - sum(parts) for total, *parts in zip(times["ours"], *(times[n] for n in names), strict=True)]
     return f"{median(rest) / 1e3:.3f} ({min(rest) / 1e3:.3f})"
-
-
-def counts_table(results: Results) -> str:
-    """What was counted in one step of each peer, forward + backward."""
-    counted = [case for case in of_section(results, "layers") if "counts" in case and case["layout"] == "planar"]
-    chosen = [case for case in counted if tuple(case["shape"]) == _COUNTED] or counted
-    first_of_ranks = {case["ranks"]: case for case in reversed(chosen)}
-
-    def row(case: Case, name: str) -> list[str]:
-        counts = case["counts"][name]
-        forward, backward = counts["forward"], counts["backward"]
-        fields = ("collectives", "payload", "written", "waits", "reads", "ops", "large")
-        both = [f"{forward[field]} + {backward[field]}".replace("None", "?") for field in fields]
-        return [str(case["ranks"]), name, *both, f"{counts['peak'] / counts['input']:.2f}"]
-
-    header = ["ranks", "peer", "collectives", "payload, bytes", "written, bytes", "waits", "reads", "dispatched ops"]
-    header += ["large allocations", "peak memory / input"]
-    rows = [row(case, name) for _, case in sorted(first_of_ranks.items()) for name in case["counts"]]
-    return table(header, rows)
 
 
 def seconds_to_target(case: Case, name: str) -> float | None:

@@ -7,7 +7,6 @@ parameters and the optimizer. The peers train in turn, some steps at a time, eac
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from ..core.disturbance import Load, quietest
+from ..core.disturbance import Load
 from ..core.machine import count_cores
 from ..core.timing import digits
 from ..peers import Maker
@@ -153,8 +152,6 @@ def seeds(job: dict[str, Any], world_size: int) -> int:
     return 3 if world_size <= count_cores() else 1
 
 
-def measure_all(
-    job: dict[str, Any], makers: dict[str, Maker], device: torch.device, wait: Callable[[], bool]
-) -> Iterator[dict[str, Any]]:
+def measure_all(job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> Iterator[dict[str, Any]]:
     for seed in range(seeds(job, dist.get_world_size())):
-        yield quietest(partial(measure, seed, makers, device), min(2, job["attempts"]), wait)
+        yield measure(seed, makers, device)

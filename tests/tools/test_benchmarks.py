@@ -70,21 +70,16 @@ def test_what_is_stored_for_backward(smoke):
     assert shares["residual bottlenecks"] <= 0.85  # whose sums are stored
 
 
-def test_parts_of_a_step_and_what_it_sends(smoke):
+def test_parts_of_a_step(smoke):
     for case in of_section(smoke[0], "layers"):
-        times, counts, sent = case["microseconds"], case["counts"]["ours"], case["ranks"] > 1
-        for name in case["counts"]:
+        times = case["microseconds"]
+        for name in ("ours", "local", "naive"):
             parts = [times[f"{name} {part}"] for part in ("forward", "backward")]
             waited = [times[f"{name} {part} collectives"] for part in ("forward", "backward")]
             for total, forward, backward, *both in zip(times[name], *parts, *waited, strict=True):
                 assert forward + backward <= total * 1.005
                 assert both[0] <= forward * 1.01
                 assert both[1] <= backward * 1.01
-        for which, size in (("forward", 2 * case["shape"][1] + 2), ("backward", 2 * case["shape"][1])):
-            assert counts[which]["collectives"] == sent
-            assert 0 <= counts[which]["payload"] - sent * 4 * size <= sent * 24  # the words that say who speaks
-            written = counts[which]["written"]  # threads that wake each other write some bytes too
-            assert written is None or (written > counts[which]["payload"] if sent else written < 100)
 
 
 def test_tables_and_charts_of_a_run(smoke):
@@ -94,9 +89,7 @@ def test_tables_and_charts_of_a_run(smoke):
         assert (f"## {name}\n" in shown) == (name not in report.DETAILS)
         assert f"## {name}\n" in report.report(results)
     drawn = sorted((output.parent / "charts").iterdir())
-    assert [path.name for path in drawn] == sorted(
-        f"{name}.svg" for name in charts.CHARTS if name not in ("ranks", "training")
-    )
+    assert [path.stem for path in drawn] == sorted(charts.CHARTS)
     assert all(charts.digest(results) in path.read_text(encoding="utf-8") for path in drawn)
 
 
