@@ -40,7 +40,6 @@ class Seat:
         # What torch.compile guards on: None where it is to be found.
         self.communicator: Communicator | None = None
         self._world: Callable[[], Any] = lambda: None
-        self._group: Callable[[], Any] = lambda: None
 
     def find(self) -> Communicator:
         """Returns the communicator, which the ranks of the group make together at the first use in a job."""
@@ -78,14 +77,13 @@ class Seat:
     def take(self) -> Communicator:
         """:meth:`find`, from the beginning."""
         world, ranks = c10d.default_group(), self.ranks()
-        self._world = self._group = _forgetting(self, world)
+        self._world = _forgetting(self, world)
         if len(ranks) == 1:
             self.communicator = LOCAL
         elif bagua.is_initialized():
             self.communicator = bagua.communicator_among(ranks)
         else:
             group = c10d.job_of(world).layers_group(ranks, like_given=is_ranks(self.rule))
-            self._group = _forgetting(self, group)
             self.communicator = c10d.TorchCommunicator(group)
         return self.communicator
 

@@ -164,6 +164,29 @@ def count_messages(programs: Sequence[str], most_nodes: int) -> tuple[list[int],
     return counts, nodes
 
 
+def run_refused_first() -> int:
+    """The last rank is refused a call before the group's first message, which no other rank expects of it by then."""
+    group = dist.new_group()
+    layer = bagua_syncbn.SyncBatchNorm(8, process_group=TorchCommunicator(group))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with suppress(TypeError):
+            layer(torch.ones(4, 8, dtype=torch.int64))
+    layer(torch.randn(4, 8))
+    dist.destroy_process_group(group)
+    return int(layer.num_batches_tracked)
+
+
+def run_partly_compiled() -> Tensor:
+    """Two steps, of which the last rank runs the second as it is written."""
+    layer = bagua_syncbn.SyncBatchNorm(8, momentum=1.0)
+    compiled = torch.compile(layer, backend="eager")
+    for step in range(2):
+        x = torch.full((2, 8), float(dist.get_rank()), requires_grad=True)
+        call = layer if step and dist.get_rank() == dist.get_world_size() - 1 else compiled
+        call(x).backward(torch.randn(2, 8))
+    return layer.running_mean
+
+
 def run_compiled() -> list[str]:
     """A compiled model in which the last rank has another ``eps``. Returns the messages of what finds out later."""
     group = dist.new_group()

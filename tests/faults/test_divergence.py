@@ -5,9 +5,10 @@ The table in docs/reliability.md is about these rows.
 
 from dataclasses import dataclass
 
+import programs
 import pytest
 import torch
-from programs import REFUSED, Change, Model, count_messages, run, run_after_failure, run_compiled, run_refused
+from programs import REFUSED, Change, Model, run
 from torch import nn
 
 import bagua_syncbn
@@ -169,14 +170,23 @@ def test_what_is_legitimate_is_not_refused(pool, name):
     assert pool.run(run_row, 2, name, 1, 20.0) == ["finished"] * 2
 
 
+def test_a_call_that_is_refused_before_the_first_message_is_told_to_nobody(pool):
+    assert pool.run(programs.run_refused_first, 2) == [1, 1]
+
+
+def test_a_rank_that_falls_back_from_compiled_code_is_no_other(pool):
+    for running_mean in pool.run(programs.run_partly_compiled, 2, timeout=30):
+        assert running_mean.tolist() == [0.5] * 8
+
+
 def test_compiled_models_that_differ_are_found_out(pool):
-    for messages in pool.run(run_compiled, 2):
+    for messages in pool.run(programs.run_compiled, 2):
         assert len(messages) == 2
         assert all("expected all ranks of a group to call the same layers" in message for message in messages)
 
 
 def test_a_group_in_which_ranks_differed_is_not_used_again(pool):
-    for first, second in pool.run(run_after_failure, 2):
+    for first, second in pool.run(programs.run_after_failure, 2):
         assert "'a'" in first
         assert "'b'" in first
         assert "process_group: expected one that works, got one that failed before, in the forward of" in second
@@ -184,7 +194,7 @@ def test_a_group_in_which_ranks_differed_is_not_used_again(pool):
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_one_rank_is_refused_is_told_to_all(pool, kind):
-    *waiting, refused = pool.run(run_refused, 3 if kind == "int64" else 2, kind, False)
+    *waiting, refused = pool.run(programs.run_refused, 3 if kind == "int64" else 2, kind, False)
     assert kind in refused[0]
     assert "got one that failed before" not in refused[0]
     for told in (*(messages[0] for messages in waiting), refused[1]):
@@ -197,7 +207,7 @@ def test_what_one_rank_is_refused_is_told_to_all(pool, kind):
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_all_ranks_are_refused_they_may_leave_out(pool, kind):
-    for (message,) in pool.run(run_refused, 2, kind, True):
+    for (message,) in pool.run(programs.run_refused, 2, kind, True):
         assert kind in message
 
 
@@ -217,14 +227,14 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_questions(pool, name):
-    programs, expected = QUESTIONS[name]
-    for counts, _ in pool.run(count_messages, 2, programs, 2**14):
+    steps, expected = QUESTIONS[name]
+    for counts, _ in pool.run(programs.count_messages, 2, steps, 2**14):
         assert counts == expected
 
 
 def test_what_is_remembered_has_an_end(pool):
-    programs = [f"{order}<" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
-    for _, nodes in pool.run(count_messages, 2, programs, 10):
+    steps = [f"{order}<" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
+    for _, nodes in pool.run(programs.count_messages, 2, steps, 10):
         assert nodes <= 10
 
 
