@@ -147,6 +147,8 @@ def _stats(input: Tensor, mask: Tensor | None, words: Sequence[int] = ()) -> Ten
 class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
+    elementwise: Any = ops  # where the ops without sums are
+
     __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number", "mask")
 
     def __init__(self, identity: Identity, communicator: Communicator, mask: Tensor | None) -> None:
@@ -369,6 +371,9 @@ def _resume(conversation: _Conversation) -> None:
 class InGraph:
     """The messages of a call that torch.compile traces: no sizes are agreed upon, and the words are constants."""
 
+    # Operations of torch, which the compiler fuses with what is around them. The sums over values stay ops of ours.
+    elementwise: Any = ops.reference
+
     def __init__(self, terms: Terms, communicator: Communicator, mask: Tensor | None) -> None:
         _note_compilation()
         self.mask = mask
@@ -390,16 +395,13 @@ class InGraph:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
 
-    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt) -> Tensor:
-        if self.mask is not None:
-            kernels: Any = ops.reference
-            return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask, self._communicator.size)  # type: ignore[no-any-return]
-        if op is not ops.batch_norm_backward_elemt:
-            return op(*arguments, self._communicator.size)  # type: ignore[no-any-return]
+    def backward_elemt(self, *arguments: Any) -> Tensor:
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
-        grad_input: Tensor = ops.backward_elemt_in_graph(*arguments, self._communicator.size)
-        return grad_input
+        size = self._communicator.size
+        if self.mask is not None:
+            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, self.mask, size)  # type: ignore[no-any-return]
+        return self.elementwise.batch_norm_backward_elemt(*arguments, size)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
         return self._communicator.all_reduce(packed)
@@ -407,6 +409,8 @@ class InGraph:
 
 class Alone:
     """A group of one: nothing to say."""
+
+    elementwise: Any = ops
 
     def __init__(self, mask: Tensor | None = None) -> None:
         self.mask = mask
@@ -420,16 +424,19 @@ class Alone:
     def all_reduce(self, sums: Tensor) -> Tensor:
         return sums
 
-    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt) -> Tensor:
+    def backward_elemt(self, *arguments: Any, op: Any = None) -> Tensor:
         if self.mask is not None:
-            kernels: Any = ops.reference if torch.compiler.is_compiling() else ops
-            return kernels.batch_norm_masked_backward_elemt(*arguments, self.mask)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling() and op is ops.batch_norm_backward_elemt:
-            return ops.backward_elemt_in_graph(*arguments, 1)  # type: ignore[no-any-return]
-        return op(*arguments)  # type: ignore[no-any-return]
+            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, self.mask)  # type: ignore[no-any-return]
+        return (op or self.elementwise.batch_norm_backward_elemt)(*arguments)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
         return packed
+
+
+class AloneInGraph(Alone):
+    """A group of one in a call that torch.compile traces."""
+
+    elementwise = ops.reference
 
 
 class Given(Alone):
@@ -458,10 +465,12 @@ def exchange_of(
 
     With ``mask`` (N, \\*) the statistics, and what passes through them, are of these positions of the input alone.
     """
+    if torch.compiler.is_compiling():
+        if communicator.size == 1:
+            return AloneInGraph(mask)
+        return InGraph(terms_of(input, options, options.momentum), communicator, mask)
     if communicator.size == 1:
         return _ALONE if mask is None else Alone(mask)
-    if torch.compiler.is_compiling():
-        return InGraph(terms_of(input, options, options.momentum), communicator, mask)
     return Exchange(identity_of(layer, input, options), communicator, mask)
 
 

@@ -6,7 +6,6 @@ pass that adds up gradients makes ``g``. Without a residual the gradient of x th
 Without an activation ``g`` is ``grad_output``, and not even the residual is kept.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from .differentiable import differentiable_backward
 from .epilogue import Epilogue
-from .exchange import AnyExchange, Given
+from .exchange import Alone, AnyExchange, Exchange, Given
 
 
 def fused_batch_norm(
@@ -40,11 +39,6 @@ def fused_evaluation(
     return fused_batch_norm(input, weight, bias, epilogue, ops.MergedStats(mean, invstd, count, None), Given())
 
 
-def _kernels() -> ModuleType:
-    """The ops; while torch.compile traces, in operations of torch, which it fuses with what is around them."""
-    return ops.reference if torch.compiler.is_compiling() else ops
-
-
 class _FusedBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -63,7 +57,7 @@ class _FusedBatchNorm(torch.autograd.Function):
         code, parameter = ctx.act = activation.code, activation.parameter
         ctx.save_for_backward(input, weight, bias, residual if code else None, mean, invstd, count, clamped)
         ctx.activation, ctx.exchange = activation, exchange
-        output: Tensor = _kernels().batch_norm_act_elemt(input, weight, bias, mean, invstd, residual, code, parameter)
+        output: Tensor = ops.batch_norm_act_elemt(input, weight, bias, mean, invstd, residual, code, parameter)
         return output
 
     @staticmethod
@@ -78,18 +72,18 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of input, weight, bias and residual."""
     ctx.recipe = None  # whoever saves the output has come before
     input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
-    exchange: AnyExchange = ctx.exchange
+    exchange: Exchange | Alone = ctx.exchange
     words = exchange.words_of_sums() if ctx.needs_input_grad[0] else []
-    grad, kernels = ops.laid_out_as(input, grad_output), _kernels()
-    op: Any = kernels.batch_norm_backward_elemt
+    grad = ops.laid_out_as(input, grad_output)
+    op: Any = ops.batch_norm_backward_elemt
     code, parameter = ctx.act
     if code == 0:
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
     else:
-        sums, grad_weight, grad_bias, grad = kernels.batch_norm_act_backward_reduce(
+        sums, grad_weight, grad_bias, grad = ops.batch_norm_act_backward_reduce(
             grad, input, mean, invstd, weight, bias, residual, code, parameter, words
         )
-        if residual is None and input.device.type == "cpu" and kernels is ops:
+        if residual is None and input.device.type == "cpu":
             op = _in_place
     grad_input = None
     if ctx.needs_input_grad[0]:

@@ -28,16 +28,17 @@ def synchronized_batch_norm(
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
     exchange = exchange_of(layer, input, options, communicator, mask)
-    if torch.compiler.is_compiling():  # it plans by itself what to repeat in backward
+    if torch.compiler.is_compiling():  # it plans by itself what to fuse, and what to repeat in backward
         merged = exchange.gather(input.detach(), options)
-    else:
-        try:
-            exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
-        except RuntimeError as error:
-            tell_peers(communicator, layer, error)
-            raise
-    if epilogue is None:
         output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
+        return output if epilogue is None else epilogue.after(output)
+    try:
+        exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
+    except RuntimeError as error:
+        tell_peers(communicator, layer, error)
+        raise
+    if epilogue is None:
+        output = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
     else:
         output = fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
     note_output(output, layer, input, weight, bias, merged.mean, merged.invstd, epilogue)
@@ -64,7 +65,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, invstd, count, clamped)
         ctx.exchange = exchange
-        output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
+        output: Tensor = exchange.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd)
         return output
 
     @staticmethod

@@ -21,7 +21,6 @@ batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
 batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
 batch_norm_masked_stats = torch.ops.bagua_syncbn.batch_norm_masked_stats.default
 batch_norm_masked_backward_elemt = torch.ops.bagua_syncbn.batch_norm_masked_backward_elemt.default
-backward_elemt_in_graph = torch.ops.bagua_syncbn.batch_norm_backward_elemt.in_graph
 
 __all__ = [
     "EPS_MODES",
@@ -34,7 +33,6 @@ __all__ = [
     "accumulate_dtype",
     "act_on_cuda",
     "activation_of",
-    "backward_elemt_in_graph",
     "batch_norm_act_backward_reduce",
     "batch_norm_act_elemt",
     "batch_norm_backward_elemt",

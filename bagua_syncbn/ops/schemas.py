@@ -76,18 +76,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _declare(schema: str) -> Callable[[_Shapes], _Shapes]:
+def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
+    """Declares an op that has ``schema``; what is decorated gives the shapes of its results."""
+    SCHEMAS.append(schema)
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     shapes: Callable[[_Shapes], _Shapes] = torch.library.register_fake(
         f"bagua_syncbn::{schema.partition('(')[0]}", lib=library
     )
     return shapes
-
-
-def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
-    """Declares an op that has ``schema``; what is decorated gives the shapes of its results."""
-    SCHEMAS.append(schema)
-    return _declare(schema)
 
 
 @_op("batch_norm_stats(Tensor input, int[] words=[]) -> Tensor")
@@ -140,10 +136,6 @@ def _(
 @_op(
     "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
-)
-@_declare(
-    "batch_norm_backward_elemt.in_graph(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks) -> Tensor"
 )
 def _(
     grad_output: Tensor,
@@ -210,12 +202,3 @@ def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
 )
 def _(*_: object) -> None:
     return None
-
-
-# In graphs that torch.compile makes an op that may write to an argument is wrapped, and Inductor cannot lower that in a
-# backward pass. This overload writes to none, and calls the other one, so that each device has its kernel.
-library.impl(
-    "batch_norm_backward_elemt.in_graph",
-    lambda *arguments: torch.ops.bagua_syncbn.batch_norm_backward_elemt.default(*arguments),
-    "CompositeExplicitAutograd",
-)
