@@ -72,12 +72,13 @@ SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined 
 sanitize: $(VENV)/installed-test
 	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
 		build --build-temp build/sanitize/temp --build-lib build/sanitize/lib
-	for capability in avx512 avx2 baseline; do \
-		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$$capability PYTHONPATH=build/sanitize/lib \
+	$(MAKE) --no-print-directory -j $(TEST_JOBS) sanitize-avx512 sanitize-avx2 sanitize-baseline
+
+sanitize-%:
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$* PYTHONPATH=build/sanitize/lib \
 		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/ops/test_native.py \
-			-k 'not instruction_set and not temporaries and not streamed' || exit 1; \
-	done
+			-k 'not instruction_set and not temporaries and not streamed'
 
 # Ranks that diverge or die: all that is in docs/reliability.md, also with 3 and 4 ranks.
 test-faults: $(VENV)/installed-test

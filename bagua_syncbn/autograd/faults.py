@@ -43,7 +43,7 @@ def fault_for(tensor: torch.Tensor) -> Fault | None:
 
 
 def fault_on(device: torch.device) -> Fault | None:
-    """Likewise for a kind of device."""
+    """Returns where the ops on a device of the kind of ``device`` note it; None where they cannot."""
     fault = _faults.get(device.type)
     if fault is None:
         if device.type != "cuda" or torch.compiler.is_compiling():

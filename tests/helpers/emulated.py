@@ -146,7 +146,7 @@ class EmulatedOps:
     Attributes:
         seed: of the order of threads and blocks; another for each call.
         offset: the input, and what has its size, begin so many values after a multiple of 16 bytes.
-        grad_offset: likewise grad_output.
+        grad_offset: the same for grad_output alone.
         launches: kernels that the last op launched.
     """
 

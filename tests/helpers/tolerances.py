@@ -6,7 +6,7 @@ dtype       rtol    atol    why
 float64     1e-11   1e-11   some thousand roundings of 1.1e-16
 float32     2e-5    2e-5    some hundred roundings of 6e-8; sums of cancelling terms leave an absolute error
 float16     1e-3    5e-5    computed in float32, rounded once at the end: half a unit in the last place is 4.9e-4
-bfloat16    8e-3    5e-5    likewise: 3.9e-3
+bfloat16    8e-3    5e-5    as float16; half a unit in the last place is 3.9e-3
 ==========  ======  ======  ======================================================================================
 """
 
