@@ -20,12 +20,14 @@ _STORE = re.compile(r"\bSTG\.E\.128 ")
 _ARITHMETIC = re.compile(r"(@\S+ )?\s*[FD](ADD|MUL|FMA)\b")
 
 
-class Loop(NamedTuple):
-    """Once through the loop over the values, on the shortest way that does all the work."""
+class Work(NamedTuple):
+    """What a warp executes, on the shortest way that does all the work."""
 
-    instructions: int
-    loads: int  # of 16 bytes
-    waits: bool = False  # whether a value is used before all loads are under way
+    begin: int  # instructions up to the loop over the values; the loads of its first batch are among them
+    loop: int  # once through the loop
+    loads: int  # of 16 bytes, in the loop
+    end: int  # after it, where the block has all of a channel and the warp is not the first
+    waits: bool = False  # whether a value is used before all loads of the loop are under way
 
 
 class _Way(NamedTuple):
@@ -41,19 +43,19 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm") or next(map(str, packaged), None)
 
 
-def vector_loops(cubin: Path) -> dict[str, Loop]:
-    """Returns the loop of each kernel that loads 16 bytes at a time, by mangled name."""
+def vector_kernels(cubin: Path) -> dict[str, Work]:
+    """Returns what each kernel that loads 16 bytes at a time does, by mangled name."""
     nvdisasm = find_nvdisasm()
     if nvdisasm is None:
         raise RuntimeError("nvdisasm: expected it on the PATH, or the package nvidia-cuda-nvdisasm; found neither")
     text = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     _, *parts = _KERNEL.split("\n" + text)
-    found = {name: loop_of(code) for name, code in zip(parts[::2], parts[1::2], strict=True)}
-    return {name: loop for name, loop in found.items() if loop is not None}
+    found = {name: work_of(code) for name, code in zip(parts[::2], parts[1::2], strict=True)}
+    return {name: work for name, work in found.items() if work is not None}
 
 
-def loop_of(text: str) -> Loop | None:
-    """Returns the first loop with 16-byte loads in the machine code of a kernel."""
+def work_of(text: str) -> Work | None:
+    """Returns the work around the first loop with 16-byte loads in the machine code of a kernel."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in _LINE.finditer(text):
@@ -63,36 +65,45 @@ def loop_of(text: str) -> Loop | None:
             code.append(line["code"])
     jumps = {i: (labels[m["target"]], m["guard"] is None) for i, c in enumerate(code) if (m := _BRANCH.match(c))}
     for head in sorted({target for i, (target, _) in jumps.items() if target < i}):
-        executed = _once(code, jumps, head)
+        executed = _way(code, jumps, head, head, (_LOAD, _STORE, _ARITHMETIC))
         loads = sum(bool(_LOAD.search(c)) for c in executed)
         if loads:
-            return Loop(len(executed), loads, _waits(executed))
+            after = max(i for i, (target, _) in jumps.items() if target == head) + 1
+            begin, end = _way(code, jumps, 0, head, (_LOAD,)), _way(code, jumps, after, None, ())
+            return Work(len(begin), len(executed), loads, len(end), _waits(executed))
     return None
 
 
-def _once(code: list[str], jumps: dict[int, tuple[int, bool]], head: int) -> list[str]:
-    """Returns what is executed from ``head`` until it is reached again: of the most loads, stores and arithmetic."""
-    ways: dict[int, dict[tuple[int, ...], _Way | None]] = {head: {(0, 0, 0): None}}  # by the work done, the shortest
-    rounds: dict[tuple[int, ...], _Way | None] = {}
-    for i in range(head, len(code)):
+def _way(
+    code: list[str],
+    jumps: dict[int, tuple[int, bool]],
+    start: int,
+    goal: int | None,
+    patterns: tuple[re.Pattern[str], ...],
+) -> list[str]:
+    """Returns what is executed from ``start`` to ``goal``, or the exit: the most that ``patterns`` match, no more."""
+    ways: dict[int, dict[tuple[int, ...], _Way | None]] = {start: {(0,) * len(patterns): None}}
+    found: dict[tuple[int, ...], _Way | None] = {}  # by the work done, the shortest
+    for i in range(start, len(code)):
         target, always = jumps.get(i, (i, False))
-        work_here = [bool(pattern.search(code[i])) for pattern in (_LOAD, _STORE, _ARITHMETIC)]
+        exits = re.match(r"(@\S+ )?\s*EXIT", code[i]) is not None
+        here = [bool(pattern.search(code[i])) for pattern in patterns]
         for work, before in ways.pop(i, {}).items():
-            loads, stores, arithmetic = (a + b for a, b in zip(work, work_here, strict=True))
-            done = loads, stores, min(arithmetic, _ENOUGH)
+            done = tuple(min(a + b, _ENOUGH) for a, b in zip(work, here, strict=True))
             way = _Way(before.length + 1 if before else 1, i, before)
-            onward = [rounds] if target == head else [ways.setdefault(target, {})] if target > i else []
+            targets = [target] if target == goal or target > i else []
             if not always and not code[i].startswith(("EXIT", "RET")):
-                onward.append(ways.setdefault(i + 1, {}))
-            for known in onward:
+                targets.append(i + 1)
+            onward = [found if to == goal else ways.setdefault(to, {}) for to in targets]
+            for known in (*onward, found) if exits and goal is None else onward:
                 other = known.get(done)
                 if other is None or way.length < other.length:
                     known[done] = way
     executed: list[str] = []
-    way = max(rounds.items(), default=((), None))[1]
-    while way:
-        executed.append(code[way.last])
-        way = way.before
+    last = max(found.items(), default=((), None))[1]
+    while last:
+        executed.append(code[last.last])
+        last = last.before
     return executed[::-1]
 
 

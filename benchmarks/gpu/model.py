@@ -96,7 +96,7 @@ def _recorded(name: str) -> dict[str, Any]:
 
 def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
     kernel = f"{case.layout}_{op} {case.dtype} x {launch.width}"
-    instructions, loads = _recorded("loops.json")[kernel]
+    begin, loop, loads, end = _recorded("loops.json")[kernel]
     fit = min(_REGISTERS // (_recorded("registers.json")[kernel] * launch.threads), _THREADS // launch.threads, _BLOCKS)
     fullest = ceil(launch.blocks / card.multiprocessors)
     resident = min(fit, fullest)
@@ -104,7 +104,8 @@ def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
     in_flight = resident * launch.threads * min(loads, launch.slots * tensors) * _SLOT
     moved = PASSES[op] * case.size / card.bandwidth
     slots = tensors * case.size / _SLOT * fullest / launch.blocks  # that the fullest multiprocessor loads
-    computing = slots * instructions / loads / _WARP / (0.75 * 4 * card.clock)
+    instructions = begin + ceil(launch.slots * tensors / loads) * loop + end
+    computing = fullest * launch.threads / _WARP * instructions / (0.75 * 4 * card.clock)
     busy = max(moved, slots * _SLOT / in_flight * LATENCY, computing)
     merging = op in _REDUCTIONS and launch.parts > 1
     rounds = ceil(launch.parts / launch.groups / _MERGED_AHEAD) if merging else 0

@@ -23,9 +23,10 @@ constexpr int kVectorBytes = 16;
 constexpr int kLineBytes = 128;
 constexpr int kReducedBytes = 64;
 
-// Blocks to aim at: two or three rounds on the largest cards, at the four to eight blocks that run on a multiprocessor.
-// A reduction takes fewer, since someone has to add up what they leave.
-constexpr int64_t kReduceBlocks = 1024;
+// Blocks to aim at: element-wise several rounds on the largest cards; a reduction as many as run there at a time, four
+// on a multiprocessor, since its beginning and its end cost as much as a batch or two, and someone has to add up what
+// blocks leave.
+constexpr int64_t kReduceBlocks = 528;
 constexpr int64_t kElementBlocks = 4096;
 // Interleaved, where blocks leave more to add up: three for each multiprocessor of the largest cards, as many as run.
 constexpr int64_t kReduceRowBlocks = 396;
@@ -33,8 +34,9 @@ constexpr int64_t kReduceRowBlocks = 396;
 constexpr int64_t kFewBlocks = 264;
 // Loads that a thread has under way before it uses the first: by number of values at once.
 constexpr int kBatch = 4;
-// Less than this many batches for each thread of a part is not worth a block, where there are blocks enough.
-constexpr int64_t kBatchesPerPart = 2;
+// Less than this many slots for each thread of a part, two batches at most, are not worth a block, where there are
+// blocks enough.
+constexpr int64_t kFewestSlots = kBatch + kBatch / 2;
 // Partial results that a thread of the last block to arrive has under way, where there are many.
 constexpr int kMergeAhead = 8;
 // Values of a row and samples that a planar part has at most.
@@ -109,7 +111,7 @@ constexpr int64_t most_blocks(Pass pass) {
 // block.
 inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, Pass pass) {
   const int64_t least = width == 1 ? kBatch : kBatch / 2;  // a batch of two tensors
-  const int64_t several = slots / (kBatch * kBatchesPerPart);
+  const int64_t several = slots / kFewestSlots;
   const int64_t fill = std::min(slots / least, ceil_div(kFewBlocks, units));
   return std::max<int64_t>(1, std::min(most_blocks(pass) / units, std::max(several, fill)));
 }
@@ -141,10 +143,17 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pas
   plan.slots_of_part = {plan.slots, plan.along_inner};
   const int64_t part_slots = ceil_div(plan.slots, plan.along_inner);
   const int64_t part_rows = ceil_div(g.batch, plan.along_batch);
-  // Where there are blocks in plenty, small ones, so that a thread has something to do beside beginning and ending.
-  const int64_t slots_of_thread = plan.parts() * g.channels >= kReduceBlocks ? kBatch : 1;
+  // Where blocks fill the card, small ones, so that a thread has something to do beside beginning and ending.
+  const int64_t slots_of_thread = plan.parts() * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
   const int64_t threads = power_of_two(ceil_div(part_slots * part_rows, slots_of_thread), kWarp, kThreads);
+  // As many along a row as leave the fewest without a slot.
+  const auto slots_with = [&](int64_t columns) {
+    return ceil_div(part_slots, columns) * ceil_div(part_rows, threads / columns);
+  };
   plan.columns = power_of_two(part_slots, 1, threads);
+  for (int64_t fewer = plan.columns / 2; fewer >= kLineBytes / kVectorBytes; fewer /= 2) {
+    if (slots_with(fewer) < slots_with(plan.columns)) plan.columns = fewer;
+  }
   plan.rows = threads / plan.columns;
   plan.step = plan.rows * g.channels * g.inner;
   return plan;

@@ -1,11 +1,11 @@
 // batch_norm_stats: mean and biased variance of each channel and the number of values, packed for sending.
 //
 // Planar: a block takes a part of a channel, its threads go over slots of it (walk.cuh). Interleaved: a block takes a
-// range of rows of a tile of channels, a thread W channels. Either way a thread merges batches of values into its own
-// mean and sum of squared deviations, by two passes over the batch in registers; then threads and warps are merged, and
-// parts are added up (reduce.cuh). All deviations are from a pivot, one value of the part, so that a mean that is large
-// beside the deviation costs no precision; that the pivot may be far off costs none either, since each batch has a mean
-// of its own.
+// range of rows of a tile of channels, a thread W channels. Either way a thread adds up deviations from a center, its
+// own first value, and their squares, those of a batch before they are added to those before. That costs no precision
+// where the mean is large beside the deviation; and as the center is one of the values, little where it is far from the
+// mean, since then it makes the variance as large. Then sums of threads are made such about one origin for all
+// (reduce.cuh).
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -13,8 +13,14 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Sums of deviations from `origin` and of their squares: what parts of a channel, with an origin that is the same for
-// all of them, have only to add up.
+// Sums of deviations from `origin` and of their squares, from those about a center that is `distance` from it.
+template <typename A>
+__device__ __forceinline__ Sums<double> sums_about_origin(const Sums<A>& sums, double distance, double count) {
+  const double first = sums.first + count * distance;
+  return {first, sums.second + distance * (sums.first + first)};
+}
+
+// The same from mean and sum of squared deviations.
 __device__ __forceinline__ Sums<double> sums_about(double origin, double mean, double m2, double count) {
   const double difference = mean - origin;
   return {count * difference, m2 + count * difference * difference};
@@ -32,14 +38,13 @@ __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t
 }
 
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     planar_stats(Planar plan, const T* x, A* packed, Words words, Scratch scratch) {
-  constexpr int kHere = W == 8 ? 2 : kSlots<W>;  // 16 values in registers; 32 would halve the threads that fit
-  constexpr int kValues = kHere * W;
-  constexpr unsigned kAll = (1u << kValues) - 1;
+  constexpr int kValues = kSlots<W> * W;
+  constexpr unsigned kAll = ~0u >> (32 - kValues);
   PlanarWalk<W> walk(plan, false);
-  Slot<W> slots[kHere];
-  Pack<T, W> packs[kHere];
+  Slot<W> slots[kSlots<W>];
+  Pack<T, W> packs[kSlots<W>];
   const auto load = [&] {
     const unsigned valid = next_slots(walk, slots);
     load_slots(walk, x, slots, packs);
@@ -47,83 +52,97 @@ __global__ void __launch_bounds__(kThreads)
   };
   bool more = !walk.done();
   unsigned valid = load();
-  const A pivot = widen(x[walk.first_value()]);  // waited for together with the first batch
-  Moments<A> moments{0, 0};
-  A count = 0;
+  const T first_of_channel = x[walk.channel * plan.inner];  // waited for after the loop
+  // A slot that is cut short at its beginning is not at its end: no row is so short.
+  const A center = widen(slots[0].first == 0 ? packs[0].values[0] : packs[0].values[W - 1]);
+  Sums<A> sums{0, 0};
+  int count = 0;
   while (more) {
-    A values[kValues];
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] = widen(packs[i / W].values[i % W]) - pivot;
+    Sums<A> batch{0, 0};
     if (valid == kAll) {
-      add_batch(moments, values, kAll, A(kValues), Shares<A>(count, kValues));
-      count += kValues;
-    } else if (valid != 0) {
-      const A added = static_cast<A>(__popc(valid));
-      add_batch(moments, values, valid, added, Shares<A>(count, added));
-      count += added;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const A deviation = widen(packs[i / W].values[i % W]) - center;
+        batch.add(deviation, deviation * deviation);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const A deviation = (valid >> i & 1) != 0 ? widen(packs[i / W].values[i % W]) - center : A(0);
+        batch.add(deviation, deviation * deviation);
+      }
     }
+    sums.add(batch.first, batch.second);
+    count += __popc(valid);
     more = !walk.done();
     valid = load();
   }
-  const T first_of_channel = x[walk.channel * plan.inner];  // waited for after the reduction
-  reduce_block(moments, count);
   const double origin = widen(first_of_channel);
-  Sums<double> sums = sums_about(origin, static_cast<double>(pivot) + moments.mean, moments.m2, count);
-  if (!merge_parts(sums, plan, walk.channel, walk.part, scratch)) return;
+  Sums<double> total = sums_about_origin(sums, static_cast<double>(center) - origin, count);
+  double unused = 0;
+  reduce_block(total, unused);
+  if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
   if (thread_index() == 0)
-    write_stats(packed, plan.channels, walk.channel, origin, sums, plan.batch * plan.inner, words);
+    write_stats(packed, plan.channels, walk.channel, origin, total, plan.batch * plan.inner, words);
 }
 
-// A thread has moments of W channels over the same rows, so that one count and one division serve all of them. Each
-// channel has its own pivot, the value in the first row of the part.
+// A thread has sums of W channels over the same rows, so that one count and one division serve all of them. Where it
+// has no more rows it takes its first once more, of which the deviation is zero.
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads)
     interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
-  constexpr unsigned kAll = (1u << kSlots<W>)-1;
   InterleavedWalk<W> walk(plan, false);
-  const T* first_row = x + walk.first_row() * plan.channels;
   int64_t offsets[kSlots<W>];
   Pack<T, W> packs[kSlots<W>];
-  const auto load = [&] {
-    const unsigned valid = next_offsets(walk, offsets);
-    load_offsets(x, offsets, packs);
-    return valid;
-  };
   bool more = !walk.done();
-  unsigned valid = load();
-  const Pack<T, W> first = load_at<W>(first_row, walk.active ? walk.channel : -1);
-  A pivots[W];  // waited for together with the first batch
+  A count = static_cast<A>(__popc(next_offsets(walk, offsets)));
+  const int64_t own = offsets[0];
+  const auto load = [&] {
 #pragma unroll
-  for (int w = 0; w < W; ++w) pivots[w] = widen(first.values[w]);
-  Moments<A> moments[W] = {};
-  A count = 0;
-  while (more) {
-    const A added = static_cast<A>(__popc(valid));
-    const Shares<A> shares(count, added);
-#pragma unroll
-    for (int w = 0; w < W; ++w) {
-      A values[kSlots<W>];
-#pragma unroll
-      for (int u = 0; u < kSlots<W>; ++u) values[u] = widen(packs[u].values[w]) - pivots[w];
-      if (valid == kAll) {
-        add_batch(moments[w], values, kAll, A(kSlots<W>), shares);
-      } else {
-        add_batch(moments[w], values, valid, added, shares);
-      }
-    }
-    count += added;
-    more = !walk.done();
-    valid = load();
-  }
+    for (int u = 0; u < kSlots<W>; ++u) packs[u] = load_at<W>(x, offsets[u] < 0 ? own : offsets[u]);
+  };
+  load();
   const int64_t channel = walk.tile_begin + thread_index();
   const bool has_channel = thread_index() < plan.columns * W && channel < plan.channels;
-  const T own_first = has_channel ? first_row[channel] : narrow<T>(0);  // waited for after the reduction
-  const T own_origin = has_channel ? x[channel] : narrow<T>(0);
+  const T own_origin = has_channel ? x[channel] : narrow<T>(0);  // waited for after the reduction
+  A centers[W];
+#pragma unroll
+  for (int w = 0; w < W; ++w) centers[w] = widen(packs[0].values[w]);
+  Sums<A> sums[W] = {};
+  while (more) {
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      Sums<A> batch{0, 0};
+#pragma unroll
+      for (int u = 0; u < kSlots<W>; ++u) {
+        const A deviation = widen(packs[u].values[w]) - centers[w];
+        batch.add(deviation, deviation * deviation);
+      }
+      sums[w].add(batch.first, batch.second);
+    }
+    more = !walk.done();
+    count += static_cast<A>(__popc(next_offsets(walk, offsets)));
+    load();
+  }
+  // Means from here on are those beside the centers of the first row of threads.
+  __shared__ A pivots[kTileChannels<W>];
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int w = 0; w < W; ++w) pivots[threadIdx.x * W + w] = centers[w];
+  }
+  __syncthreads();
+  const A inverse = count > 0 ? 1 / count : 0;
+  Moments<A> moments[W];
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    const A mean = sums[w].first * inverse;
+    moments[w] = {centers[w] - pivots[threadIdx.x * W + w] + mean, sums[w].second - sums[w].first * mean};
+  }
   const Moments<A> sum = reduce_rows<W>(moments, count);
-  const double pivot = widen(own_first), origin = widen(own_origin);
-  Sums<double> sums = sums_about(origin, pivot + sum.mean, sum.m2, count);
-  if (!merge_parts(sums, plan, walk.tile_begin, W, walk.part, scratch)) return;
-  write_stats(packed, plan.channels, channel, origin, sums, plan.height, words);
+  const double pivot = has_channel ? pivots[thread_index()] : A(0), origin = widen(own_origin);
+  Sums<double> total = sums_about(origin, pivot + sum.mean, sum.m2, count);
+  if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
+  write_stats(packed, plan.channels, channel, origin, total, plan.height, words);
 }
 
 template <typename T, int W>

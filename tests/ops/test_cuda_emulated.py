@@ -239,6 +239,10 @@ def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
 PLANTED = {
     "no barrier between warps": ("stats", "reduce.cuh",
         "    counts[warp] = count;\n  }\n  __syncthreads();", "    counts[warp] = count;\n  }", None),
+    "no barrier before rows agree on a pivot": ("stats", "stats.cu",
+        "  __syncthreads();\n  const A inverse", "  const A inverse", None),
+    "values of other channels where there are no more rows": ("stats", "stats.cu",
+        "offsets[u] < 0 ? own : offsets[u]", "offsets[u] < 0 ? 0 * own : offsets[u]", None),
     "one row too many": ("backward_elemt", "walk.cuh",
         "return row_ >= row_end_;", "return row_ > row_end_;", "heap-buffer-overflow"),
     "no barrier before factors are used": ("elemt", "walk.cuh",
