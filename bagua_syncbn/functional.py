@@ -29,7 +29,7 @@ from .autograd import (
 )
 from .checks import check_eps, check_eps_mode, check_kind, check_residual, check_tensors
 from .communicators import EVERYONE, Communicator, Replica, peers_of
-from .masks import Masking, masking_of
+from .masks import masking_of
 from .ops import activation_of
 
 
@@ -194,14 +194,16 @@ def _batch_norm_masked(
     communicator: Communicator,
     layer: nn.Module | None,
     epilogue: Epilogue | None,
-    masking: Masking,
+    masking: ops.Masking,
 ) -> Tensor:
-    if masking.zeroes:  # before, too: the gradient of the weight is 0 * input there, whatever the input is
-        input = masking.clear(input)
-    output = _batch_norm_in_group(input, weight, bias, options, communicator, layer, None, masking.positions)
-    if epilogue is not None:
-        output = epilogue.after(output)
-    return masking.clear(output) if masking.zeroes else output
+    output = _batch_norm_in_group(input, weight, bias, options, communicator, layer, None, masking)
+    if epilogue is None:
+        return output
+    if not masking.zeroes:
+        return epilogue.after(output)
+    if epilogue.residual is not None:
+        epilogue = epilogue._replace(residual=masking.clear(epilogue.residual))
+    return masking.clear(epilogue.after(output))
 
 
 def _batch_norm_in_group(
@@ -212,7 +214,7 @@ def _batch_norm_in_group(
     communicator: Communicator,
     layer: nn.Module | None,
     epilogue: Epilogue | None,
-    mask: Tensor | None = None,
+    masking: ops.Masking | None = None,
 ) -> Tensor:
     if is_transforming():
         if is_repetition():
@@ -222,9 +224,9 @@ def _batch_norm_in_group(
             )
             tell_peers(communicator, layer, refusal)
             raise refusal
-        exchange = exchange_of(layer, input, options, communicator, mask)
+        exchange = exchange_of(layer, input, options, communicator, masking)
         return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
-    return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue, mask)
+    return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue, masking)
 
 
 def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept | None:

@@ -2,21 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class Masking(NamedTuple):
-    """What a call does with some positions."""
-
-    positions: Tensor  # (N, *), bool, contiguous: which count
-    zeroes: bool  # whether the others are 0 in the output
-
-    def clear(self, values: Tensor) -> Tensor:
-        """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""
-        return values.where(self.positions.unsqueeze(1), 0)
+from .ops import Masking
 
 
 def masking_of(
@@ -36,8 +27,10 @@ def masking_of(
             return None
     if mask is not None and lengths is not None:
         raise ValueError("mask, lengths: expected at most one of them, got both")
+    # Copies, which nobody writes to until backward.
     if lengths is not None:
-        mask = _mask_of(lengths, input)
+        _check_lengths(lengths, input)
+        return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
     assert mask is not None
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
@@ -46,7 +39,6 @@ def masking_of(
         raise ValueError(f"mask: expected a tensor that broadcasts to (N, 1, *), {size}, got {list(mask.shape)}")
     if mask.device != input.device:
         raise RuntimeError(f"mask: expected it on {input.device}, where input is, got {mask.device}")
-    # A copy, which nobody writes to until backward.
     return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)
 
 
@@ -59,7 +51,7 @@ def _broadcasts(shape: torch.Size, size: list[int]) -> bool:
     return len(shape) <= len(size) and all(own in (1, expected) for own, expected in ends)
 
 
-def _mask_of(lengths: Tensor, input: Tensor) -> Tensor:
+def _check_lengths(lengths: Tensor, input: Tensor) -> None:
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths: expected an integer tensor, got {lengths.dtype}")
     if input.dim() < 3 or lengths.shape != input.shape[:1]:
@@ -69,8 +61,6 @@ def _mask_of(lengths: Tensor, input: Tensor) -> Tensor:
         )
     if lengths.device != input.device:
         raise RuntimeError(f"lengths: expected it on {input.device}, where input is, got {lengths.device}")
-    places = torch.arange(input.size(-1), device=input.device)
-    return places < lengths.view(-1, *[1] * (input.dim() - 1))
 
 
 Rule = Callable[[Tensor, torch.Size], Tensor | None]

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "activations.h"
+#include "mask.h"
 #include "packed_stats.h"
 #include "stable_abi.h"
 
@@ -150,6 +151,24 @@ inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input,
   check_device(sums, "sums", input);
   check_floating(sums, "sums");
   check_counter(count, "count", input);
+}
+
+// `mask`: bool, one for each position of `input` (N, C, *); or int64, lengths (N).
+inline Mask mask_of(const Tensor& mask, const Tensor& input) {
+  check_device(mask, "mask", input);
+  int64_t inner = 1;
+  for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
+  const int64_t batch = input.size(0), length = input.size(input.dim() - 1);
+  const ScalarType dtype = scalar_type(mask);
+  const void* data = mask.const_data_ptr();
+  if (dtype == ScalarType::Bool && mask.numel() == batch * inner && mask.is_contiguous()) {
+    return {static_cast<const uint8_t*>(data), nullptr, inner, length};
+  }
+  if (dtype == ScalarType::Long && mask.numel() == batch && mask.is_contiguous() && input.dim() > 2) {
+    return {nullptr, static_cast<const int64_t*>(data), inner, length};
+  }
+  refuse("mask", "a contiguous bool (N, *), or int64 lengths (N) for an input (N, C, *, L)", dtype, " ",
+         sizes_of(mask));
 }
 
 // Of an op with an activation, besides those of the op without.

@@ -33,6 +33,9 @@ def differentiable_batch_norm(
     Where they are given there is no communication, and no buffer changes.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
+    masking = exchange.masking
+    if masking is not None and masking.zeroes:
+        wide = masking.clear(wide)
     mean, invstd, _, _ = _Merged.apply(wide, options, exchange, merged)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
@@ -41,6 +44,8 @@ def differentiable_batch_norm(
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
     if epilogue is not None:
         output = epilogue.after(output)
+    if masking is not None and masking.zeroes:
+        output = masking.clear(output)
     return output.to(input.dtype)
 
 
@@ -129,7 +134,7 @@ class _Merged(torch.autograd.Function):
 
 def _of_statistics(values: Tensor, exchange: AnyExchange) -> Tensor:
     """Returns ``values`` (N, C, \\*), 0 where the input has no share in the statistics."""
-    return values if exchange.mask is None else values.where(ops.of_positions(exchange.mask, values), 0)
+    return values if exchange.masking is None else exchange.masking.clear(values)
 
 
 class _AllReduce(torch.autograd.Function):

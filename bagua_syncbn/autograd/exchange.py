@@ -137,11 +137,16 @@ def _note_compilation() -> None:
 _note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _stats(input: Tensor, mask: Tensor | None, words: Sequence[int] = ()) -> Tensor:
-    """Returns the statistics of ``input``, of the positions in ``mask`` (N, \\*) alone if there is one."""
-    if mask is None:
+def _stats(input: Tensor, masking: ops.Masking | None, words: Sequence[int] = ()) -> Tensor:
+    """Returns the statistics of ``input``, with ``masking`` of the positions that count."""
+    if masking is None:
         return ops.batch_norm_stats(input, words)  # type: ignore[no-any-return]
-    return ops.batch_norm_masked_stats(input, mask, words)  # type: ignore[no-any-return]
+    return ops.batch_norm_masked_stats(input, masking.positions, words)  # type: ignore[no-any-return]
+
+
+def _zeroed(masking: ops.Masking | None) -> Tensor | None:
+    """Returns the mask of an output that is 0 where positions do not count; None for any other output."""
+    return masking.positions if masking is not None and masking.zeroes else None
 
 
 class Exchange:
@@ -149,10 +154,10 @@ class Exchange:
 
     elementwise: Any = ops  # where the ops without sums are
 
-    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number", "mask")
+    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number", "masking", "zeroed")
 
-    def __init__(self, identity: Identity, communicator: Communicator, mask: Tensor | None) -> None:
-        self.mask = mask
+    def __init__(self, identity: Identity, communicator: Communicator, masking: ops.Masking | None) -> None:
+        self.masking, self.zeroed = masking, _zeroed(masking)
         self._identity = identity
         self._communicator = communicator
         self._conversation = _conversation_in(communicator)
@@ -167,7 +172,7 @@ class Exchange:
         """
         identity = self._identity
         words = self._words(identity)
-        packed = _stats(input, self.mask, words)
+        packed = _stats(input, self.masking, words)
         gathered = self._send(self._communicator.all_gather, packed, identity)
         self._number = words[2]
         fault = self._fault = fault_for(gathered)
@@ -191,9 +196,14 @@ class Exchange:
         """
         identity, fault = self._identity.backward, self._fault
         call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
-        if self.mask is not None:
-            op, arguments = ops.batch_norm_masked_backward_elemt, (*arguments, self.mask)
-        grad_input: Tensor = op(*arguments, self._communicator.size, call, None if fault is None else fault.tensor)
+        last = self._communicator.size, call, None if fault is None else fault.tensor
+        grad_input: Tensor
+        if self.masking is None:
+            grad_input = op(*arguments, *last)
+        else:
+            grad_input = ops.batch_norm_masked_backward_elemt(
+                *arguments, self.masking.positions, *last, self.masking.zeroes
+            )
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return grad_input
@@ -374,14 +384,14 @@ class InGraph:
     # Operations of torch, which the compiler fuses with what is around them. The sums over values stay ops of ours.
     elementwise: Any = ops.reference
 
-    def __init__(self, terms: Terms, communicator: Communicator, mask: Tensor | None) -> None:
+    def __init__(self, terms: Terms, communicator: Communicator, masking: ops.Masking | None) -> None:
         _note_compilation()
-        self.mask = mask
+        self.masking, self.zeroed = masking, _zeroed(masking)
         self._terms = terms
         self._communicator = communicator
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        packed = _stats(input, self.mask, [0, self._terms.word(0), 0])
+        packed = _stats(input, self.masking, [0, self._terms.word(0), 0])
         gathered = self._communicator.all_gather(packed)
         # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
         merged = ops.merge_stats(gathered, options.without_buffers(), WORDS)
@@ -399,8 +409,9 @@ class InGraph:
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
         size = self._communicator.size
-        if self.mask is not None:
-            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, self.mask, size)  # type: ignore[no-any-return]
+        if self.masking is not None:
+            positions, zeroes = self.masking
+            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, positions, size, zeroes=zeroes)  # type: ignore[no-any-return]
         return self.elementwise.batch_norm_backward_elemt(*arguments, size)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
@@ -412,11 +423,11 @@ class Alone:
 
     elementwise: Any = ops
 
-    def __init__(self, mask: Tensor | None = None) -> None:
-        self.mask = mask
+    def __init__(self, masking: ops.Masking | None = None) -> None:
+        self.masking, self.zeroed = masking, _zeroed(masking)
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        return ops.merge_stats(_stats(input, self.mask).unsqueeze(0), options)
+        return ops.merge_stats(_stats(input, self.masking).unsqueeze(0), options)
 
     def words_of_sums(self) -> list[int]:
         return []
@@ -425,8 +436,9 @@ class Alone:
         return sums
 
     def backward_elemt(self, *arguments: Any, op: Any = None) -> Tensor:
-        if self.mask is not None:
-            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, self.mask)  # type: ignore[no-any-return]
+        if self.masking is not None:
+            positions, zeroes = self.masking
+            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, positions, zeroes=zeroes)  # type: ignore[no-any-return]
         return (op or self.elementwise.batch_norm_backward_elemt)(*arguments)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
@@ -459,19 +471,19 @@ def exchange_of(
     input: Tensor,
     options: ops.MergeOptions,
     communicator: Communicator,
-    mask: Tensor | None = None,
+    masking: ops.Masking | None = None,
 ) -> AnyExchange:
     """Returns by what means a call of ``layer`` talks to the ranks of ``communicator``.
 
-    With ``mask`` (N, \\*) the statistics, and what passes through them, are of these positions of the input alone.
+    With ``masking`` the statistics, and what passes through them, are of the positions that count alone.
     """
     if torch.compiler.is_compiling():
         if communicator.size == 1:
-            return AloneInGraph(mask)
-        return InGraph(terms_of(input, options, options.momentum), communicator, mask)
+            return AloneInGraph(masking)
+        return InGraph(terms_of(input, options, options.momentum), communicator, masking)
     if communicator.size == 1:
-        return _ALONE if mask is None else Alone(mask)
-    return Exchange(identity_of(layer, input, options), communicator, mask)
+        return _ALONE if masking is None else Alone(masking)
+    return Exchange(identity_of(layer, input, options), communicator, masking)
 
 
 def _codes_of(text: str) -> Tensor:

@@ -136,11 +136,12 @@ class _Recipe:
         input: Tensor,
         factors: tuple[Tensor | None, ...],
         activation: ops.Activation | None,
+        zeroed: Tensor | None,
     ) -> None:
         self._name = name
         self.version = output._version
         self._input, self._input_version = input.detach(), input._version
-        self._factors, self._activation = factors, activation
+        self._factors, self._activation, self._zeroed = factors, activation, zeroed
         self._takers = self._waiting = 0
         self._made: Tensor | None = None
 
@@ -172,8 +173,11 @@ class _Recipe:
             )
         with torch.no_grad():
             activation = self._activation
-            if activation is None:
-                made: Tensor = ops.batch_norm_elemt(self._input, *self._factors)
+            made: Tensor
+            if self._zeroed is not None:
+                made = ops.batch_norm_masked_elemt(self._input, *self._factors, self._zeroed)
+            elif activation is None:
+                made = ops.batch_norm_elemt(self._input, *self._factors)
             else:
                 made = ops.batch_norm_act_elemt(
                     self._input, *self._factors, None, activation.code, activation.parameter
@@ -190,8 +194,9 @@ def note_output(
     mean: Tensor,
     invstd: Tensor,
     epilogue: Epilogue | None,
+    zeroed: Tensor | None = None,
 ) -> None:
-    """Notes how ``layer`` has made ``output``, if outputs are recomputed here.
+    """Notes how ``layer`` has made ``output``, which is 0 outside of the mask ``zeroed``, if outputs are recomputed.
 
     Not where it has added a residual: that of a block is the output of the one before, and so on.
     """
@@ -204,7 +209,8 @@ def note_output(
         return
     # Copies: parameters may change before backward, and fully sharded ones are not even there.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
-    recipe = _Recipe(_name_of(layer), output, input, (weight, bias, mean, invstd), epilogue and epilogue.activation)
+    factors = weight, bias, mean, invstd
+    recipe = _Recipe(_name_of(layer), output, input, factors, epilogue and epilogue.activation, zeroed)
     output.grad_fn.recipe = recipe  # type: ignore[attr-defined]
 
 

@@ -24,10 +24,10 @@ def synchronized_batch_norm(
     communicator: Communicator,
     layer: nn.Module | None,
     epilogue: Epilogue | None,
-    mask: Tensor | None = None,
+    masking: ops.Masking | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
-    exchange = exchange_of(layer, input, options, communicator, mask)
+    exchange = exchange_of(layer, input, options, communicator, masking)
     if torch.compiler.is_compiling():  # it plans by itself what to fuse, and what to repeat in backward
         merged = exchange.gather(input.detach(), options)
         output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
@@ -41,7 +41,7 @@ def synchronized_batch_norm(
         output = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
     else:
         output = fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
-    note_output(output, layer, input, weight, bias, merged.mean, merged.invstd, epilogue)
+    note_output(output, layer, input, weight, bias, merged.mean, merged.invstd, epilogue, exchange.zeroed)
     return output
 
 
@@ -65,7 +65,12 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, invstd, count, clamped)
         ctx.exchange = exchange
-        output: Tensor = exchange.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd)
+        zeroed = exchange.zeroed
+        output: Tensor
+        if zeroed is None:
+            output = exchange.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd)
+        else:
+            output = exchange.elementwise.batch_norm_masked_elemt(input, weight, bias, mean, invstd, zeroed)
         return output
 
     @staticmethod
@@ -85,7 +90,11 @@ class _SyncBatchNorm(torch.autograd.Function):
         # holds is not, so nothing else decides whether to communicate.
         exchange: AnyExchange = ctx.exchange
         words = exchange.words_of_sums() if needs_grad[0] else []
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, words)
+        arguments = grad_output, input, mean, invstd, weight
+        if exchange.zeroed is None:
+            sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(*arguments, words)
+        else:
+            sums, grad_weight, grad_bias = ops.batch_norm_masked_backward_reduce(*arguments, exchange.zeroed, words)
         grad_input = None
         if needs_grad[0]:
             sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)

@@ -6,6 +6,7 @@ from . import act_on_cuda, reference
 from .activations import IDENTITY, Activation, activation_of
 from .fallback import cuda_problem
 from .layout import laid_out_as
+from .masking import Masking
 from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch
 from .reference import of_positions, per_channel, reduced_dims
@@ -20,6 +21,8 @@ batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.d
 batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
 batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
 batch_norm_masked_stats = torch.ops.bagua_syncbn.batch_norm_masked_stats.default
+batch_norm_masked_elemt = torch.ops.bagua_syncbn.batch_norm_masked_elemt.default
+batch_norm_masked_backward_reduce = torch.ops.bagua_syncbn.batch_norm_masked_backward_reduce.default
 batch_norm_masked_backward_elemt = torch.ops.bagua_syncbn.batch_norm_masked_backward_elemt.default
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "KERNELS",
     "Activation",
     "Kept",
+    "Masking",
     "MergeOptions",
     "MergedStats",
     "accumulate_dtype",
@@ -41,6 +45,8 @@ __all__ = [
     "batch_norm_elemt",
     "batch_norm_gather_stats",
     "batch_norm_masked_backward_elemt",
+    "batch_norm_masked_backward_reduce",
+    "batch_norm_masked_elemt",
     "batch_norm_masked_stats",
     "batch_norm_stats",
     "beat_torch",

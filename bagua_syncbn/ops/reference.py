@@ -56,14 +56,20 @@ def batch_norm_stats(input: Tensor, words: Sequence[int] = ()) -> Tensor:
 
 
 def of_positions(mask: Tensor, input: Tensor) -> Tensor:
-    """Views ``mask`` (N, \\*) so that it broadcasts along the channels of ``input`` (N, C, \\*)."""
-    return mask.view(input.size(0), 1, *input.shape[2:])
+    """Returns which positions of ``input`` (N, C, \\*) count, as a bool tensor that broadcasts to it.
+
+    ``mask`` is bool (N, \\*), or lengths (N) along the last dimension.
+    """
+    if mask.dtype == torch.bool:
+        return mask.view(input.size(0), 1, *input.shape[2:])
+    places = torch.arange(input.size(-1), device=input.device)
+    return places < mask.view(-1, *[1] * (input.dim() - 1))
 
 
 def batch_norm_masked_stats(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
     channels, inside = input.size(1), of_positions(mask, input)
     packed = input.new_zeros(2 * channels + 2 + len(words), dtype=accumulate_dtype(input.dtype))
-    count = mask.sum()
+    count = inside.expand(input.size(0), 1, *input.shape[2:]).sum()
     number = count.clamp(min=1).to(packed.dtype)
 
     def average(values: Tensor) -> Tensor:
@@ -201,6 +207,27 @@ def batch_norm_backward_elemt(
     return torch.empty_like(input).copy_(grad_input)
 
 
+def batch_norm_masked_elemt(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, mask: Tensor
+) -> Tensor:
+    output = _normalized(input, weight, bias, mean, invstd)
+    return torch.empty_like(input).copy_(output.where(of_positions(mask, input), 0))
+
+
+def batch_norm_masked_backward_reduce(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    mask: Tensor,
+    words: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    inside = of_positions(mask, input)
+    grad_output, input = grad_output.where(inside, 0), input.where(inside, 0)
+    return batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, words)
+
+
 def batch_norm_masked_backward_elemt(
     grad_output: Tensor,
     input: Tensor,
@@ -213,11 +240,12 @@ def batch_norm_masked_backward_elemt(
     ranks: int = 1,
     call: int = 0,
     fault: Tensor | None = None,
+    zeroes: bool = False,
 ) -> Tensor:
     inside = batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault)
     scale = invstd if weight is None else invstd * weight
-    outside = (grad_output * per_channel(scale, input)).to(input.dtype)
-    return torch.empty_like(input).copy_(torch.where(of_positions(mask, input), inside, outside))
+    outside = grad_output.new_zeros(()) if zeroes else grad_output * per_channel(scale, input)
+    return torch.empty_like(input).copy_(torch.where(of_positions(mask, input), inside, outside.to(input.dtype)))
 
 
 def batch_norm_backward_elemt_(grad: Tensor, input: Tensor, *rest: Any) -> None:
@@ -266,6 +294,8 @@ for _kernel in (
     batch_norm_backward_reduce,
     batch_norm_backward_elemt,
     batch_norm_masked_stats,
+    batch_norm_masked_elemt,
+    batch_norm_masked_backward_reduce,
     batch_norm_masked_backward_elemt,
     batch_norm_backward_elemt_,
     batch_norm_act_elemt,

@@ -36,14 +36,16 @@ weight + bias + residual``. ``activation`` is the code of one in ``activations.p
                                     ``batch_norm_backward_elemt`` is to be given
 ==================================  =================================================================================
 
-Where a bool ``mask`` (N, \*), contiguous, says which positions count, the same for all channels:
+Four exist where not all positions count. ``mask`` says which do, the same for all channels: a contiguous bool (N, \*),
+or int64 lengths (N) for an input (N, C, \*, L), of which the first so many places along L count.
 
-====================================  ===============================================================================
-``batch_norm_masked_stats``           as ``batch_norm_stats`` of the positions that count
-``batch_norm_masked_backward_elemt``  as ``batch_norm_backward_elemt`` where they count, else
-                                      ``grad_output * invstd * weight``: nothing passes through the statistics there.
-                                      ``sums`` are those of all positions
-====================================  ===============================================================================
+=====================================  ==============================================================================
+``batch_norm_masked_stats``            as ``batch_norm_stats`` of the positions that count
+``batch_norm_masked_elemt``            as ``batch_norm_elemt`` where they count, else 0, whatever ``input`` is there
+``batch_norm_masked_backward_reduce``  as ``batch_norm_backward_reduce`` of the positions that count
+``batch_norm_masked_backward_elemt``   as ``batch_norm_backward_elemt`` where they count, else 0 if it ``zeroes``, or
+                                       ``grad_output * invstd * weight``: nothing passes through the statistics there
+=====================================  ==============================================================================
 
 Words are integers that the dtype holds exactly, the same on all ranks. ``fault`` is an int64 tensor of 8 values in the
 memory of the host, pinned for a device that writes to it; the first fault stays until the host clears it:
@@ -189,8 +191,35 @@ def _(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
 
 
 @_op(
+    "batch_norm_masked_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor mask) "
+    "-> Tensor"
+)
+def _(input: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(input)
+
+
+@_op(
+    "batch_norm_masked_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
+    "Tensor mask, int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
+)
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    mask: Tensor,
+    words: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    parameter = mean if weight is None else weight
+    return mean.new_empty(2 * channels + len(words)), parameter.new_empty(channels), parameter.new_empty(channels)
+
+
+@_op(
     "batch_norm_masked_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, Tensor mask, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
+    "Tensor sums, Tensor count, Tensor mask, int ranks=1, int call=0, Tensor(a!)? fault=None, bool zeroes=False) "
+    "-> Tensor"
 )
 def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
     return torch.empty_like(input)

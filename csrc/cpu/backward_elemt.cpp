@@ -1,19 +1,44 @@
 // batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks; batch_norm_backward_elemt_ puts it
-// in the place of the gradient of the output.
+// in the place of the gradient of the output; batch_norm_masked_backward_elemt lets it pass through the statistics only
+// where a position counts.
 
 #include <limits>
 
 #include "../checks.h"
 #include "../geometry.h"
 #include "channels.h"
+#include "mask.h"
 #include "work.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
 
+// Which positions count, and whether the gradient is 0 at the others.
+struct Outside {
+  const Mask* mask = nullptr;
+  bool zeroes = false;
+};
+
+// Planar, the rows [begin, end) of (batch, channels).
+template <typename T, typename A = Accumulate<T>>
+void masked_gradient(const T* dy, const T* x, T* dx, const Outside& outside, const Geometry& g,
+                     const GradientFactors<A>& factors, int64_t begin, int64_t end) {
+  for_each_run(*outside.mask, g, begin, end,
+               [&](Run::Kind kind, int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t* valid) {
+                 if (kind == Run::kNone && outside.zeroes) {
+                   std::memset(dx + o, 0, rows * n * sizeof(T));
+                 } else if (kind == Run::kAll) {
+                   loops<T>().grad_rows(dy + o, x + o, dx + o, rows, n, channel, g.channels, factors);
+                 } else {
+                   loops<T>().masked_grad_rows(dy + o, x + o, dx + o, valid, rows, n, channel, g.channels, factors,
+                                               outside.zeroes);
+                 }
+               });
+}
+
 Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                       const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
-                      int64_t call, const std::optional<Tensor>& fault, bool in_place) {
+                      int64_t call, const std::optional<Tensor>& fault, bool in_place, const Outside& outside) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
@@ -44,11 +69,14 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
     T* dx = static_cast<T*>(grad_input.mutable_data_ptr());
     if (g.interleaved) {
       parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
-        const int64_t o = begin * g.channels;
-        loops<T>().grad_columns(dy + o, x + o, dx + o, end - begin, g.channels, factors);
+        const int64_t o = begin * g.channels, rows = end - begin;
+        Made made;
+        const uint8_t* valid = outside.mask ? positions_at(*outside.mask, begin, rows, made) : nullptr;
+        loops<T>().grad_columns(dy + o, x + o, dx + o, valid, rows, g.channels, factors, outside.zeroes);
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
+        if (outside.mask) return masked_gradient(dy, x, dx, outside, g, factors, begin, end);
         const int64_t o = begin * g.inner;
         loops<T>().grad_rows(dy + o, x + o, dx + o, end - begin, g.inner, begin % g.channels, g.channels, factors);
       });
@@ -62,14 +90,24 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                  int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
-  return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false);
+  return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
 }
 
 void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
-  const Tensor result = backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true);
+  const Tensor result = backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true, {});
   if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
+}
+
+Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor& input,
+                                        const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
+                                        const Tensor& sums, const Tensor& count, const Tensor& positions, int64_t ranks,
+                                        int64_t call, const std::optional<Tensor>& fault, bool zeroes) {
+  check_input(input);
+  const Mask mask = mask_of(positions, input);
+  return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false,
+                        {&mask, zeroes});
 }
 
 }  // namespace bagua_syncbn::cpu
@@ -77,4 +115,5 @@ void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::opt
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt));
   m.impl("batch_norm_backward_elemt_", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt_));
+  m.impl("batch_norm_masked_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_backward_elemt));
 }

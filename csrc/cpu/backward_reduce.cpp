@@ -1,12 +1,13 @@
 // batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
-// and bias of this rank. batch_norm_act_backward_reduce: the same of dy * act'(z), which it makes by tiles and may
-// return.
+// and bias of this rank. batch_norm_masked_backward_reduce: of the positions that count.
+// batch_norm_act_backward_reduce: of dy * act'(z), which it makes by tiles and returns.
 
 #include <memory>
 #include <tuple>
 
 #include "../checks.h"
 #include "act.h"
+#include "mask.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
@@ -46,19 +47,24 @@ class Through {
   T* const gradients_;
 };
 
-// `through` may be null.
+// `through` and `mask` may be null.
 template <typename T, typename A = Accumulate<T>>
-void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums, const Through<T>* through) {
+void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums, const Through<T>* through,
+                 const Mask* mask) {
   const PlanarParts parts(g);
   std::vector<GradSums> results(g.channels * parts.count());
-  const auto grad_sums = loops<T>().grad_sums;
   parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
+    Made made;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t channel = unit / parts.count(), stride = g.channels * g.inner;
       parts.for_each_span(unit % parts.count(), [&](int64_t sample, int64_t offset, int64_t rows, int64_t values) {
         const int64_t start = channel * g.inner + sample * stride + offset;
         const T* grads = through ? through->rows(dy, x, start, rows, values, stride, channel) : dy + start;
-        const GradSums span = grad_sums(grads, x + start, mean[channel], rows, values, stride);
+        const uint8_t* valid = mask ? positions_at(*mask, sample * g.inner + offset, rows * values, made) : nullptr;
+        const GradSums span =
+            valid == nullptr || all(valid, rows * values)
+                ? loops<T>().grad_sums(grads, x + start, mean[channel], rows, values, stride)
+                : loops<T>().masked_grad_sums(grads, x + start, mean[channel], valid, rows, values, stride);
         results[unit].dy += span.dy;
         results[unit].dy_xmu += span.dy_xmu;
       });
@@ -74,19 +80,21 @@ void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, doub
 
 template <typename T, typename A = Accumulate<T>>
 void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g, double* sums,
-                      const Through<T>* through) {
+                      const Through<T>* through, const Mask* mask) {
   const RowParts parts(g);
   const int64_t width = 2 * g.channels;
   std::vector<double> results(parts.count() * width);
-  const auto grad_sums = loops<T>().grad_sums_columns;
   parallel_over(parts.count(), g.rows() * g.channels / parts.count(), [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(width);
     std::vector<double> tile(width);
+    RowList list(mask);
     for (int64_t part = begin; part < end; ++part) {
       parts.for_each_tile(part, [&](int64_t row, int64_t rows) {
         const int64_t offset = row * g.channels;
         const T* grads = through ? through->columns(dy, x, offset, rows, g.channels) : dy + offset;
-        grad_sums(grads, x + offset, mean, rows, g.channels, scratch.data(), tile.data());
+        const int64_t count = list.fill(row, rows);
+        loops<T>().grad_sums_columns(grads, x + offset, mean, list.data(), count, g.channels, scratch.data(),
+                                     tile.data());
         for (int64_t c = 0; c < width; ++c) results[part * width + c] += tile[c];
       });
     }
@@ -96,13 +104,21 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
   }
 }
 
+// Where there is no activation.
+struct NotThrough {
+  template <typename Storage>
+  std::unique_ptr<Through<typename Storage::type>> operator()(Storage) const {
+    return nullptr;
+  }
+};
+
 using Sums = std::tuple<Tensor, Tensor, Tensor>;
 
-// `start(TypeTag<T>())` gives the way through an activation of values of type T, or null.
+// `start(TypeTag<T>())` gives the way through an activation of values of type T, or null; `mask` may be null.
 template <typename Start>
 Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean,
                      const Tensor& invstd, const std::optional<Tensor>& weight, const std::vector<int64_t>& values,
-                     const Start& start) {
+                     const Start& start, const Mask* mask) {
   const Words words = words_of(values);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -120,7 +136,8 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     if (input.numel() > 0) {
       const std::unique_ptr<Through<T>> through = start(storage);
-      (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data(), through.get());
+      (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(dy, x, means.data(), g, totals.data(), through.get(),
+                                                             mask);
     }
     A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
     for (int64_t c = 0; c < width; ++c) sums_out[c] = static_cast<A>(totals[c]);
@@ -137,8 +154,15 @@ Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, 
                                 const Tensor& invstd, const std::optional<Tensor>& weight,
                                 const std::vector<int64_t>& values) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
-  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, values,
-                         [](auto storage) { return std::unique_ptr<Through<typename decltype(storage)::type>>(); });
+  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, values, NotThrough(), nullptr);
+}
+
+Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                       const Tensor& invstd, const std::optional<Tensor>& weight,
+                                       const Tensor& positions, const std::vector<int64_t>& values) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
+  const Mask mask = mask_of(positions, input);
+  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, values, NotThrough(), &mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
@@ -156,7 +180,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     return std::make_unique<Through<T>>(weight, bias, mean, invstd, laid.geometry, act, gradients);
   };
   const auto [sums, grad_weight, grad_bias] =
-      backward_reduce(grad_output, input, laid, mean, invstd, weight, values, start);
+      backward_reduce(grad_output, input, laid, mean, invstd, weight, values, start, nullptr);
   return {sums, grad_weight, grad_bias, with_strides_of(grad, laid, input)};
 }
 
@@ -164,5 +188,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_reduce));
+  m.impl("batch_norm_masked_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_backward_reduce));
   m.impl("batch_norm_act_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_backward_reduce));
 }

@@ -57,8 +57,9 @@ struct GradientFactors {
 template <typename A>
 using LaneBits = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>;
 
-// Of the first so many values of a row a value near the mean is made.
+// Of the first so many values of a row a value near the mean is made; and where not all of them count.
 constexpr int64_t kSample = 256;
+constexpr int64_t kMaskedSample = 1024;
 
 template <typename T>
 struct Loops {
@@ -74,12 +75,17 @@ struct Loops {
                     GradientFactors<A>);
 
   // Interleaved: rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and m2, or the
-  // two sums, of these rows are written to `out`, 2 * channels values.
-  void (*moments_columns)(const T* x, int64_t rows, int64_t channels, A* columns, double* out);
-  void (*grad_sums_columns)(const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels, A* columns,
-                            double* out);
-  void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, NormalizeFactors<A>);
-  void (*grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A>);
+  // two sums, of these rows are written to `out`, 2 * channels values. `list` has the numbers of the rows; or it is
+  // null where they follow one another.
+  void (*moments_columns)(const T* x, const int64_t* list, int64_t rows, int64_t channels, A* columns, double* out);
+  void (*grad_sums_columns)(const T* dy, const T* x, const A* mean, const int64_t* list, int64_t rows, int64_t channels,
+                            A* columns, double* out);
+  // `valid` has a byte for each row, or is null where all count: y is 0 in rows that do not, and dx is dy * scale
+  // there, or 0 if `zeroes`.
+  void (*normalize_columns)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t channels,
+                            NormalizeFactors<A>);
+  void (*grad_columns)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
+                       GradientFactors<A>, bool zeroes);
 
   // With an activation of z = (x - mean) * scale + shift + residual, which may be null: y = act(z), as normalize_rows
   // and normalize_columns; and g = dy * act'(z), of rows that are `stride` apart and of one channel, and of all
@@ -92,10 +98,16 @@ struct Loops {
   void (*act_grad_columns)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
                            NormalizeFactors<A>, Act<A>);
 
-  // Planar, where not all values of a row count: see loops/masked.inl. `lanes` can be read kLanes beyond the row.
-  Moments (*masked_moments)(const T* x, const LaneBits<A>* lanes, int64_t n, int64_t sampled, int64_t count);
-  void (*masked_grad_row)(const T* dy, const T* x, T* dx, const LaneBits<A>* lanes, int64_t n, int64_t channel,
-                          GradientFactors<A>);
+  // Planar, where not all positions count: see loops/masked.inl. Rows that are added up have masks one after
+  // another; those of the element-wise loops have the same.
+  Moments (*masked_moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
+                            int64_t count);
+  GradSums (*masked_grad_sums)(const T* dy, const T* x, A mean, const uint8_t* valid, int64_t rows, int64_t n,
+                               int64_t stride);
+  void (*masked_normalize_rows)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
+                                int64_t channels, NormalizeFactors<A>);
+  void (*masked_grad_rows)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t n,
+                           int64_t channel, int64_t channels, GradientFactors<A>, bool zeroes);
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names

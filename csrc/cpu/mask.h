@@ -1,38 +1,99 @@
-// Which positions count: a bool for each, the same for all channels.
+// Positions of a mask, a stretch at a time.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "../checks.h"
-#include "loops.h"
+#include "../layout.h"
+#include "../mask.h"
 
 namespace bagua_syncbn::cpu {
 
-inline void check_mask(const Tensor& mask, const Tensor& input) {
-  int64_t positions = input.size(0);
-  for (int64_t dim = 2; dim < input.dim(); ++dim) positions *= input.size(dim);
-  const bool fits = scalar_type(mask) == ScalarType::Bool && mask.numel() == positions && mask.is_contiguous();
-  if (!fits) refuse("mask", "a contiguous bool (N, *)", scalar_type(mask), " ", sizes_of(mask));
-  check_device(mask, "mask", input);
+// Bytes that were made of lengths, of the positions from `begin` on: the next channel may ask for the same.
+struct Made {
+  int64_t begin = -1;
+  std::vector<uint8_t> bytes;
+};
+
+// The bytes of the positions [begin, begin + count) of (batch, inner); in `made` if lengths say which count.
+inline const uint8_t* positions_at(const Mask& mask, int64_t begin, int64_t count, Made& made) {
+  if (mask.positions != nullptr) return mask.positions + begin;
+  if (made.begin == begin && static_cast<int64_t>(made.bytes.size()) == count) return made.bytes.data();
+  made.begin = begin;
+  made.bytes.resize(count);
+  for (int64_t j = 0; j < count;) {
+    const int64_t place = (begin + j) % mask.length, rest = std::min(count - j, mask.length - place);
+    const int64_t kept = std::clamp<int64_t>(mask.lengths[(begin + j) / mask.inner] - place, 0, rest);
+    std::memset(made.bytes.data() + j, 1, kept);
+    std::memset(made.bytes.data() + j + kept, 0, rest - kept);
+    j += rest;
+  }
+  return made.bytes.data();
 }
 
-inline bool all(const bool* mask, int64_t n) {
-  return n == 0 || std::memchr(mask, 0, n) == nullptr;
+// The sum of n bytes, each 1 or 0: added up in words, whose bytes do not overflow within 255 of them.
+inline int64_t count_of(const uint8_t* valid, int64_t n) {
+  constexpr int64_t kWord = 8, kMost = 255;
+  int64_t count = 0, j = 0;
+  while (j + kWord <= n) {
+    const int64_t words = std::min(kMost, (n - j) / kWord);
+    uint64_t sums = 0;
+    for (int64_t w = 0; w < words; ++w, j += kWord) {
+      uint64_t word;
+      std::memcpy(&word, valid + j, kWord);
+      sums += word;
+    }
+    constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+    count += static_cast<int64_t>(((sums & kEven) + (sums >> 8 & kEven)) * 0x0001000100010001 >> 48);
+  }
+  for (; j < n; ++j) count += valid[j];
+  return count;
 }
 
-inline bool none(const bool* mask, int64_t n) {
-  return n == 0 || std::memchr(mask, 1, n) == nullptr;
+// How many positions of a batch count.
+inline int64_t count_of(const Mask& mask, int64_t batch) {
+  if (mask.positions != nullptr) return count_of(mask.positions, batch * mask.inner);
+  int64_t places = 0;
+  for (int64_t n = 0; n < batch; ++n) places += std::clamp<int64_t>(mask.lengths[n], 0, mask.length);
+  return mask.length == 0 ? 0 : places * (mask.inner / mask.length);
 }
 
-// The same as bits of the width of A, and kLanes more, so that vectors can be read beyond the last one.
-template <typename A>
-std::vector<LaneBits<A>> lanes_of(const bool* mask, int64_t n) {
-  std::vector<LaneBits<A>> lanes(n + kLanes);
-  for (int64_t j = 0; j < n; ++j) lanes[j] = -static_cast<LaneBits<A>>(mask[j]);
-  return lanes;
+inline bool all(const uint8_t* valid, int64_t n) {
+  return n == 0 || std::memchr(valid, 0, n) == nullptr;
 }
+
+inline bool none(const uint8_t* valid, int64_t n) {
+  return n == 0 || std::memchr(valid, 1, n) == nullptr;
+}
+
+// The rows of a tile that count, by their numbers in it.
+class RowList {
+ public:
+  explicit RowList(const Mask* mask) : mask_(mask) {}  // which may be null: all count
+
+  // Takes the rows [begin, begin + rows); returns how many count. Without a branch on single positions, of which none
+  // can be foretold.
+  int64_t fill(int64_t begin, int64_t rows) {
+    if (mask_ == nullptr) return rows;
+    const uint8_t* valid = positions_at(*mask_, begin, rows, made_);
+    list_.resize(rows);
+    int64_t count = 0;
+    for (int64_t j = 0; j < rows; ++j) {
+      list_[count] = j;
+      count += valid[j];
+    }
+    return count;
+  }
+
+  // Null if all rows count.
+  const int64_t* data() const { return mask_ ? list_.data() : nullptr; }
+
+ private:
+  const Mask* mask_;
+  Made made_;
+  std::vector<int64_t> list_;
+};
 
 // Positions one after another of which all count, none, or some.
 struct Run {
@@ -41,13 +102,13 @@ struct Run {
   int64_t count;
 };
 
-// Cuts `n` positions into runs, at multiples of a block.
-inline std::vector<Run> runs_of(const bool* mask, int64_t n) {
-  constexpr int64_t kBlock = 64;
+// Cuts the `n` positions of a sample into runs, at multiples of a block.
+inline std::vector<Run> runs_of(const uint8_t* valid, int64_t n) {
+  constexpr int64_t kBlock = 256;
   std::vector<Run> runs;
   for (int64_t j = 0; j < n; j += kBlock) {
     const int64_t count = std::min(kBlock, n - j);
-    const Run::Kind kind = all(mask + j, count) ? Run::kAll : none(mask + j, count) ? Run::kNone : Run::kSome;
+    const Run::Kind kind = all(valid + j, count) ? Run::kAll : none(valid + j, count) ? Run::kNone : Run::kSome;
     if (!runs.empty() && runs.back().kind == kind) {
       runs.back().count += count;
     } else {
@@ -55,6 +116,28 @@ inline std::vector<Run> runs_of(const bool* mask, int64_t n) {
     }
   }
   return runs;
+}
+
+// Planar: cuts the rows [begin, end) of (batch, channels) into runs, and calls each(kind, offset, rows, n, channel,
+// valid) for rows of n values, one after another in memory, that have a run in common.
+template <typename Each>
+void for_each_run(const Mask& mask, const Geometry& g, int64_t begin, int64_t end, const Each& each) {
+  Made made;
+  while (begin < end) {
+    const int64_t sample = begin / g.channels, last = std::min(end, (sample + 1) * g.channels);
+    const uint8_t* valid = positions_at(mask, sample * g.inner, g.inner, made);
+    const std::vector<Run> runs = runs_of(valid, g.inner);
+    if (runs.size() == 1) {
+      each(runs[0].kind, begin * g.inner, last - begin, g.inner, begin % g.channels, valid);
+    } else {
+      for (int64_t row = begin; row < last; ++row) {
+        for (const Run& run : runs) {
+          each(run.kind, row * g.inner + run.begin, 1, run.count, row % g.channels, valid + run.begin);
+        }
+      }
+    }
+    begin = last;
+  }
 }
 
 }  // namespace bagua_syncbn::cpu

@@ -31,6 +31,7 @@ struct Part {
 
 // Adds moments of `added` values per channel, [mean (C) | m2 (C)], to those of `count`.
 inline void add_columns(double* all, double count, const double* part, double added, int64_t channels) {
+  if (added == 0) return;
   const Merge merge(count, added);
   for (int64_t c = 0; c < channels; ++c) merge(all[c], all[channels + c], part[c], part[channels + c]);
 }

@@ -8,16 +8,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import laid_out
+from comparison import check_masked_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicated import parallel
-from tolerances import assert_close
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations, masked, ops, sync_batch_norm
-from bagua_syncbn.ops import reference
+from bagua_syncbn import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    fuse_activations,
+    masked,
+    ops,
+    recompute_outputs,
+    sync_batch_norm,
+)
 
 pytestmark = pytest.mark.reference_too
 
@@ -115,7 +122,7 @@ def test_drawn_masks_and_splits(pool, data):
     check_on_ranks(pool, splits, (2, length), torch.tensor(bits).expand(sum(splits), 1, length))
 
 
-@pytest.mark.parametrize("case", ["random", "lengths", "all", "none"])
+@pytest.mark.parametrize("case", ["random", "padded", "lengths", "all", "none"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_ops_are_those_of_the_reference(case, layout, dtype):
@@ -127,19 +134,39 @@ def test_ops_are_those_of_the_reference(case, layout, dtype):
         elif case != "all":
             positions[..., size[3] // 2 :] = positions[0] = False
             positions &= case != "none"
-        packed = ops.batch_norm_masked_stats(input, positions, [7])
-        wide = input.double()
-        expected = reference.batch_norm_masked_stats(wide, positions, [7])
-        assert torch.equal(packed[-3:].double(), expected[-3:])
-        assert packed.dtype == ops.accumulate_dtype(dtype)
-        torch.testing.assert_close(packed.double(), expected, rtol=2e-5, atol=1e-5)
-        weight, mean, invstd = torch.rand(3, size[1]).to(packed.dtype) + 0.1
-        sums, count = torch.randn(2 * size[1]).to(packed.dtype), torch.tensor(3)
-        arguments = weight, mean, invstd, sums
-        actual = ops.batch_norm_masked_backward_elemt(grad_output, input, *arguments, count, positions)
-        arguments = [value.double() for value in (grad_output, input, *arguments)]
-        assert_close(actual, reference.batch_norm_masked_backward_elemt(*arguments, count, positions), "grad_input")
-        assert actual.stride() == input.stride()
+        if case == "lengths":
+            positions = torch.randint(-1, size[3] + 2, (size[0],))
+        check_masked_ops(ops, input, grad_output, positions)
+
+
+def test_what_padding_holds_goes_nowhere():
+    """In the first derivative, with what follows the layer, and where outputs are made anew."""
+    input, grad_output = draw((4, 3, 9))
+    lengths = torch.tensor([9, 2, 0, 5])
+    outside = torch.arange(9) >= lengths.view(-1, 1, 1)
+    residual = grad_output.cos()
+    for fused in (False, True):
+        layer = make_layer(3)
+        layer.fused_activation = "gelu" if fused else None
+        clean = step(layer, input, grad_output, residual if fused else None, lengths=lengths, zero_masked=True)
+        poisoned = [values.masked_fill(outside, torch.nan) for values in (input, grad_output, residual)]
+        with recompute_outputs():
+            results = step(layer, *poisoned[:2], poisoned[2] if fused else None, mask=~outside, zero_masked=True)
+        torch.testing.assert_close(results, clean)
+        expected = expected_step(
+            make_layer(3), input, ~outside, grad_output.masked_fill(outside, 0), residual * fused,
+            F.gelu if fused else lambda y: y,
+        )  # fmt: skip
+        torch.testing.assert_close(results[0], expected[0].masked_fill(outside, 0))
+        torch.testing.assert_close(results[1], expected[1].masked_fill(outside, 0))
+        torch.testing.assert_close(results[2:], expected[2:])
+    saved = nn.Sequential(make_layer(3), nn.Linear(9, 2, dtype=torch.float64))
+    with masked(saved, ~outside, zero_masked=True):
+        plain = saved(input.requires_grad_()).sin().sum()
+        with recompute_outputs():
+            anew = saved(input).sin().sum()
+    grads = [torch.autograd.grad(loss, (input, *saved.parameters())) for loss in (plain, anew)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_a_padded_batch_is_the_unpadded_one_whatever_the_padding():

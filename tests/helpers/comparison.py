@@ -9,19 +9,71 @@ from torch import Tensor
 from bagua_syncbn.ops import accumulate_dtype, reference
 
 
+def _check_stats(packed: Tensor, expected: Tensor, channels: int) -> Tensor:
+    """Returns the deviations."""
+    assert packed.dtype == accumulate_dtype(packed.dtype)
+    assert torch.equal(packed[2 * channels :].double(), expected[2 * channels :])
+    std = expected[channels : 2 * channels].sqrt()
+    error = (packed[: 2 * channels].double() - expected[: 2 * channels]).abs()
+    allowed = TOLERANCES[packed.dtype][0] * (expected[: 2 * channels].abs() + torch.cat([std, std * std]) + 1e-30)
+    assert (error <= allowed).all(), f"statistics are off by {(error / allowed).max():.2g} of what is allowed"
+    return std
+
+
+def _check_sums(results: Any, expected: Any, scales: Any) -> None:
+    """Relative to what is added up, which may cancel."""
+    accumulate = results[0].dtype
+    for name, actual, wanted, scale in zip(
+        ("sums", "grad_weight", "grad_bias"), results, expected, scales, strict=True
+    ):
+        rtol = max(TOLERANCES[dtype][0] for dtype in (actual.dtype, accumulate))
+        assert ((actual.double() - wanted).abs() <= rtol * (scale + 1e-3)).all(), name
+
+
+def check_masked_ops(ops: Any, input: Tensor, grad_output: Tensor, mask: Tensor) -> None:
+    """Compares those of ``ops`` that take a ``mask``. Last of all, the other positions hold what must go nowhere."""
+    channels, dtype, device = input.size(1), input.dtype, input.device
+    weight, mean, invstd = (torch.rand(3, channels) + 0.1).to(device, accumulate_dtype(dtype)).unbind()
+    sums, count = torch.randn(2 * channels).to(mean), torch.tensor(3, device=device)
+    wide_factors = [value.double() for value in (weight, mean, invstd)]
+    arguments = weight, mean, invstd, sums, count, mask
+    wide_arguments = *wide_factors, sums.double(), count, mask
+
+    def check_gradient(zeroes: bool) -> None:
+        actual = ops.batch_norm_masked_backward_elemt(grad_output, input, *arguments, 1, 0, None, zeroes)
+        wide = grad_output.double(), input.double()
+        expected = reference.batch_norm_masked_backward_elemt(*wide, *wide_arguments, zeroes=zeroes)
+        assert actual.stride() == torch.empty_like(input).stride()
+        assert_close(actual, expected, f"grad_input, {zeroes=}")
+
+    check_gradient(False)
+    outside = ~reference.of_positions(mask, input)
+    input.masked_fill_(outside, torch.nan)
+    grad_output.masked_fill_(outside, torch.nan)
+    check_gradient(True)
+    wide, wide_grad = input.double(), grad_output.double()
+    expected = reference.batch_norm_masked_stats(wide, mask, [7])
+    _check_stats(ops.batch_norm_masked_stats(input, mask, [7]), expected, channels)
+    output = ops.batch_norm_masked_elemt(input, weight, mean, mean, invstd, mask)
+    weight_, mean_, invstd_ = wide_factors
+    assert output.stride() == torch.empty_like(input).stride()
+    assert_close(output, reference.batch_norm_masked_elemt(wide, weight_, mean_, mean_, invstd_, mask), "output")
+    results = ops.batch_norm_masked_backward_reduce(grad_output, input, mean, invstd, weight, mask, [7])
+    expected = reference.batch_norm_masked_backward_reduce(wide_grad, wide, mean_, invstd_, weight_, mask, [7])
+    deviation = (wide - reference.per_channel(mean_, wide)).abs()
+    scales = reference.batch_norm_masked_backward_reduce(
+        wide_grad.abs(), deviation, 0 * mean_, invstd_, weight_, mask, [7]
+    )
+    _check_sums(results, expected, scales)
+
+
 def check_ops(ops: Any, input: Tensor, grad_output: Tensor, parameter_dtype: torch.dtype | None = None) -> None:
     """Compares the four of ``ops`` that read the input, on the device of ``input``."""
     channels, dtype, device = input.size(1), input.dtype, input.device
     accumulate = accumulate_dtype(dtype)
     wide, wide_grad = input.double(), grad_output.double()
-    packed = ops.batch_norm_stats(input)
     expected = reference.batch_norm_stats(wide)
-    assert packed.dtype == accumulate
-    assert torch.equal(packed[-2:].double(), expected[-2:])
-    std = expected[channels : 2 * channels].sqrt()
-    error = (packed[: 2 * channels].double() - expected[: 2 * channels]).abs()
-    allowed = TOLERANCES[accumulate][0] * (expected[: 2 * channels].abs() + torch.cat([std, std * std]) + 1e-30)
-    assert (error <= allowed).all(), f"statistics are off by {(error / allowed).max():.2g} of what is allowed"
+    std = _check_stats(ops.batch_norm_stats(input), expected, channels)
 
     parameter_dtype = parameter_dtype or dtype
     mean, invstd = (expected[:channels] + 0.1).to(accumulate), (std.square() + 0.1).rsqrt().to(accumulate)
@@ -34,14 +86,10 @@ def check_ops(ops: Any, input: Tensor, grad_output: Tensor, parameter_dtype: tor
 
     sums, *parameter_grads = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
     results = reference.batch_norm_backward_reduce(wide_grad, wide, mean.double(), invstd.double(), weight.double())
-    # Relative to what is added up, which may cancel.
     deviation = (wide - mean.double().view(-1, *[1] * (input.dim() - 2))).abs()
     scales = reference.batch_norm_backward_reduce(wide_grad.abs(), deviation, 0 * mean.double(), invstd.double(), None)
-    names = ("sums", "grad_weight", "grad_bias")
-    for name, actual, expected, scale in zip(names, (sums, *parameter_grads), results, scales, strict=True):
-        assert actual.dtype == (accumulate if name == "sums" else parameter_dtype)
-        rtol = max(TOLERANCES[dtype][0] for dtype in (actual.dtype, accumulate))
-        assert ((actual.double() - expected).abs() <= rtol * (scale + 1e-3)).all(), name
+    assert [result.dtype for result in (sums, *parameter_grads)] == [accumulate, parameter_dtype, parameter_dtype]
+    _check_sums((sums, *parameter_grads), results, scales)
 
     count = torch.tensor(input.numel() // channels, device=device)
     grad_input = ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count)

@@ -194,6 +194,12 @@ def bits(threads):
         sums, *grads = ops.batch_norm_backward_reduce(dy, x, mean, invstd, mean)
         dx = ops.batch_norm_backward_elemt(dy, x, mean, mean, invstd, sums, count)
         results = [stats, y, sums, *grads, dx]
+        for mask in (torch.rand(x.select(1, 0).shape) < 0.5, torch.arange(len(x))):
+            if x.dim() > 2 or mask.dtype == torch.bool:
+                results += [ops.batch_norm_masked_stats(x, mask), *ops.batch_norm_masked_backward_reduce(
+                    dy, x, mean, invstd, mean, mask), ops.batch_norm_masked_elemt(x, mean, mean, mean, invstd, mask)]
+                results += [ops.batch_norm_masked_backward_elemt(
+                    dy, x, mean, mean, invstd, sums, count, mask, zeroes=zeroes) for zeroes in (False, True)]
         for code in range(11) if len(shape) == 3 else ():
             arguments = (mean, mean, dy, code, 0.3)
             results.append(ops.batch_norm_act_elemt(x, *arguments[:2], mean, invstd, *arguments[2:]))

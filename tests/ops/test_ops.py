@@ -31,6 +31,8 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
         "batch_norm_act_elemt": (input, scale, bias, mean, invstd, grad_output, 4, 0.5),
         "batch_norm_act_backward_reduce": (grad_output, input, mean, invstd, scale, bias, grad_output, 4, 0.5),
         "batch_norm_masked_stats": (input, mask),
+        "batch_norm_masked_elemt": (input, scale, bias, mean, invstd, mask),
+        "batch_norm_masked_backward_reduce": (grad_output, input, mean, invstd, scale, mask),
         "batch_norm_masked_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count, mask),
     }[name]
 

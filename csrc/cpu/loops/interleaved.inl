@@ -42,8 +42,9 @@ inline int64_t group_ahead(int64_t channels) {
 // Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and the sum of their squared
 // deviations from it is sum(d^2) - sum(d)^2 / n, whatever p is. The difference cancels only by how far p is from the
 // mean, which is bounded: p is the mean of a group of the rows, and a tile has at most 32 groups.
-template <typename T>
-void moments_columns(const T* x, int64_t rows, int64_t channels, Accumulate<T>* columns, double* out) {
+template <typename T, typename RowAt>
+inline __attribute__((always_inline)) void moments_columns_of(const T* x, const RowAt& row_at, int64_t rows,
+                                                              int64_t channels, Accumulate<T>* columns, double* out) {
   using A = Accumulate<T>;
   A* const pivots = columns;
   A* const deviations = columns + channels;
@@ -55,7 +56,7 @@ void moments_columns(const T* x, int64_t rows, int64_t channels, Accumulate<T>* 
     for (int v = 0; v < decltype(width)::value; ++v) {
       const int64_t column = j + v * kWidth<A>;
       Vec<A> sum = {};
-      for (int64_t row = 0; row < sampled; ++row) sum += load(x + row * channels + column);
+      for (int64_t row = 0; row < sampled; ++row) sum += load(x + row_at(row) * channels + column);
       store(pivots + column, sum / static_cast<A>(sampled));
       store(deviations + column, Vec<A>{});
       store(squares + column, Vec<A>{});
@@ -72,9 +73,10 @@ void moments_columns(const T* x, int64_t rows, int64_t channels, Accumulate<T>* 
         square_sum[v] = load(squares + j + v * kWidth<A>);
       }
       for (int64_t row = begin; row < end; ++row) {
+        const T* values = x + row_at(row) * channels;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-          const T* p = x + row * channels + j + v * kWidth<A>;
+          const T* p = values + j + v * kWidth<A>;
           prefetch(p + ahead);
           const Vec<A> deviation = load(p) - pivot[v];
           deviation_sum[v] += deviation;
@@ -98,9 +100,17 @@ void moments_columns(const T* x, int64_t rows, int64_t channels, Accumulate<T>* 
   }
 }
 
-template <typename T, typename A = Accumulate<T>>
-void grad_sums_columns(const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels, A* columns,
-                       double* out) {
+template <typename T>
+void moments_columns(const T* x, const int64_t* list, int64_t rows, int64_t channels, Accumulate<T>* columns,
+                     double* out) {
+  if (list == nullptr) return moments_columns_of(x, [](int64_t row) { return row; }, rows, channels, columns, out);
+  moments_columns_of(x, [=](int64_t row) { return list[row]; }, rows, channels, columns, out);
+}
+
+template <typename T, typename A, typename RowAt>
+inline __attribute__((always_inline)) void grad_sums_columns_of(const T* dy, const T* x, const A* mean,
+                                                                const RowAt& row_at, int64_t rows, int64_t channels,
+                                                                A* columns, double* out) {
   A* const dy_sums = columns;
   A* const dy_xmu_sums = columns + channels;
   const int64_t ahead = group_ahead(channels);
@@ -116,9 +126,10 @@ void grad_sums_columns(const T* dy, const T* x, const A* mean, int64_t rows, int
         sum_dy_xmu[v] = load(dy_xmu_sums + j + v * kWidth<A>);
       }
       for (int64_t row = begin; row < end; ++row) {
+        const int64_t start = row_at(row) * channels;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t offset = row * channels + j + v * kWidth<A>;
+          const int64_t offset = start + j + v * kWidth<A>;
           prefetch(dy + offset + ahead);
           prefetch(x + offset + ahead);
           const Vec<A> grad = load(dy + offset);
@@ -136,6 +147,15 @@ void grad_sums_columns(const T* dy, const T* x, const A* mean, int64_t rows, int
   for (int64_t c = 0; c < 2 * channels; ++c) out[c] = columns[c];
 }
 
+template <typename T, typename A = Accumulate<T>>
+void grad_sums_columns(const T* dy, const T* x, const A* mean, const int64_t* list, int64_t rows, int64_t channels,
+                       A* columns, double* out) {
+  if (list == nullptr) {
+    return grad_sums_columns_of(dy, x, mean, [](int64_t row) { return row; }, rows, channels, columns, out);
+  }
+  grad_sums_columns_of(dy, x, mean, [=](int64_t row) { return list[row]; }, rows, channels, columns, out);
+}
+
 // The vectors of a row: body(j) for each, and tail(j, count) for the last count < kWidth values. Row by row: going down
 // a block of columns would read and write memory in pieces, at half the speed.
 template <typename A, typename Body, typename Tail>
@@ -146,10 +166,25 @@ inline __attribute__((always_inline)) void for_each_column(int64_t channels, con
   if (j < channels) tail(j, channels - j);
 }
 
+// A row that does not count: y = x * scale, or 0 if there is no scale.
 template <bool kStream, typename T, typename A>
-void normalize_columns_to(const T* x, T* y, int64_t rows, int64_t channels, const NormalizeFactors<A>& factors) {
+void scale_row(const T* x, T* y, int64_t channels, const A* scale) {
+  for_each_column<A>(
+      channels, [=](int64_t j) { narrow<kStream>(y + j, scale ? widen(x + j) * widen(scale + j) : Vec<A>{}); },
+      [=](int64_t j, int64_t count) {
+        narrow_part(y + j, scale ? widen_part(x + j, count) * widen_part(scale + j, count) : Vec<A>{}, count);
+      });
+}
+
+template <bool kStream, typename T, typename A>
+void normalize_columns_to(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t channels,
+                          const NormalizeFactors<A>& factors) {
   const A *const mean = factors.mean, *const scale = factors.scale, *const shift = factors.shift;
   for (int64_t row = 0; row < rows; ++row, x += channels, y += channels) {
+    if (valid && !valid[row]) {
+      scale_row<kStream, T, A>(x, y, channels, nullptr);
+      continue;
+    }
     for_each_column<A>(
         channels,
         [=](int64_t j) {
@@ -164,18 +199,23 @@ void normalize_columns_to(const T* x, T* y, int64_t rows, int64_t channels, cons
 }
 
 template <typename T, typename A = Accumulate<T>>
-void normalize_columns(const T* x, T* y, int64_t rows, int64_t channels, NormalizeFactors<A> factors) {
-  if (!factors.stream) return normalize_columns_to<false>(x, y, rows, channels, factors);
-  normalize_columns_to<true>(x, y, rows, channels, factors);
+void normalize_columns(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t channels,
+                       NormalizeFactors<A> factors) {
+  if (!factors.stream) return normalize_columns_to<false>(x, y, valid, rows, channels, factors);
+  normalize_columns_to<true>(x, y, valid, rows, channels, factors);
   end_streaming();
 }
 
 template <bool kStream, typename T, typename A>
-void grad_columns_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels,
-                     const GradientFactors<A>& factors) {
+void grad_columns_to(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
+                     const GradientFactors<A>& factors, bool zeroes) {
   const A *const mean = factors.mean, *const mean_dy = factors.mean_dy;
   const A *const projection = factors.projection, *const scale = factors.scale;
   for (int64_t row = 0; row < rows; ++row, dy += channels, x += channels, dx += channels) {
+    if (valid && !valid[row]) {
+      scale_row<kStream, T, A>(dy, dx, channels, zeroes ? nullptr : scale);
+      continue;
+    }
     for_each_column<A>(
         channels,
         [=](int64_t j) {
@@ -194,8 +234,9 @@ void grad_columns_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t chann
 }
 
 template <typename T, typename A = Accumulate<T>>
-void grad_columns(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A> factors) {
-  if (!factors.stream) return grad_columns_to<false>(dy, x, dx, rows, channels, factors);
-  grad_columns_to<true>(dy, x, dx, rows, channels, factors);
+void grad_columns(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
+                  GradientFactors<A> factors, bool zeroes) {
+  if (!factors.stream) return grad_columns_to<false>(dy, x, dx, valid, rows, channels, factors, zeroes);
+  grad_columns_to<true>(dy, x, dx, valid, rows, channels, factors, zeroes);
   end_streaming();
 }

@@ -1,0 +1,18 @@
+"""Which positions of an input count, and what becomes of the others."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .reference import of_positions
+
+
+class Masking(NamedTuple):
+    """What a call does with some positions."""
+
+    positions: Tensor  # which count, as the ops take it: bool (N, *), contiguous, or int64 lengths (N)
+    zeroes: bool  # whether the others are 0 in the output
+
+    def clear(self, values: Tensor) -> Tensor:
+        """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""
+        return values.where(of_positions(self.positions, values), 0)
