@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from streams import Watch, timeline
-from tolerances import assert_close
 from torch import nn
 
 import bagua_syncbn
@@ -61,35 +60,6 @@ def exchange(device):
 
 def test_exchange(one_rank):
     one_rank(exchange)
-
-
-def train_layer(device, dtype):
-    torch.manual_seed(0)
-    layer = bagua_syncbn.SyncBatchNorm2d(8, process_group=Forced()).to(device)
-    reference = nn.BatchNorm2d(8, dtype=torch.float64)
-    for _ in range(3):
-        input, grad_output = torch.randn(2, 6, 8, 5, 5).to(dtype)
-        wide = input.double().requires_grad_()
-        reference.zero_grad()
-        expected = reference(torch.cat([wide, wide]))
-        expected.backward(torch.cat([grad_output, grad_output]).double() / 2)
-        layer.zero_grad()
-        input = input.to(device).requires_grad_()
-        output = layer(input)
-        output.backward(grad_output.to(device))
-        assert output.dtype == dtype
-        assert_close(output.detach().cpu(), expected.detach()[: len(input)], "output")
-        assert_close(input.grad.cpu(), wide.grad, "input.grad")
-        for parameter, wanted in zip(layer.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.double().cpu(), wanted.grad, rtol=1e-4, atol=1e-3)
-    assert_close(layer.running_mean.cpu(), reference.running_mean, "running_mean", roundings=4)
-    assert_close(layer.running_var.cpu(), reference.running_var, "running_var", roundings=4)
-    assert layer.num_batches_tracked.item() == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_layer_equals_batch_norm(one_rank, dtype):
-    one_rank(train_layer, dtype)
 
 
 def make_model(device):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import make_model, make_optimizer
 
 from bagua_syncbn import convert_sync_batchnorm
 
@@ -16,17 +16,11 @@ BATCHES = (5, 3, 0)  # of each rank, and of 2, 3 and 4 samples
 
 def own_batches(rank):
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(rank + 2, 4, 6, generator=generator, dtype=torch.float64) for _ in range(BATCHES[rank])]
-
-
-def make_model():
-    torch.manual_seed(0)
-    layers = nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 3), nn.BatchNorm1d(4, momentum=None)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 2)).double()
+    return [torch.randn(rank + 2, 3, 8, 8, generator=generator, dtype=torch.float64) for _ in range(BATCHES[rank])]
 
 
 def train(model, batches, scale):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = make_optimizer(model)
     for batch in batches:
         loss = model(batch).sin().mean(1).sum() * scale(batch)
         optimizer.zero_grad()
@@ -47,7 +41,7 @@ def on_a_rank():
         return dist.get_world_size() / total.item()
 
     model = convert_sync_batchnorm(make_model())
-    batches = recipe["until_all_are_done"](own_batches(dist.get_rank()), torch.empty(0, 4, 6, dtype=torch.float64))
+    batches = recipe["until_all_are_done"](own_batches(dist.get_rank()), torch.empty(0, 3, 8, 8, dtype=torch.float64))
     train(DistributedDataParallel(model), batches, scale)
     return model.state_dict()
 

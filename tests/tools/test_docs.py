@@ -160,23 +160,14 @@ def run_recipe(package: str) -> dict:
     return page
 
 
-def test_the_plugin_for_lightning():
+def test_recipes_convert_what_they_train():
     (plugin,) = run_recipe("lightning")["trainer"].plugins
-    model = plugin.apply(nn.Sequential(nn.BatchNorm2d(8)))
-    assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
-    assert type(plugin.revert(model)[0]) is nn.BatchNorm2d
-
-
-def test_the_trainers_that_build_their_model():
-    for model in (
-        run_recipe("detectron2")["Trainer"].build_model(None),
-        run_recipe("ultralytics")["SyncedTrainer"]().get_model(),
-    ):
-        assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
-
-
-@pytest.mark.parametrize("package", ["accelerate", "mmengine", "timm", "transformers"])
-def test_models_for_trainers_are_converted(package):
-    page = run_recipe(package)
-    model = getattr(page.get("runner", page.get("trainer")), "model", page["model"])
-    assert any(isinstance(layer, bagua_syncbn.SyncBatchNorm) for layer in model.modules())
+    models = {"lightning": plugin.apply(nn.Sequential(nn.BatchNorm2d(8)))}
+    models["detectron2"] = run_recipe("detectron2")["Trainer"].build_model(None)
+    models["ultralytics"] = run_recipe("ultralytics")["SyncedTrainer"]().get_model()
+    for package in ("accelerate", "mmengine", "timm", "transformers"):
+        page = run_recipe(package)
+        models[package] = getattr(page.get("runner", page.get("trainer")), "model", page["model"])
+    for package, model in models.items():
+        assert any(isinstance(layer, bagua_syncbn.SyncBatchNorm) for layer in model.modules()), package
+    assert type(plugin.revert(models["lightning"])[0]) is nn.BatchNorm2d

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import counts, op_cases, preflight, prove, report, runner, shapes
+from benchmarks.gpu import counts, op_cases, prove, report, runner, shapes
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,12 +95,6 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, capsys):
     assert prove.main(["--output", str(tmp_path)]) == 2
     assert "missing: nvcc; a CUDA device" in capsys.readouterr().out
     assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["nvcc", "a CUDA device"]
-
-
-@pytest.mark.parametrize(("version", "used"), [("6.2.5", None), (None, None), ("8.1", "8.1")])
-def test_old_versions_of_pytest_are_not_used(monkeypatch, version, used):
-    monkeypatch.setattr(preflight, "version_of", lambda package: version)
-    assert preflight.pytest_version() == used
 
 
 def test_what_is_run_on_a_machine_with_a_gpu(tmp_path):
