@@ -68,10 +68,10 @@ test-slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine.
-SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/installed-test
 	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
-		build --build-temp build/sanitize/temp --build-lib build/sanitize/lib
+		build --build-lib build/sanitize/lib
 	$(MAKE) --no-print-directory -j $(TEST_JOBS) sanitize-avx512 sanitize-avx2 sanitize-baseline
 
 sanitize-%:
@@ -110,7 +110,7 @@ gpu:
 # of it: they are those of the torch that imports it.
 wheel: dist/checked
 dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
-	rm -rf dist build/lib* build/bdist* build/temp* build/wheel *.egg-info
+	rm -rf dist build/lib* build/bdist* build/wheel *.egg-info
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python setup.py -q sdist

@@ -14,6 +14,7 @@ which come last. The decision and its reason are recorded in bagua_syncbn/build_
 ``python -m bagua_syncbn.info`` prints.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -96,11 +97,9 @@ class BuildKernels(build_ext):
         torch, cxx = Path(TOOLS["torch"]), shlex.split(os.environ.get("CXX", TOOLS["compiler"]))
         includes = [f"-isystem{torch / 'include'}", f"-I{sysconfig.get_path('include')}"]
         extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))
-        build = Path(self.build_temp)
+        newest = max(path.stat().st_mtime for path in ROOT.glob("csrc/**/*.*"))
 
         def compile(source: str) -> str:
-            target = build / f"{source}.o"
-            target.parent.mkdir(parents=True, exist_ok=True)
             if source.endswith(".cu"):
                 codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS]
                 codes.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}")
@@ -108,7 +107,12 @@ class BuildKernels(build_ext):
             else:
                 kernels = ["-DBAGUA_SYNCBN_CUDA"] if KIND == "cuda" else []
                 command = [*cxx, *CXX_FLAGS, *STABLE_ABI, *kernels, *includes, *extra]
-            self.spawn([*command, "-c", source, "-o", str(target)])
+            # Kept by what it is made with, for the next installation or wheel from this folder.
+            made_with = hashlib.sha256(json.dumps([INFO, command]).encode()).hexdigest()[:12]
+            target = ROOT / "build" / "objects" / made_with / f"{source}.o"
+            if not target.exists() or target.stat().st_mtime < newest:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self.spawn([*command, "-c", source, "-o", str(target)])
             return str(target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:

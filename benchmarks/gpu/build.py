@@ -22,7 +22,6 @@ class Command:
 
     editable_mode = False
     build_lib = str(TARGET)
-    build_temp = str(TARGET / "temp")
 
     def spawn(self, command: list[str]) -> None:
         subprocess.run(command, check=True)
