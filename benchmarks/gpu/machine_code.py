@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 _KERNEL = re.compile(r"\n//-+ \.text\.(\S+) -+\n")
 _LINE = re.compile(r"^(?:(?P<label>\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(?P<code>.*?)\s*;)", re.MULTILINE)
 _BRANCH = re.compile(r"(?P<guard>@\S+ )?\s*(?:BRA|BRX)\b.*`\((?P<target>\.L_x_\d+)\)")
-_LOAD = re.compile(r"\bLDG\.E\.128(?:\.CONSTANT)? R(?P<first>\d+)")
+_LOAD = re.compile(r"\bLDG\.E\.128(?:\.CONSTANT)? R\d+")
+_ANY_LOAD = re.compile(r"\bLDG\.E(?P<kind>(?:\.\w+)*) R(?P<first>\d+)")
 # A value takes one at least; ways that take more are not told apart.
 _ENOUGH = 64
 _STORE = re.compile(r"\bSTG\.E\.128 ")
@@ -27,7 +28,7 @@ class Work(NamedTuple):
     loop: int  # once through the loop
     loads: int  # of 16 bytes, in the loop
     end: int  # after it, where the block has all of a channel and the warp is not the first
-    waits: bool = False  # whether a value is used before all loads of the loop are under way
+    waits: bool = False  # whether a value is used before all loads of a batch are under way, the first one or another
 
 
 class _Way(NamedTuple):
@@ -70,7 +71,7 @@ def work_of(text: str) -> Work | None:
         if loads:
             after = max(i for i, (target, _) in jumps.items() if target == head) + 1
             begin, end = _way(code, jumps, 0, head, (_LOAD,)), _way(code, jumps, after, None, ())
-            return Work(len(begin), len(executed), loads, len(end), _waits(executed))
+            return Work(len(begin), len(executed), loads, len(end), _waits(begin) or _waits(executed))
     return None
 
 
@@ -109,12 +110,13 @@ def _way(
 
 def _waits(executed: list[str]) -> bool:
     pending: set[str] = set()
-    loads = [i for i, c in enumerate(executed) if _LOAD.search(c)]
-    for c in executed[loads[0] : loads[-1] + 1]:
-        load = _LOAD.search(c)
+    last = max((i for i, c in enumerate(executed) if _LOAD.search(c)), default=-1)
+    for c in executed[: last + 1]:
+        load = _ANY_LOAD.search(c)
         used = set(re.findall(r"\bR\d+", c[load.end() :] if load else c))
         if used & pending:
             return True
         if load:
-            pending |= {f"R{int(load['first']) + i}" for i in range(4)}
+            registers = 4 if ".128" in load["kind"] else 2 if ".64" in load["kind"] else 1
+            pending |= {f"R{int(load['first']) + i}" for i in range(registers)}
     return False

@@ -28,11 +28,15 @@ __global__ void __launch_bounds__(kThreads)
   const A center = read_channel<A>(arguments.mean, walk.channel);  // waited for together with the first batch
   Sums<A> sums{0, 0};
   while (more) {
+    if (valid != kAll) {
+      replace_others(grads, valid, narrow<T>(0));  // which add nothing
+      replace_others(values, valid, narrow<T>(0));
+    }
     Sums<A> batch{0, 0};
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const A grad = widen(grads[i / W].values[i % W]), deviation = widen(values[i / W].values[i % W]) - center;
-      if (valid == kAll || (valid >> i & 1) != 0) batch.add(grad, grad * deviation);
+      batch.add(grad, grad * deviation);
     }
     sums.add(batch.first, batch.second);
     more = !walk.done();

@@ -54,23 +54,17 @@ __global__ void __launch_bounds__(kThreads, 4)
   unsigned valid = load();
   const T first_of_channel = x[walk.channel * plan.inner];  // waited for after the loop
   // A slot that is cut short at its beginning is not at its end: no row is so short.
-  const A center = widen(slots[0].first == 0 ? packs[0].values[0] : packs[0].values[W - 1]);
+  const T own_first = slots[0].first == 0 ? packs[0].values[0] : packs[0].values[W - 1];
+  const A center = widen(own_first);
   Sums<A> sums{0, 0};
   int count = 0;
   while (more) {
+    if (valid != kAll) replace_others(packs, valid, own_first);  // of which the deviation is zero
     Sums<A> batch{0, 0};
-    if (valid == kAll) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        const A deviation = widen(packs[i / W].values[i % W]) - center;
-        batch.add(deviation, deviation * deviation);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        const A deviation = (valid >> i & 1) != 0 ? widen(packs[i / W].values[i % W]) - center : A(0);
-        batch.add(deviation, deviation * deviation);
-      }
+    for (int i = 0; i < kValues; ++i) {
+      const A deviation = widen(packs[i / W].values[i % W]) - center;
+      batch.add(deviation, deviation * deviation);
     }
     sums.add(batch.first, batch.second);
     count += __popc(valid);

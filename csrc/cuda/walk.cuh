@@ -272,6 +272,16 @@ __device__ __forceinline__ void load_pairs(const PlanarWalk<W>& walk, const T* x
   memcpy(&y_packs, &y_bits, sizeof(y_bits));
 }
 
+// Planar: puts `value` where the row has none, which is where `valid` has no bit. Whoever goes on with all values alike
+// spares the warps in which some rows end and others do not two ways, one after the other.
+template <int K, int W, typename T>
+__device__ __forceinline__ void replace_others(Pack<T, W> (&packs)[K], unsigned valid, T value) {
+#pragma unroll
+  for (int i = 0; i < K * W; ++i) {
+    if ((valid >> i & 1) == 0) packs[i / W].values[i % W] = value;
+  }
+}
+
 // Interleaved: the offsets of the next K slots, negative where there is none. Returns a bit for each that there is.
 template <int K, int W>
 __device__ __forceinline__ unsigned next_offsets(InterleavedWalk<W>& walk, int64_t (&offsets)[K]) {
