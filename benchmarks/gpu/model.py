@@ -9,7 +9,8 @@ last block, and the share of the bandwidth of copying that an op can reach. Noth
   three in four cycles for each of its four schedulers.
 - Beside that an op takes three latencies to begin and to end, as copying does, two more to hand over to the block that
   merges parts, and half of one for each round of eight parts that a thread of it loads.
-- Rows that are not aligned cost nothing.
+- A thread begins, goes through its loop for each batch and ends, by the instructions on the shortest way; where rows
+  are not aligned, all batches have ends of rows in them.
 """
 
 import json
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from functools import cache
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ _SLOT, _WARP = 16, 32
 _REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32  # of a multiprocessor
 _MERGED_AHEAD = 8
 _REDUCTIONS = ("stats", "backward_reduce")
+# Instructions more for a batch with ends of rows, for each value of a slot; read off the machine code, not tested.
+_ENDS_OF_ROWS = {"stats": 5, "backward_reduce": 12, "elemt": 12, "backward_elemt": 6}
 
 
 class Card(NamedTuple):
@@ -104,6 +107,8 @@ def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
     in_flight = resident * launch.threads * min(loads, launch.slots * tensors) * _SLOT
     moved = PASSES[op] * case.size / card.bandwidth
     slots = tensors * case.size / _SLOT * fullest / launch.blocks  # that the fullest multiprocessor loads
+    if case.layout == "planar" and prod(case.shape[2:]) % launch.width != 0:
+        loop += _ENDS_OF_ROWS[op] * launch.width
     instructions = begin + ceil(launch.slots * tensors / loads) * loop + end
     computing = fullest * launch.threads / _WARP * instructions / (0.75 * 4 * card.clock)
     busy = max(moved, slots * _SLOT / in_flight * LATENCY, computing)

@@ -38,16 +38,20 @@ def test_predictions(launches):
     assert min(model.predict(*key, launch, A100).resident for key, launch in launches.items()) >= 1
     # Of copying as many bytes, and from 100 MB on of copying many more.
     least = {
-        "stats": (0.58, 0.84),
-        "elemt": (0.97, 0.95),
-        "backward_reduce": (0.73, 0.91),
+        "stats": (0.55, 0.84),
+        "elemt": (0.91, 0.95),
+        "backward_reduce": (0.68, 0.91),
         "backward_elemt": (0.98, 0.95),
     }
     for (case, op), prediction in predicted.items():
         assert case.size < 8e6 or prediction.of_copy >= least[op][0], (op, case)
         assert case.size < 100e6 or prediction.share >= least[op][1], (op, case)
     # Planar half-precision images, as detectors have them: of copying on the card with the most bandwidth.
-    bounds = {(8, 64, 56, 56): (0.13, 0.40, 0.25, 0.50), (8, 64, 160, 160): (0.52, 0.84, 0.75, 0.88)}
+    bounds = {
+        (8, 64, 56, 56): (0.13, 0.40, 0.25, 0.50),
+        (8, 64, 160, 160): (0.52, 0.84, 0.75, 0.88),
+        (32, 2048, 7, 7): (0.26, 0.55, 0.42, 0.67),
+    }
     for shape, shares in bounds.items():
         (network,) = {case.network for case, _ in launches if case.shape == shape}
         case = shapes.Case(network, shape, "float16", "planar")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cases import laid_out
-from comparison import check_ops
+from comparison import check_last_of_many, check_ops
 from tolerances import assert_close
 
 from bagua_syncbn import ops
@@ -35,6 +35,13 @@ def test_ops(shape, dtype):
     check_ops(ops, *tensors(shape, dtype))
     if len(shape) == 4:
         check_ops(ops, *tensors(shape, dtype, "channels_last"), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(2**31 // 64 + 3, 64), (1, 1, 2**31 + 5), (3, 2**30 // 2**12, 2**12)], ids=str)
+def test_more_than_two_to_the_31_elements(shape):
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB of memory on the device")
+    check_last_of_many(ops, shape, "cuda")
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

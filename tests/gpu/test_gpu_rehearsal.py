@@ -63,9 +63,9 @@ def test_measuring(monkeypatch, tmp_path):
             assert verdicts[f"{what} in a {part} pass of a layer, most"] == "met"
 
 
-# Of the tests, all but those of what was built, of streams and graphs, and of several ranks.
+# Of the tests, all but those of what was built, of streams and graphs, of several ranks, and of billions of values.
 for _module in (test_gpu_ops, test_gpu_layers):
-    _left_out = ("library", "stream", "graph", "captured", "share")
+    _left_out = ("library", "stream", "graph", "captured", "share", "to_the_31")
     globals().update(
         {n: t for n, t in vars(_module).items() if n.startswith("test_") and not any(word in n for word in _left_out)}
     )

@@ -115,3 +115,24 @@ def check_not_finite(ops: Any, input: Tensor, grad_output: Tensor, value: float,
     sums, _, _ = ops.batch_norm_backward_reduce(grad_output, input, zeros, ones, None)
     assert sums[:channels].isfinite().all()
     assert torch.equal(sums[channels:].isfinite(), finite)
+
+
+def check_last_of_many(ops: Any, shape: tuple[int, ...], device: str) -> None:
+    """Of a constant input with one other value at the very end: for one that is too large to be compared."""
+    input = torch.ones(shape, dtype=torch.bfloat16, device=device)
+    input.view(-1)[-1] = 2
+    channels, count = shape[1], input.numel() // shape[1]
+    packed = ops.batch_norm_stats(input)
+    assert int(packed[-2]) + 2**24 * int(packed[-1]) == count
+    torch.testing.assert_close(packed[channels - 1].item(), 1 + 1 / count, rtol=1e-6, atol=0)
+    torch.testing.assert_close(packed[2 * channels - 1].item(), 1 / count, rtol=1e-3, atol=0)
+    mean = torch.ones(channels, device=device)
+    output = ops.batch_norm_elemt(input, None, None, mean, mean)
+    assert output.view(-1)[-1] == 1
+    assert output.count_nonzero() == 1
+    sums, _, grad_bias = ops.batch_norm_backward_reduce(input, input, mean, mean, None)
+    torch.testing.assert_close(sums[-1].item(), 2.0)
+    torch.testing.assert_close(grad_bias[-1].item(), count + 1.0)
+    grad = ops.batch_norm_backward_elemt(output, output, None, 0 * mean, mean, 0 * sums, torch.tensor(1, device=device))
+    assert grad.view(-1)[-1] == 1
+    assert grad.count_nonzero() == 1

@@ -85,7 +85,7 @@ def test_registers_and_local_memory(compiled):
 
 @pytest.mark.skipif(machine_code.find_nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm")
 def test_loops(compiled):
-    """No load of a batch waits for another or any before it, and instructions are at most a tenth more than recorded."""
+    """No load of a batch waits for one before it, and instructions are at most a tenth more than recorded."""
     cubins, _ = compiled
     mangled = {}
     for cubin in cubins:
