@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def free_port():
@@ -19,29 +18,20 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def launch(launcher, *command, **environment):
-    """Runs a command on two ranks, without a GPU and with the library that Bagua's is linked against."""
+@pytest.mark.parametrize("launcher", ["bagua.distributed.launch", "torch.distributed.run"])
+def test_a_bagua_job_by_the_launchers_variables(launcher, tmp_path):
+    """On two ranks, without a GPU and with the library that Bagua's is linked against."""
     import nvidia.nccl
 
-    nccl = Path(next(iter(nvidia.nccl.__path__))) / "lib"
     options = ["--nproc_per_node=2", f"--master_port={free_port()}"]
     if launcher == "bagua.distributed.launch":
         options.append(f"--bagua_service_port={free_port()}")
-    variables = {"LD_LIBRARY_PATH": str(nccl), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
-    finished = subprocess.run(
-        [sys.executable, "-m", launcher, *options, *map(str, command)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-
-
-@pytest.mark.parametrize("launcher", ["bagua.distributed.launch", "torch.distributed.run"])
-def test_a_bagua_job_by_the_launchers_variables(launcher, tmp_path):
     paths = os.pathsep.join([str(TESTS / "helpers"), os.environ.get("PYTHONPATH", "")])
-    launch(launcher, TESTS / "bagua_job" / "launched.py", tmp_path, PYTHONPATH=paths)
+    nccl = str(Path(next(iter(nvidia.nccl.__path__))) / "lib")
+    variables = {"LD_LIBRARY_PATH": nccl, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", launcher, *options, str(TESTS / "bagua_job" / "launched.py"), str(tmp_path)]
+    finished = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["1.num_batches_tracked"] == 3
     for name in first:

@@ -315,30 +315,6 @@ def test_each_job_resolves_anew(pool):
 # Groups of torch
 
 
-def two_groups():
-    """Even and odd ranks apart; the second rank of each group has twice the samples."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    groups = [dist.new_group(list(range(start, world, 2))) for start in (0, 1)]
-    mine = groups[rank % 2]
-    layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), mine)
-    values = torch.full((2 if rank < 2 else 4, 2), float(rank))
-    layer(values)
-    twin = copy.deepcopy(layer)
-    twin(values)
-    assert resolve_communicator(twin[0].process_group).group is resolve_communicator(mine).group
-    loaded = through_file(layer)
-    loaded(values)
-    return [net[0].running_mean[0].item() for net in (layer, twin, loaded)], str(loaded[0])
-
-
-def test_process_groups_and_copies_that_keep_them(pool):
-    # Means 4/3 of ranks 0, 2 and 7/3 of ranks 1, 3, weighed by their samples; momentum 0.1, then once more.
-    for rank, (means, text) in enumerate(pool.run(two_groups, 4)):
-        batch_mean = (0 * 2 + 2 * 4) / 6 if rank % 2 == 0 else (1 * 2 + 3 * 4) / 6
-        assert means == pytest.approx([0.1 * batch_mean, 0.19 * batch_mean, 0.19 * batch_mean], rel=1e-6)
-        assert f"ranks=({rank % 2}, {rank % 2 + 2})" in text
-
-
 def group_that_leaves_out_rank_zero():
     group = dist.new_group([1])
     errors = []
