@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,6 +14,7 @@ from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, pee
 from .following import activation_in, follower_of, marked_for
 from .functional import sync_batch_norm
 from .ops import activation_of
+from .settled import Settled, settle
 from .tracing import Proxy, as_one_node
 
 
@@ -120,6 +122,9 @@ class SyncBatchNorm(_BatchNorm):
     # Where statistics are kept within accumulate_statistics.
     _kept: ops.Kept | None = None
 
+    # What the last plain call over several ranks has found right.
+    _settled: Settled | None = None
+
     # What revert_sync_batchnorm turns the layer into. A subclass of this one must name its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
 
@@ -188,6 +193,11 @@ class SyncBatchNorm(_BatchNorm):
             if self.training:
                 tell_peers(self._peers, self, error)
             raise
+        may_settle = self.training and residual is mask is lengths is None and not torch.compiler.is_dynamo_compiling()
+        if may_settle and self._settled is not None:
+            output = self._settled.step(self, input)
+            if output is not None:
+                return output
         tracks = self.training and self.track_running_stats
         running_mean, running_var = self._tensor("running_mean"), self._tensor("running_var")
         uses_batch = self.training or (running_mean is None and running_var is None)
@@ -216,6 +226,8 @@ class SyncBatchNorm(_BatchNorm):
             lengths=lengths,
             zero_masked=zero_masked,
         )
+        if may_settle:
+            settle(self, input)
         return output if follower is None else marked_for(follower, output)
 
     def _tensor(self, name: str) -> Any:

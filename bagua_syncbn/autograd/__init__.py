@@ -15,19 +15,20 @@
 =====================  ================================================================================================
 """
 
-from .checkpointing import Repeatable, as_in_first_run, is_repetition
+from .checkpointing import Repeatable, as_in_first_run, is_plain, is_repetition
 from .differentiable import differentiable_batch_norm
 from .epilogue import Epilogue
-from .exchange import exchange_of, tell_peers
+from .exchange import Line, exchange_of, line_of, tell_peers
 from .faults import check
 from .fused import fused_evaluation
 from .outputs import recomputation_depth, recompute_outputs
 from .replicas import replicated_batch_norm
-from .step import synchronized_batch_norm
+from .step import plain_batch_norm, synchronized_batch_norm
 from .torch_private import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
 __all__ = [
     "Epilogue",
+    "Line",
     "Repeatable",
     "as_in_first_run",
     "check",
@@ -35,8 +36,11 @@ __all__ = [
     "exchange_of",
     "fused_evaluation",
     "is_capturing",
+    "is_plain",
     "is_repetition",
     "is_transforming",
+    "line_of",
+    "plain_batch_norm",
     "recomputation_depth",
     "recompute_outputs",
     "replicated_batch_norm",

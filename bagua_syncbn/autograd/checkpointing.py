@@ -19,7 +19,7 @@ from torch import nn
 
 from .identity import speaker_of
 from .outputs import recomputation_depth, set_recomputation_depth
-from .torch_private import observe_checkpoints, raise_if_under_unknown_checkpoint
+from .torch_private import is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
 
 _Result = TypeVar("_Result")
 
@@ -138,6 +138,14 @@ def is_repetition() -> bool:
         return False
     raise_if_under_unknown_checkpoint()
     return any(run.repeats for run in _runs_of_thread())
+
+
+def is_plain() -> bool:
+    """Whether nothing but autograd is at work in this thread: nothing repeats, recomputes, traces or transforms.
+
+    Not asked where torch.compile traces.
+    """
+    return not _local.runs and recomputation_depth() == 0 and is_untouched()
 
 
 class _Local(threading.local):

@@ -21,7 +21,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
-from .faults import ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
+from .faults import FAULTS, ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
 from .identity import (
     PARTS,
     RAISED,
@@ -63,27 +63,23 @@ class _Conversation:
         self.device: torch.device | None = None  # of the messages; None before the first one
         self.failure: str | None = None  # the call after which this rank does not know what others expect
         self.raised: _Raised | None = None  # in case that is an error of its own, which others may have raised too
-        self._root = self._node = _Node()
+        self.node = self._root = _Node()
         self._nodes = 0
         self._after: dict[tuple[int, int], Identity] = {}
-        self._last: Identity | None = None
+        self.last: Identity | None = None
 
     def expected(self) -> Identity | None:
         """What comes next: what did after the same calls of this step, else after the same last call."""
-        if self._node.expected is not None or self._last is None:
-            return self._node.expected
-        return self._after.get(self._last.key)
+        if self.node.expected is not None or self.last is None:
+            return self.node.expected
+        return self._after.get(self.last.key)
 
-    def add(self, identity: Identity) -> None:
-        """Notes that all ranks have said ``identity``."""
-        node = self._node
-        if node.expected is not identity and (node.expected is None or node.expected.key != identity.key):
-            self._learn(identity)
-        self._node, self._last = node.following, identity
-        self.calls += 1
-
-    def _learn(self, identity: Identity) -> None:
-        last, start = self._last, self._node
+    def learn(self, identity: Identity) -> None:
+        """Has ``identity`` be what is expected next, and all that is known to come after it follow."""
+        node = self.node
+        if node.expected is not None and node.expected.key == identity.key:
+            return
+        last, start = self.last, node
         if last is not None and last.message[0] and not identity.message[0]:
             start = self._root
         following = start.after.get(identity.key)
@@ -96,7 +92,7 @@ class _Conversation:
             self._nodes += 1
         if last is not None:
             self._after[last.key] = identity
-        self._node.expected, self._node.following = identity, following
+        node.expected, node.following = identity, following
 
 
 _conversations: dict[int, tuple[Any, _Conversation]] = {}
@@ -149,6 +145,14 @@ def _zeroed(masking: ops.Masking | None) -> Tensor | None:
     return masking.positions if masking is not None and masking.zeroes else None
 
 
+class Line(NamedTuple):
+    """What calls have in common that all ranks make alike."""
+
+    identity: Identity
+    communicator: Communicator
+    conversation: _Conversation
+
+
 class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
@@ -156,11 +160,9 @@ class Exchange:
 
     __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number", "masking", "zeroed")
 
-    def __init__(self, identity: Identity, communicator: Communicator, masking: ops.Masking | None) -> None:
-        self.masking, self.zeroed = masking, _zeroed(masking)
-        self._identity = identity
-        self._communicator = communicator
-        self._conversation = _conversation_in(communicator)
+    def __init__(self, line: Line, masking: ops.Masking | None = None) -> None:
+        self._identity, self._communicator, self._conversation = line
+        self.masking, self.zeroed = masking, None if masking is None else _zeroed(masking)
         self._fault: Fault | None = None
         self._number = 0
 
@@ -172,38 +174,49 @@ class Exchange:
         """
         identity = self._identity
         words = self._words(identity)
-        packed = _stats(input, self.masking, words)
+        packed = ops.batch_norm_stats(input, words) if self.masking is None else _stats(input, self.masking, words)
         gathered = self._send(self._communicator.all_gather, packed, identity)
         self._number = words[2]
-        fault = self._fault = fault_for(gathered)
+        fault = self._fault = ON_CPU if gathered.is_cpu and type(gathered) is Tensor else fault_for(gathered)
         merged = ops.merge_stats(gathered, options, WORDS, None if fault is None else fault.tensor)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return merged
 
-    def words_of_sums(self) -> list[int]:
-        """Returns the words that the sums of the backward pass end in."""
-        return self._words_of_sum(self._identity.backward)
+    def words_of_sums(self, identity: Identity | None = None) -> list[int]:
+        """Returns the words that the sums of the backward pass end in, or those of ``identity``."""
+        number = 0 if _process.compiles else self._number
+        return parts_of(self._words(identity or self._identity.backward), number, self._communicator.size)
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
         return self._send(self._communicator.all_reduce, sums, self._identity.backward)
 
-    def backward_elemt(self, *arguments: Any, op: Any = ops.batch_norm_backward_elemt) -> Tensor:
+    def backward_elemt(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        sums: Tensor,
+        count: Tensor,
+        op: Any = ops.batch_norm_backward_elemt,
+    ) -> Tensor:
         """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ.
 
         The ``op`` may be another one that does.
         """
-        identity, fault = self._identity.backward, self._fault
+        identity, fault, ranks = self._identity.backward, self._fault, self._communicator.size
         call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
-        last = self._communicator.size, call, None if fault is None else fault.tensor
+        record = None if fault is None else fault.tensor
         grad_input: Tensor
         if self.masking is None:
-            grad_input = op(*arguments, *last)
+            grad_input = op(grad, input, weight, mean, invstd, sums, count, ranks, call, record)
         else:
-            grad_input = ops.batch_norm_masked_backward_elemt(
-                *arguments, self.masking.positions, *last, self.masking.zeroes
-            )
+            positions, zeroes = self.masking
+            op = ops.batch_norm_masked_backward_elemt
+            grad_input = op(grad, input, weight, mean, invstd, sums, count, positions, ranks, call, record, zeroes)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return grad_input
@@ -211,7 +224,7 @@ class Exchange:
     def total(self, packed: Tensor) -> Tensor:
         """Returns the sum over ranks of ``packed``: for derivatives of any order."""
         identity = self._identity.derivative
-        words = self._words_of_sum(identity)
+        words = self.words_of_sums(identity)
         packed = torch.cat([packed, packed.new_tensor(words)])
         total, said = self._send(self._communicator.all_reduce, packed, identity).tensor_split([-PARTS])
         expected = [self._communicator.size * word for word in words]
@@ -225,48 +238,58 @@ class Exchange:
         conversation = self._conversation
         if conversation.failure is not None:
             _resume(conversation)
-        raise_if_found()
+        for fault in FAULTS.values():
+            if fault.kind.value:
+                raise_if_found()
         place, terms = identity.key
         return [0, terms, 0] if _process.compiles else [place, terms, (conversation.calls + 1) % WORD]
-
-    def _words_of_sum(self, identity: Identity) -> list[int]:
-        number = 0 if _process.compiles else self._number
-        return parts_of(self._words(identity), number, self._communicator.size)
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, identity: Identity) -> Tensor:
         """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same."""
         conversation = self._conversation
-        expected = conversation.expected()
-        is_expected = expected is identity or (expected is not None and expected.message == identity.message)
+        if conversation.node.expected is not identity:
+            self._agree_on(identity, packed)
+        try:
+            result = collective(packed)
+        except BaseException as error:
+            self._fail(identity, error)
+        if conversation.node.expected is not identity:
+            conversation.learn(identity)
+        conversation.node, conversation.last = conversation.node.following, identity
+        conversation.calls += 1
+        return result
+
+    def _agree_on(self, identity: Identity, packed: Tensor) -> None:
+        """Sees to it that all ranks have the message ``packed``, where it is not known to be what they expect."""
+        expected = self._conversation.expected()
+        is_expected = expected is not None and expected.message == identity.message
         if not is_expected and type(packed) is Tensor and _can_ask(packed.device):
             self._ask(expected, identity, packed.device)
-        result = self._named(collective, packed, identity)
-        conversation.add(identity)
-        return result
 
     def _ask(self, expected: Identity | None, identity: Identity, device: torch.device) -> None:
         """Finds out, by a message as all ranks expect it, whether they all come with ``identity``."""
         words, call = self._words(identity), self._conversation.calls + 1
         question = _Question(expected, words, self._communicator, device)
-        answer = self._named(question.collective, question.packed, identity)
+        try:
+            answer = question.collective(question.packed)
+        except BaseException as error:
+            self._fail(identity, error)
         if not question.is_unanimous(answer):
             self._disagree(identity, call, device, question.rows_of(answer))
         self._conversation.device = device
 
-    def _named(self, collective: Callable[[Tensor], Tensor], packed: Tensor, identity: Identity) -> Tensor:
-        try:
-            return collective(packed)
-        except BaseException as error:
-            conversation, communicator = self._conversation, self._communicator
-            conversation.failure = self._say(identity, conversation.calls + 1)
-            if not isinstance(error, RuntimeError):
-                raise
-            raise RuntimeError(
-                f"sync_batch_norm: expected the {communicator.size} ranks of a group to meet in the "
-                f"{conversation.failure}, got on rank {communicator.rank} of it {type(error).__name__}: {error}. "
-                "Another rank has ended, raised an error, is in other code until the time-out, or was late; the group "
-                "cannot be used any more"
-            ) from error
+    def _fail(self, identity: Identity, error: BaseException) -> NoReturn:
+        """Raises for a collective that raised ``error``."""
+        conversation, communicator = self._conversation, self._communicator
+        conversation.failure = self._say(identity, conversation.calls + 1)
+        if not isinstance(error, RuntimeError):
+            raise error
+        raise RuntimeError(
+            f"sync_batch_norm: expected the {communicator.size} ranks of a group to meet in the "
+            f"{conversation.failure}, got on rank {communicator.rank} of it {type(error).__name__}: {error}. "
+            "Another rank has ended, raised an error, is in other code until the time-out, or was late; the group "
+            "cannot be used any more"
+        ) from error
 
     def _raise_found(self, identity: Identity) -> NoReturn:
         """Raises for what an op on CPU has found."""
@@ -483,7 +506,12 @@ def exchange_of(
         return InGraph(terms_of(input, options, options.momentum), communicator, masking)
     if communicator.size == 1:
         return _ALONE if masking is None else Alone(masking)
-    return Exchange(identity_of(layer, input, options), communicator, masking)
+    return Exchange(line_of(layer, input, options, communicator), masking)
+
+
+def line_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> Line:
+    """Returns what a call has in common with those of the other ranks of ``communicator``, of which there are some."""
+    return Line(identity_of(layer, input, options), communicator, _conversation_in(communicator))
 
 
 def _codes_of(text: str) -> Tensor:

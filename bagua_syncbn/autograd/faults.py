@@ -25,7 +25,7 @@ class Fault:
 
 
 ON_CPU = Fault(False)
-_faults = {"cpu": ON_CPU}
+FAULTS = {"cpu": ON_CPU}
 
 # Sums of this rank by their number in this process, for those that turn out to be wrong some time later.
 _sums: deque[tuple[int, Identity]] = deque(maxlen=1024)
@@ -44,11 +44,11 @@ def fault_for(tensor: torch.Tensor) -> Fault | None:
 
 def fault_on(device: torch.device) -> Fault | None:
     """Returns where the ops on a device of the kind of ``device`` note it; None where they cannot."""
-    fault = _faults.get(device.type)
+    fault = FAULTS.get(device.type)
     if fault is None:
         if device.type != "cuda" or torch.compiler.is_compiling():
             return None
-        fault = _faults["cuda"] = Fault(True)
+        fault = FAULTS["cuda"] = Fault(True)
     return fault
 
 
@@ -61,7 +61,7 @@ def number_of_sum(identity: Identity) -> int:
 
 def raise_if_found() -> None:
     """Raises for what ops are known to have found wrong. Waits for no device."""
-    for fault in _faults.values():
+    for fault in FAULTS.values():
         if fault.kind.value:
             raise RuntimeError(found(fault.take()))
 

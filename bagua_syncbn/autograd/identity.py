@@ -125,7 +125,7 @@ _MOST_IDENTITIES = 2**14
 def parts_of(words: Sequence[int], number: int, ranks: int) -> list[int]:
     """Returns a fingerprint of the words, and of a number more, as it goes into a sum over so many ranks: exactly."""
     place, terms, call = words
-    mixed = (((place << 24 | terms) + call * _MIX_CALL + number * _MIX_NUMBER) * _MIX & 2**64 - 1) >> 31
+    mixed = ((place << 24 | terms) * _MIX + call * _MIX_CALL + number * _MIX_NUMBER & 2**64 - 1) >> 31
     bits = (24 - (ranks - 1).bit_length()) // 2
     mask = (1 << bits) - 1
     one, two, three = mixed & mask, mixed >> bits & mask, mixed >> 2 * bits & mask

@@ -10,7 +10,7 @@ from ..communicators import Communicator
 from .checkpointing import result_of_call
 from .differentiable import differentiable_backward
 from .epilogue import Epilogue
-from .exchange import AnyExchange, exchange_of, tell_peers
+from .exchange import AnyExchange, Exchange, Line, exchange_of, tell_peers
 from .fused import fused_batch_norm
 from .outputs import note_output
 from .torch_private import unseen_by_selective_checkpointing
@@ -30,7 +30,7 @@ def synchronized_batch_norm(
     exchange = exchange_of(layer, input, options, communicator, masking)
     if torch.compiler.is_compiling():  # it plans by itself what to fuse, and what to repeat in backward
         merged = exchange.gather(input.detach(), options)
-        output: Tensor = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
+        output: Tensor = _SyncBatchNormByGiven.apply(input, weight, bias, *merged, exchange)
         return output if epilogue is None else epilogue.after(output)
     try:
         exchange, merged = result_of_call(layer, lambda: _gather(exchange, input, options))
@@ -38,7 +38,7 @@ def synchronized_batch_norm(
         tell_peers(communicator, layer, error)
         raise
     if epilogue is None:
-        output = _SyncBatchNorm.apply(input, weight, bias, *merged, exchange)
+        output = _SyncBatchNormByGiven.apply(input, weight, bias, *merged, exchange)
     else:
         output = fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
     note_output(output, layer, input, weight, bias, merged.mean, merged.invstd, epilogue, exchange.zeroed)
@@ -50,7 +50,61 @@ def _gather(exchange: AnyExchange, input: Tensor, options: ops.MergeOptions) -> 
         return exchange, exchange.gather(input, options)
 
 
-class _SyncBatchNorm(torch.autograd.Function):
+def plain_batch_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, options: ops.MergeOptions, line: Line, layer: nn.Module
+) -> Tensor:
+    """The same where :func:`is_plain`, of a call that was found right before: in as little Python as it takes."""
+    try:
+        output: Tensor = _SyncBatchNorm.apply(input, weight, bias, options, Exchange(line))
+    except RuntimeError as error:
+        tell_peers(line.communicator, layer, error)
+        raise
+    return output
+
+
+# Of what takes no gradient. More than there are arguments are not looked at.
+_NONE = (None,) * 5
+
+
+class _Step(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recipe = None  # whoever saves the output has come before
+        input, weight, mean, invstd, count, clamped = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        exchange: AnyExchange = ctx.exchange
+        if torch.is_grad_enabled():  # create_graph=True
+            merged = ops.MergedStats(mean, invstd, count, clamped)
+            bias = torch.zeros_like(mean, requires_grad=True)  # of which nothing depends on the value
+            grads = differentiable_backward(grad_output, input, weight, bias, merged, exchange, (*needs[:3], False))
+            return *grads[:3], *_NONE
+        if grad_output.stride() != input.stride():
+            grad_output = ops.laid_out_as(input, grad_output)
+        # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
+        # holds is not, so nothing else decides whether to communicate.
+        words = exchange.words_of_sums() if needs[0] else []
+        if exchange.zeroed is None:
+            sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+                grad_output, input, mean, invstd, weight, words
+            )
+        else:
+            sums, grad_weight, grad_bias = ops.batch_norm_masked_backward_reduce(
+                grad_output, input, mean, invstd, weight, exchange.zeroed, words
+            )
+        grad_input = None
+        if needs[0]:
+            sums = exchange.all_reduce(sums)
+            if clamped is not None:
+                ops.clear_clamped(sums, clamped)
+            grad_input = exchange.backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
+        return grad_input, grad_weight if needs[1] else None, grad_bias if needs[2] else None, *_NONE
+
+
+class _SyncBatchNormByGiven(_Step):
+    """By statistics that were gathered before."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -73,30 +127,21 @@ class _SyncBatchNorm(torch.autograd.Function):
             output = exchange.elementwise.batch_norm_masked_elemt(input, weight, bias, mean, invstd, zeroed)
         return output
 
+
+class _SyncBatchNorm(_Step):
+    """From the gathering on: what autograd is given costs time, each thing."""
+
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recipe = None  # whoever saves the output has come before
-        input, weight, *merged = ctx.saved_tensors
-        mean, invstd, count, clamped = merged
-        needs_grad = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph=True
-            bias = torch.zeros_like(mean, requires_grad=True)  # of which nothing depends on the value
-            grads = differentiable_backward(
-                grad_output, input, weight, bias, ops.MergedStats(*merged), ctx.exchange, (*needs_grad, False)
-            )
-            return *grads[:3], *[None] * 5
-        grad_output = ops.laid_out_as(input, grad_output)
-        # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
-        # holds is not, so nothing else decides whether to communicate.
-        exchange: AnyExchange = ctx.exchange
-        words = exchange.words_of_sums() if needs_grad[0] else []
-        arguments = grad_output, input, mean, invstd, weight
-        if exchange.zeroed is None:
-            sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(*arguments, words)
-        else:
-            sums, grad_weight, grad_bias = ops.batch_norm_masked_backward_reduce(*arguments, exchange.zeroed, words)
-        grad_input = None
-        if needs_grad[0]:
-            sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
-            grad_input = exchange.backward_elemt(grad_output, input, weight, mean, invstd, sums, count)
-        return grad_input, grad_weight if needs_grad[1] else None, grad_bias if needs_grad[2] else None, *[None] * 5
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        options: ops.MergeOptions,
+        exchange: Exchange,
+    ) -> Tensor:
+        mean, invstd, count, clamped = exchange.gather(input, options)
+        ctx.save_for_backward(input, weight, mean, invstd, count, clamped)
+        ctx.exchange = exchange
+        output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
+        return output

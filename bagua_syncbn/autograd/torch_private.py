@@ -11,7 +11,9 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, checkpoint
 
 _has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
+_count_dispatch_modes: Callable[[], int] = getattr(_python_dispatch, "_len_torch_dispatch_stack", lambda: 1)
 _selective_modes = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -44,6 +46,18 @@ def is_transforming() -> bool:
     if torch.compiler.is_compiling():
         return False
     return _has_transforms() or getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def is_untouched() -> bool:
+    """Whether no trace, transform or selective checkpointing is at work here. Not asked where torch.compile traces."""
+    if (
+        _is_tracing()
+        or _has_transforms()
+        or getattr(forward_ad, "_current_level", -1) >= 0
+        or not _has_known_checkpoints
+    ):
+        return False
+    return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:

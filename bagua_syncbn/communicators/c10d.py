@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from .waiting import Begun, wait_in_slices
 
+_IS_AVAILABLE = dist.is_available()
+
 # torch 2.13 renamed all_gather_into_tensor, and the method behind it.
-_GATHER = (
+_GATHER, _GATHER_METHOD = (
     ("all_gather_single",) * 2 if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "_allgather_base")
 )
-
-# Groups of backends that cannot gather into one tensor. All ranks of a group find out at the same call.
-_gathers_into_list_only: WeakSet[Any] = WeakSet()
 
 DESTROYED = (
     "process_group: expected a live group, got one that was destroyed; run forward and backward before "
@@ -39,10 +38,11 @@ class TorchCommunicator:
     of the group in its place.
     """
 
-    __slots__ = ("__weakref__", "_group", "name", "rank", "size")
+    __slots__ = ("__weakref__", "_gathers_lists", "_group", "name", "rank", "size")
 
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
+        self._gathers_lists = False  # its backend cannot gather into one tensor, which it says before it sends anything
         self.name: str = group.group_name
         self.size: int = group.size()
         self.rank: int = group.rank()
@@ -86,13 +86,15 @@ class TorchCommunicator:
         group = self.group
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
         rows = gathered.view(self.size, -1)
-        if group not in _gathers_into_list_only:
+        if not self._gathers_lists:
             try:
-                return rows, _all_gather_single(gathered, packed, group=group, async_op=async_op)
+                if packed.is_cpu:  # torch.distributed's function checks arguments for longer than the call itself takes
+                    return rows, getattr(group, _GATHER_METHOD)(gathered, packed)
+                return rows, getattr(dist, _GATHER)(gathered, packed, group=group, async_op=async_op)
             except RuntimeError as error:
                 if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
                     raise
-                _gathers_into_list_only.add(group)
+                self._gathers_lists = True
         return rows, dist.all_gather(list(rows.unbind()), packed, group=group, async_op=async_op)
 
     def __repr__(self) -> str:
@@ -109,13 +111,6 @@ class TorchCommunicator:
         )
 
 
-def _all_gather_single(gathered: Tensor, packed: Tensor, group: Any, async_op: bool) -> Any:
-    function, method = _GATHER
-    if packed.is_cpu:  # torch.distributed's function checks arguments for longer than the call itself takes
-        return getattr(group, method)(gathered, packed)
-    return getattr(dist, function)(gathered, packed, group=group, async_op=async_op)
-
-
 def _wait(tensor: Tensor) -> Tensor:
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
     return waited
@@ -123,12 +118,12 @@ def _wait(tensor: Tensor) -> Tensor:
 
 def in_job() -> bool:
     """Whether torch.distributed runs a job. torch.compile sees no group in this question."""
-    return dist.is_available() and dist.is_initialized()
+    return _IS_AVAILABLE and dist.is_initialized()
 
 
 def default_group() -> Any:
     """Returns the job's default group, or None where there is no job."""
-    return dist.group.WORLD if dist.is_available() else None
+    return dist.group.WORLD if _IS_AVAILABLE else None
 
 
 def is_process_group(process_group: object) -> bool:
@@ -137,7 +132,7 @@ def is_process_group(process_group: object) -> bool:
     Raises:
         ValueError: it is one that excludes this rank, or was destroyed.
     """
-    if not dist.is_available():
+    if not _IS_AVAILABLE:
         return False
     excluded = dist.GroupMember.NON_GROUP_MEMBER  # an int in some versions of torch, an object in others
     if type(process_group) is type(excluded) and process_group == excluded:

@@ -59,8 +59,11 @@ class Seat:
         return found if found is not None and self._world() is world else self.take()
 
     def found(self) -> Communicator | None:
-        """Returns the communicator if it was made in the job that runs."""
-        return self.communicator if self._world() is c10d.default_group() else None
+        """Returns the communicator if it was made in the job that runs; under Bagua, None."""
+        found = self.communicator
+        if found is None or self._world() is not c10d.default_group() or bagua.is_initialized():
+            return None
+        return found
 
     def size(self) -> int:
         """Returns the number of ranks, before the communicator is made: only for "node" the others are asked."""
@@ -157,8 +160,8 @@ class Peers:
         return self.seat.find()
 
     def found(self) -> Communicator | None:
-        """Returns the communicator if it was made: this makes none."""
-        return self.exact or self.seat.found()
+        """Returns the communicator if it was made, and not by Bagua: this makes none."""
+        return self.seat.found() if self.exact is None else self.exact
 
     def size(self) -> int:
         """Returns the number of ranks, before they make their group; only for ``"node"`` they have to be asked."""

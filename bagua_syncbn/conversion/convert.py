@@ -123,7 +123,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     unfuse_activations(module)
     with _restored_on_error(layers):
         for layer, cls, attributes in zip(layers, classes, groups, strict=True):
-            for name in ("_peers", "groups_before", "name_in_model", "place_in_model"):
+            for name in ("_peers", "_settled", "groups_before", "name_in_model", "place_in_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)

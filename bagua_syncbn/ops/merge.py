@@ -86,20 +86,21 @@ class MergedStats(NamedTuple):
 
 def merge_stats(gathered: Tensor, options: MergeOptions, words: int = 0, fault: Tensor | None = None) -> MergedStats:
     """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
-    if options.kept is not None:
-        options.kept.add(gathered, words, options)
-        options = options.without_buffers()
-    counter = options.num_batches_tracked
+    running_mean, running_var, counter, momentum, eps, eps_mode, skip_nonfinite, kept = options
+    if kept is not None:
+        kept.add(gathered, words, options)
+        return merge_stats(gathered, options.without_buffers(), words, fault)
     if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
         whole = counter.to(torch.int64)
         merged = merge_stats(gathered, options._replace(num_batches_tracked=whole), words, fault)
         counter.copy_(whole)
         return merged
-    *arguments, eps, eps_mode, skip_nonfinite, _ = options
-    if eps_mode == "plus":
-        mean, invstd, count = _gather_stats(gathered, *arguments, eps, words, skip_nonfinite, fault)
+    is_clamp = eps_mode != "plus"
+    mean, invstd, count = _gather_stats(
+        gathered, running_mean, running_var, counter, momentum, 0.0 if is_clamp else eps, words, skip_nonfinite, fault
+    )
+    if not is_clamp:
         return MergedStats(mean, invstd, count, None)
-    mean, invstd, count = _gather_stats(gathered, *arguments, 0.0, words, skip_nonfinite, fault)
     limit = eps**-0.5 if eps else math.inf
     return MergedStats(mean, invstd.clamp(max=limit), count, invstd > limit)
 

@@ -4,6 +4,8 @@ A count that grows fails here, whatever a clock would say. One that shrinks fail
 it cannot grow back unseen.
 """
 
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -120,6 +122,33 @@ def native():
 def test_no_count_grows(pool, name, world_size):
     for counted in pool.run(count, world_size, name):
         assert not complain(name, counted)
+
+
+# Of this package, from the layer to the wait for the answer of each collective, and back.
+CALLS = 33
+
+
+def count_calls():
+    """Returns the functions of this package that a step calls once the layer and the group know it."""
+    layer, x, grad = make(CASES["float32"])
+    inputs = (x, *layer.parameters())
+    for _ in range(3):
+        torch.autograd.grad(layer(x), inputs, grad)
+    called, package = [], str(Path(bagua_syncbn.__file__).parent)
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    torch.autograd.grad(layer(x), inputs, grad)
+    sys.setprofile(None)
+    return called
+
+
+def test_a_step_calls_few_functions(pool):
+    for called in pool.run(count_calls, 2):
+        assert len(called) == CALLS, called
 
 
 class Averaging(nn.BatchNorm2d):

@@ -1,0 +1,192 @@
+"""A layer that has found a call right finds out about every change before the next one."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bagua_syncbn
+from bagua_syncbn import SyncBatchNorm
+from bagua_syncbn.communicators import LOCAL
+from benchmarks.core.one_rank import Twin
+
+pytestmark = pytest.mark.reference_too
+
+CHANNELS, SHAPE = 3, (4, 3, 5)
+
+
+def set_data(name, size=(), **options):
+    def change(layer):
+        getattr(layer, name).data = torch.ones(size, **options)
+
+    return change
+
+
+def set_attribute(name, value):
+    return lambda layer: setattr(layer, name, value)
+
+
+def replace(name):
+    return lambda layer: setattr(layer, name, getattr(layer, name).detach().clone())
+
+
+def drop(*names):
+    def change(layer):
+        for name in names:
+            setattr(layer, name, None)
+
+    return change
+
+
+TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+CHANGES = {
+    "nothing": lambda layer: None,
+    **{f"{name}: size": set_data(name, CHANNELS + 1) for name in TENSORS},
+    **{f"{name}: dtype": set_data(name, CHANNELS, dtype=torch.float64) for name in TENSORS[:2]},
+    **{f"{name}: integers": set_data(name, CHANNELS, dtype=torch.int32) for name in TENSORS[2:4]},
+    "num_batches_tracked: dtype": set_data("num_batches_tracked", dtype=torch.float32),
+    **{f"another {name}": replace(name) for name in TENSORS[2:]},
+    "elsewhere": lambda layer: setattr(layer, "bias", nn.Parameter(torch.ones(CHANNELS, device="meta"))),
+    "no running_var": drop("running_var"),
+    "no counter": drop("num_batches_tracked"),
+    "no running statistics": drop("running_mean", "running_var"),
+    "no parameters": drop("weight", "bias"),
+    "momentum": set_attribute("momentum", 0.5),
+    "momentum=None": set_attribute("momentum", None),
+    "eps": set_attribute("eps", 0.5),
+    "eps=0": set_attribute("eps", 0),
+    "eps_mode": set_attribute("eps_mode", "clamp"),
+    "an eps_mode that is none": set_attribute("eps_mode", "times"),
+    "skip_nonfinite": set_attribute("skip_nonfinite", True),
+    "untracked": set_attribute("track_running_stats", False),
+    "an activation": set_attribute("fused_activation", "relu"),
+    "place_in_model": set_attribute("place_in_model", 3),
+    "evaluation": lambda layer: layer.eval(),
+    "alone": set_attribute("process_group", LOCAL),
+    "one of DataParallel's replicas": lambda layer: vars(layer).update(_is_replica=True),
+    "one of several replicas": set_attribute("_replica", SimpleNamespace(size=2)),
+    "parametrized": lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus()),
+    "float64": lambda layer: layer.double(),
+}
+
+INPUTS = {
+    "as before": lambda input: input,
+    "more samples": lambda input: torch.cat([input, input]),
+    "float64": lambda input: input.double(),
+    "integers": lambda input: input.int(),
+    "more channels": lambda input: torch.cat([input, input], 1),
+    "no channels": lambda input: input[0, 0],
+    "not finite": lambda input: input / 0,
+    "elsewhere": lambda input: input.to("meta"),
+}
+
+AROUND = {
+    "checkpoint": lambda layer, input: checkpoint(layer, input, use_reentrant=False),
+    "outputs made anew": lambda layer, input: bagua_syncbn.recompute_outputs(nn.Sequential(layer))(input),
+    "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
+    "vmap": lambda layer, input: torch.func.vmap(layer)(input[None])[0],
+    "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
+    "accumulated": lambda layer, input: accumulated(layer, input),
+    "masked": lambda layer, input: masked(layer, input),
+    "a mask": lambda layer, input: layer(input, mask=torch.arange(SHAPE[2]) < 3),
+    "a residual": lambda layer, input: layer(input, input),
+}
+
+
+def accumulated(layer, input):
+    with bagua_syncbn.accumulate_statistics(layer):
+        return layer(input) + layer(input + 1)
+
+
+def masked(layer, input):
+    with bagua_syncbn.masked(layer, torch.arange(SHAPE[2]) < 3):
+        return layer(input)
+
+
+class Recording(Twin):
+    """Notes who speaks, by the words for the layer and the terms."""
+
+    said = None
+
+    def all_gather(self, packed):
+        self.said = packed[-3:-1].tolist()
+        return super().all_gather(packed)
+
+
+def call(layer, input, around):
+    """Returns what the call gave, or raised, what it said and what it left."""
+    input = input.detach().requires_grad_(input.is_floating_point())
+    try:
+        output = around(layer, input)
+        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output).to(output))
+        told = output, input.grad, *(parameter.grad for parameter in layer.parameters())
+    except (TypeError, ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        told = type(error), str(error)
+    said = getattr(layer.process_group, "said", None)
+    return told, said, {name: tensor.clone() for name, tensor in layer.named_buffers()}
+
+
+def compare(*changes, before=(), alter=INPUTS["as before"], around=lambda layer, input: layer(input)):
+    """One call of a layer that knows it, and of a copy that does not."""
+    layer, input = SyncBatchNorm(CHANNELS, process_group=Recording()), torch.randn(SHAPE)
+    for change in before:
+        change(layer)
+    for _ in range(2):
+        layer(input)
+    assert layer._settled is not None
+    anew = copy.deepcopy(layer)
+    assert anew._settled is None
+    for change in changes:
+        change(layer)
+        change(anew)
+    told, said, left = call(layer, alter(input), around)
+    expected, expected_said, expected_left = call(anew, alter(input), around)
+    if isinstance(expected[0], type):
+        assert told == expected
+    else:
+        assert said == expected_said
+        torch.testing.assert_close(told, expected, rtol=0, atol=0, equal_nan=True)
+    assert left.keys() == expected_left.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, expected_left[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_layer_is_seen(change):
+    compare(CHANGES[change])
+    compare(CHANGES[change], alter=INPUTS["not finite"])
+
+
+@pytest.mark.parametrize("kind", ["no running statistics", "no parameters", "untracked", "momentum=None", "float64"])
+def test_every_kind_of_layer_does_as_it_did(kind):
+    compare(before=[CHANGES[kind]], alter=torch.Tensor.double if kind == "float64" else INPUTS["as before"])
+
+
+@pytest.mark.parametrize("alter", INPUTS)
+def test_every_change_of_the_input_is_seen(alter):
+    compare(alter=INPUTS[alter])
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_all_that_goes_on_around_a_call_is_seen(around):
+    compare(around=AROUND[around])
+
+
+def test_an_activation_that_follows_is_still_fused():
+    model = nn.Sequential(SyncBatchNorm(CHANNELS, process_group=Twin()), nn.ReLU())
+    for _ in range(2):
+        model(torch.randn(SHAPE))
+    fused = bagua_syncbn.fuse_activations(model)(torch.randn(SHAPE))
+    assert "Fused" in type(fused.grad_fn).__name__
+
+
+def test_what_is_settled_does_not_travel(tmp_path):
+    layer, input = SyncBatchNorm(CHANNELS, process_group=Twin()), torch.randn(SHAPE)
+    layer(input)
+    torch.save(layer, tmp_path / "layer.pt")
+    assert torch.load(tmp_path / "layer.pt", weights_only=False)._settled is None
+    assert "_settled" not in vars(bagua_syncbn.revert_sync_batchnorm(layer))
