@@ -41,22 +41,6 @@ struct Moments {
   }
 };
 
-// Adds K values to `total`, of which those whose bits in `valid` are set count, and `added` of them.
-template <int K, typename A>
-__device__ __forceinline__ void add_batch(Moments<A>& total, const A (&values)[K], unsigned valid, A added,
-                                          const Shares<A>& shares) {
-  Moments<A> batch{0, 0};
-#pragma unroll
-  for (int i = 0; i < K; ++i) batch.mean += (valid >> i & 1) != 0 ? values[i] : A(0);
-  batch.mean *= 1 / added;
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
-    const A deviation = (valid >> i & 1) != 0 ? values[i] - batch.mean : A(0);
-    batch.m2 += deviation * deviation;
-  }
-  total.merge(batch, shares);
-}
-
 // Two sums, to which counts do not matter: of a part of any reduction, and of gradients at every level.
 template <typename A>
 struct Sums {
