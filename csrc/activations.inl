@@ -71,9 +71,9 @@ struct GeluTanh {
 };
 
 struct Hardswish {
-  BAGUA_SYNCBN_VALUE { return z * Relu6::value(z + of<V>(3), p) / of<V>(6); }
+  BAGUA_SYNCBN_VALUE { return z * Relu6::value(z + of<V>(3), p) * of<V>(1.0 / 6); }
   BAGUA_SYNCBN_DERIVATIVE {
-    const V below = z < of<V>(3) ? z / of<V>(3) + of<V>(0.5) : of<V>(1);
+    const V below = z < of<V>(3) ? z * of<V>(1.0 / 3) + of<V>(0.5) : of<V>(1);
     return z > of<V>(-3) ? below : of<V>(0);
   }
 };

@@ -2,10 +2,12 @@
 
 Backward keeps x, the residual and the statistics, and makes ``z = bn(x) + residual`` from them once more. With
 ``g = grad_output * act'(z)``, which is the gradient of the residual, it is the step without activation for ``g``. The
-pass that adds up gradients makes ``g``. Without a residual the gradient of x then takes its place in memory, on CPU.
-Without an activation ``g`` is ``grad_output``, and not even the residual is kept.
+pass that adds up gradients makes ``g``. Without a residual it is not stored on CUDA, where the second pass makes it
+once more; on CPU, where that would take longer, the gradient of x takes its place in memory. Without an activation
+``g`` is ``grad_output``, and not even the residual is kept.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,16 +82,26 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if code == 0:
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
     else:
-        sums, grad_weight, grad_bias, grad = ops.batch_norm_act_backward_reduce(
-            grad, input, mean, invstd, weight, bias, residual, code, parameter, words
+        twice = residual is None and exchange.masking is None and ops.wait_for_memory(input)
+        sums, grad_weight, grad_bias, stored = ops.batch_norm_act_backward_reduce(
+            grad, input, mean, invstd, weight, bias, residual, code, parameter, words, not twice
         )
-        if residual is None and input.device.type == "cpu":
-            op = _in_place
+        if twice:
+            op = partial(_once_more, bias, code, parameter)
+        else:
+            grad = stored
+            op = _in_place if residual is None and input.device.type == "cpu" else op
     grad_input = None
     if ctx.needs_input_grad[0]:
         sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
         grad_input = exchange.backward_elemt(grad, input, weight, mean, invstd, sums, count, op=op)
     return grad_input, grad_weight, grad_bias, grad
+
+
+def _once_more(bias: Tensor | None, code: int, parameter: float, *arguments: Any) -> Tensor:
+    tensors, last = arguments[:7], arguments[7:]
+    grad_input: Tensor = ops.batch_norm_act_backward_elemt(*tensors, bias, code, parameter, *last)
+    return grad_input
 
 
 def _in_place(grad: Tensor, *arguments: Any) -> Tensor:

@@ -2,13 +2,13 @@
 
 import torch
 
-from . import act_on_cuda, reference
+from . import reference
 from .activations import IDENTITY, Activation, activation_of
 from .fallback import cuda_problem
 from .layout import laid_out_as
 from .masking import Masking
 from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
-from .native import KERNELS, beat_torch
+from .native import KERNELS, beat_torch, wait_for_memory
 from .reference import of_positions, per_channel, reduced_dims
 from .schemas import accumulate_dtype
 
@@ -20,6 +20,7 @@ batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.def
 batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
 batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
 batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
+batch_norm_act_backward_elemt = torch.ops.bagua_syncbn.batch_norm_act_backward_elemt.default
 batch_norm_masked_stats = torch.ops.bagua_syncbn.batch_norm_masked_stats.default
 batch_norm_masked_elemt = torch.ops.bagua_syncbn.batch_norm_masked_elemt.default
 batch_norm_masked_backward_reduce = torch.ops.bagua_syncbn.batch_norm_masked_backward_reduce.default
@@ -35,8 +36,8 @@ __all__ = [
     "MergeOptions",
     "MergedStats",
     "accumulate_dtype",
-    "act_on_cuda",
     "activation_of",
+    "batch_norm_act_backward_elemt",
     "batch_norm_act_backward_reduce",
     "batch_norm_act_elemt",
     "batch_norm_backward_elemt",
@@ -58,4 +59,5 @@ __all__ = [
     "per_channel",
     "reduced_dims",
     "reference",
+    "wait_for_memory",
 ]

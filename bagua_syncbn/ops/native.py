@@ -47,3 +47,11 @@ def beat_torch(input: Tensor) -> bool:
     """Whether the ops normalize ``input`` in training faster than F.batch_norm does. Not known for the CUDA kernels."""
     worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
     return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
+
+
+def wait_for_memory(input: Tensor) -> bool:
+    """Whether the ops on ``input`` take as long as memory does, so that what can be computed anew is not stored.
+
+    Those on CPU take as long as an activation does.
+    """
+    return KERNELS.endswith("cuda") and input.device.type == "cuda"

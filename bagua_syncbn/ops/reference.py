@@ -279,12 +279,33 @@ def batch_norm_act_backward_reduce(
     activation: int,
     parameter: float,
     words: Sequence[int] = (),
+    with_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     z = _normalized(input, weight, bias, mean, invstd)
     z = z if residual is None else z.add_(residual)
     grad = activations.gradient(grad_output.to(z.dtype), z, activation, parameter)
     sums = batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
-    return *sums, torch.empty_like(input).copy_(grad)
+    return *sums, torch.empty_like(input).copy_(grad) if with_grad else input.new_empty(0)
+
+
+def batch_norm_act_backward_elemt(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    parameter: float,
+    ranks: int = 1,
+    call: int = 0,
+    fault: Tensor | None = None,
+) -> Tensor:
+    z = _normalized(input, weight, bias, mean, invstd)
+    grad = activations.gradient(grad_output.to(z.dtype), z, activation, parameter)
+    return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault)
 
 
 for _kernel in (
@@ -300,5 +321,6 @@ for _kernel in (
     batch_norm_backward_elemt_,
     batch_norm_act_elemt,
     batch_norm_act_backward_reduce,
+    batch_norm_act_backward_elemt,
 ):
     library.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

@@ -25,7 +25,7 @@ for float64 input and float32 for all others; ``mean``, ``invstd`` and everythin
                                 ``batch_norm_backward_elemt_`` puts it in the place of ``grad_output``
 ==============================  =====================================================================================
 
-Two of them exist with an activation too, and what is added before it: ``y = act(z)``, ``z = (input - mean) * invstd *
+Three of them exist with an activation too, and what is added before it: ``y = act(z)``, ``z = (input - mean) * invstd *
 weight + bias + residual``. ``activation`` is the code of one in ``activations.py``.
 
 ==================================  =================================================================================
@@ -33,7 +33,9 @@ weight + bias + residual``. ``activation`` is the code of one in ``activations.p
 ``batch_norm_act_backward_reduce``  as ``batch_norm_backward_reduce`` of ``grad = grad_output * act'(z)``, made from
                                     ``input`` and ``residual`` once more. The fourth result is ``grad``, in the dtype
                                     and memory format of ``input``: the gradient of ``residual``, and what
-                                    ``batch_norm_backward_elemt`` is to be given
+                                    ``batch_norm_backward_elemt`` is to be given; empty without ``with_grad``
+``batch_norm_act_backward_elemt``   as ``batch_norm_backward_elemt`` of ``grad``, made from ``grad_output`` and
+                                    ``input`` once more; without a residual
 ==================================  =================================================================================
 
 Four exist where not all positions count. ``mask`` says which do, the same for all channels: a contiguous bool (N, \*),
@@ -164,7 +166,7 @@ def _(input: Tensor, *_: object) -> Tensor:
 
 @_op(
     "batch_norm_act_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "Tensor? bias, Tensor? residual, int activation, float parameter, int[] words=[]) "
+    "Tensor? bias, Tensor? residual, int activation, float parameter, int[] words=[], bool with_grad=True) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad)"
 )
 def _(
@@ -178,11 +180,22 @@ def _(
     activation: int,
     parameter: float,
     words: Sequence[int] = (),
+    with_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     like = mean if weight is None else weight
     sums = mean.new_empty(2 * channels + len(words))
-    return sums, like.new_empty(channels), like.new_empty(channels), torch.empty_like(input)
+    grad = torch.empty_like(input) if with_grad else input.new_empty(0)
+    return sums, like.new_empty(channels), like.new_empty(channels), grad
+
+
+@_op(
+    "batch_norm_act_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, Tensor? bias, int activation, float parameter, int ranks=1, int call=0, "
+    "Tensor(a!)? fault=None) -> Tensor"
+)
+def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(input)
 
 
 @_op("batch_norm_masked_stats(Tensor input, Tensor mask, int[] words=[]) -> Tensor")

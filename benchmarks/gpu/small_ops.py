@@ -41,7 +41,12 @@ def run(case: Case, device: torch.device) -> float:
         output = kernels.batch_norm_elemt(a, w, c, mean, invstd)
         sums, *grads = kernels.batch_norm_backward_reduce(b, a, mean, invstd, w)
         grad_input = kernels.batch_norm_backward_elemt(b, a, w, mean, invstd, sums, count)
-        return [t.cpu().double() for t in (output, grad_input, *grads, *running)]
+        act = ops.activation_of("silu").code, 0.0
+        output_act = kernels.batch_norm_act_elemt(a, w, c, mean, invstd, b, *act)
+        sums, *grads_act = kernels.batch_norm_act_backward_reduce(b, a, mean, invstd, w, c, b, *act)
+        grad_input_act = kernels.batch_norm_act_backward_elemt(b, a, w, mean, invstd, sums, count, c, *act)
+        results = (output, grad_input, *grads, output_act, grad_input_act, *grads_act, *running)
+        return [t.cpu().double() for t in results]
 
     actual = step(ops, lambda t: t.clone().to(device))
     expected = step(reference, lambda t: t.clone().double() if t.is_floating_point() else t.clone())

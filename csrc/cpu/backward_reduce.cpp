@@ -168,7 +168,7 @@ Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, const std::vector<int64_t>& values) {
+    int64_t activation, double parameter, const std::vector<int64_t>& values, bool with_grad) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   check_act(input, weight, bias, residual, activation);
   const Laid laid = lay_out(input);
@@ -181,6 +181,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
   };
   const auto [sums, grad_weight, grad_bias] =
       backward_reduce(grad_output, input, laid, mean, invstd, weight, values, start, nullptr);
+  if (!with_grad) return {sums, grad_weight, grad_bias, allocate_vector(0, scalar_type(input), input)};
   return {sums, grad_weight, grad_bias, with_strides_of(grad, laid, input)};
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../activations.h"
 #include "../dtypes.h"
 #include "../layout.h"
 #include "../packed_stats.h"
@@ -95,6 +96,9 @@ struct ElemtArguments {
 };
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
                   Stream stream);
+// `residual` may be null.
+const char* act_elemt(const void* x, const void* residual, void* y, DType dtype, const Geometry& g,
+                      const ElemtArguments& arguments, const Act<double>& act, Stream stream);
 
 // `sums`: 2 * channels + words values of the accumulate dtype.
 struct BackwardReduceArguments {
@@ -107,6 +111,11 @@ struct BackwardReduceArguments {
 };
 const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g,
                             const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream);
+// `residual` may be null, and so may `grad`, which gets dy * act'(z).
+const char* act_backward_reduce(const void* dy, const void* x, const void* residual, void* grad, DType dtype,
+                                const Geometry& g, const ElemtArguments& normalization,
+                                const BackwardReduceArguments& arguments, const Act<double>& act, Workspace& workspace,
+                                Stream stream);
 
 // `weight` may be null; `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
 struct BackwardElemtArguments {
@@ -122,5 +131,9 @@ struct BackwardElemtArguments {
 };
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                            const BackwardElemtArguments& arguments, Stream stream);
+// Of dy * act'(z), without a residual. `bias` may be null.
+const char* act_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                               const BackwardElemtArguments& arguments, const PerChannel& bias, const Act<double>& act,
+                               Stream stream);
 
 }  // namespace bagua_syncbn::cuda

@@ -1,12 +1,15 @@
 """y = act(bn(x) + residual) in one step: what one process gives on all batches, of any order, and what is stored."""
 
 import itertools
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import laid_out
+from comparison import check_activation
 from formula import draw
 from replicated import parallel
 from tolerances import TOLERANCES
@@ -80,13 +83,15 @@ def by_formula(case, splits):
     return output.detach(), *grads
 
 
-def all_steps(splits):
-    return [step(case, splits, dist.get_rank(), None) for case in CASES]
+def all_steps(splits, twice):
+    with patch.object(ops, "wait_for_memory", lambda input: twice):
+        return [step(case, splits, dist.get_rank(), None) for case in CASES]
 
 
-@pytest.mark.parametrize("splits", [(1, 4), (3, 0, 4)])
-def test_contract(pool, splits):
-    for case, *ranks in zip(CASES, *pool.run(all_steps, len(splits), splits), strict=True):
+@pytest.mark.parametrize(("splits", "twice"), [((1, 4), False), ((3, 0, 4), False), ((1, 4), True)])
+def test_contract(pool, splits, twice):
+    """``twice``: with gradients of activations that are made in both passes, as on CUDA."""
+    for case, *ranks in zip(CASES, *pool.run(all_steps, len(splits), splits, twice), strict=True):
         # A gradient of a residual is rounded before that of the input is made of it.
         tolerance = 4 * TOLERANCES[case[4]][0]
         expected = by_formula(case, splits)
@@ -99,6 +104,14 @@ def test_contract(pool, splits):
             shares = torch.stack([rank[index].double() for rank in ranks])
             error = ((shares.sum(0) - expected[index]).abs() / (1 + shares.abs().sum(0))).max()
             assert error <= tolerance, f"parameter of {case} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_half_precision(residual):
+    case = ("silu", residual, (3, 4, 5), "channels_last", torch.float16, "plus")
+    actual, expected = step(case, (4,), 0, LOCAL), by_formula(case, (4,))
+    for one, other in zip(actual[: 3 if residual else 2], expected, strict=False):
+        assert ((one.double() - other).abs() <= 4 * TOLERANCES[torch.float16][0] * (1 + other.abs())).all()
 
 
 def saved_bytes(call):
@@ -164,45 +177,7 @@ def test_the_layer_says_its_activation():
 
 @pytest.mark.parametrize("activation", GIVEN[:-1], ids=str)
 def test_values_and_derivatives_are_those_of_torch(activation):
-    """Nearly in float32; in both layouts, with ends of chunks, and at the kinks."""
-    activation = activation_of(activation)
-    act = activation.code, activation.parameter
-    z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e-6])]).double()
-    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
-        for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
-            given.requires_grad_()
-            (slope,) = torch.autograd.grad(activation(given).sum(), given)
-            input = given.detach().to(dtype)
-            mean, invstd = torch.zeros(input.size(1), dtype=dtype), torch.ones(input.size(1), dtype=dtype)
-            for kernels in (ops, ops.act_on_cuda):
-                output = kernels.batch_norm_act_elemt(input, None, None, mean, invstd, None, *act)
-                *_, grad = kernels.batch_norm_act_backward_reduce(
-                    torch.ones_like(input), input, mean, invstd, None, None, None, *act
-                )
-                for actual, expected in ((output, activation(given).detach()), (grad, slope)):
-                    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_on_cuda(dtype):
-    """What runs there is the definition, up to a rounding of what is activated."""
-    tensors = [laid_out(draw(3, 4, 5, 6, seed=seed).to(dtype), "channels_last") for seed in (1, 2, 3)]
-    grad_output, input, residual = tensors
-    scales = [draw(4, seed=seed).to(ops.accumulate_dtype(dtype)) for seed in (4, 5, 6, 7)]
-    act = (residual, activation_of("silu").code, 0.0)
-    results = (
-        ops.act_on_cuda.batch_norm_act_elemt(input, *scales, *act),
-        *ops.act_on_cuda.batch_norm_act_backward_reduce(grad_output, input, *scales, *act),
-    )
-    wide = [tensor.double() for tensor in (grad_output, input, *scales)]
-    wide_act = (residual.double(), *act[1:])
-    expected = (
-        ops.reference.batch_norm_act_elemt(*wide[1:], *wide_act),
-        *ops.reference.batch_norm_act_backward_reduce(*wide, *wide_act),
-    )
-    tolerance = 1e-12 if dtype == torch.float64 else 4e-2
-    for actual, wanted in zip(results, expected, strict=True):
-        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
+    check_activation(ops, activation_of(activation))
 
 
 def second_derivatives(normalize, residual, grad_output, vector):
@@ -264,18 +239,20 @@ def recomputed():
     rank = dist.get_rank()
     input, residual, grad_output = (draw(rank + 2, 2, 3, seed=seed + rank).requires_grad_() for seed in (1, 5, 9))
     results = []
-    for run in (lambda *tensors: checkpoint(layer, *tensors, use_reentrant=False), layer):
-        grads = torch.autograd.grad(run(input, residual), (input, residual), grad_output)
-        results.append((*grads, layer.running_var.clone(), layer.num_batches_tracked.item()))
+    for run in (*(partial(checkpoint, layer, use_reentrant=reentrant) for reentrant in (True, False)), layer):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (input, residual)]
+        run(*leaves).backward(grad_output)
+        results.append((*(leaf.grad for leaf in leaves), layer.num_batches_tracked.item()))
     return results
 
 
 def test_checkpoint(pool):
     """Nothing is sent or counted once more, and the gradients have the same bits."""
-    for first, second in pool.run(recomputed, 2):
-        assert torch.equal(first[0], second[0])
-        assert torch.equal(first[1], second[1])
-        assert (first[3], second[3]) == (1, 2)
+    for *checkpointed, plain in pool.run(recomputed, 2):
+        for grads in checkpointed:
+            assert torch.equal(grads[0], plain[0])
+            assert torch.equal(grads[1], plain[1])
+        assert [counted[2] for counted in (*checkpointed, plain)] == [1, 2, 3]
 
 
 def compiled_steps():

@@ -2,15 +2,17 @@
 
 import ctypes
 from contextlib import contextmanager
+from itertools import cycle
 
 import pytest
 import torch
 from cases import laid_out
-from comparison import check_last_of_many, check_ops
+from comparison import check_act_ops, check_last_of_many, check_ops
 from tolerances import assert_close
 
 from bagua_syncbn import ops
 from bagua_syncbn.ops import reference
+from bagua_syncbn.ops.activations import ACTIVATIONS
 from benchmarks.gpu.counts import count, trace
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +44,17 @@ def test_more_than_two_to_the_31_elements(shape):
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs 24 GB of memory on the device")
     check_last_of_many(ops, shape, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ops_with_an_activation(dtype):
+    inputs = ((8, 64, 28, 28), "contiguous"), ((8, 64, 28, 28), "channels_last"), ((70, 33), "contiguous")
+    for activation, (shape, layout) in zip(
+        (ops.IDENTITY, *map(ops.activation_of, ACTIVATIONS)), cycle(inputs), strict=False
+    ):
+        input, grad_output = tensors(shape, dtype, layout)
+        for residual in (None, input.cos()):
+            check_act_ops(ops, activation, input, grad_output, residual)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -6,7 +6,7 @@ import torch
 from tolerances import TOLERANCES, assert_close
 from torch import Tensor
 
-from bagua_syncbn.ops import accumulate_dtype, reference
+from bagua_syncbn.ops import Activation, accumulate_dtype, reference
 
 
 def _check_stats(packed: Tensor, expected: Tensor, channels: int) -> Tensor:
@@ -136,3 +136,70 @@ def check_last_of_many(ops: Any, shape: tuple[int, ...], device: str) -> None:
     grad = ops.batch_norm_backward_elemt(output, output, None, 0 * mean, mean, 0 * sums, torch.tensor(1, device=device))
     assert grad.view(-1)[-1] == 1
     assert grad.count_nonzero() == 1
+
+
+def check_act_ops(
+    ops: Any, activation: Activation, input: Tensor, grad_output: Tensor, residual: Tensor | None, affine: bool = True
+) -> None:
+    """Compares the three of ``ops`` with an activation, on the device of ``input``."""
+    channels, dtype, device = input.size(1), input.dtype, input.device
+    accumulate = accumulate_dtype(dtype)
+    mean, weight, bias = torch.randn(3, channels).to(device, accumulate).unbind()
+    invstd, count = weight.abs() + 0.5, torch.tensor(input.numel() // channels, device=device)
+    weight, bias = (weight, bias) if affine else (None, None)
+    act = activation.code, activation.parameter
+
+    def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+        return [None if tensor is None else tensor.double() for tensor in tensors]
+
+    output = ops.batch_norm_act_elemt(input, weight, bias, mean, invstd, residual, *act)
+    expected = reference.batch_norm_act_elemt(*wide(input, weight, bias, mean, invstd, residual), *act)  # type: ignore[arg-type]
+    assert_close(output, expected, f"output of {activation}")
+    arguments = (grad_output, input, mean, invstd, weight, bias, residual)
+    expected = reference.batch_norm_act_backward_reduce(*wide(*arguments), *act, [3, 9])  # type: ignore[arg-type]
+    # Sums relative to what is added up, which may cancel, and to 1, of which the derivative of tanh is the rest.
+    deviation = (input.double() - mean.double().view(-1, *[1] * (input.dim() - 2))).abs()
+    size = 0.1 * grad_output.double().abs()
+    scale = torch.cat([values.sum([0, *range(2, input.dim())]) for values in (size, size * deviation)])
+    for with_grad in (True, False):
+        sums, *grads, grad = ops.batch_norm_act_backward_reduce(*arguments, *act, [3, 9], with_grad)
+        assert sums[2 * channels :].tolist() == [3, 9]
+        rtol = TOLERANCES[accumulate][0]
+        for actual, wanted, near in zip(
+            (sums[: 2 * channels], *grads),
+            (expected[0][: 2 * channels], *expected[1:3]),
+            (scale, scale[channels:] * invstd, scale[:channels]),
+            strict=True,
+        ):
+            assert ((actual.double() - wanted).abs() <= rtol * (near + 1e-3)).all(), f"sums of {activation}"
+        if with_grad:
+            assert grad.stride() == torch.empty_like(input).stride()
+            assert_close(grad, expected[3], f"gradient of {activation}")
+        else:
+            assert grad.numel() == 0
+    if residual is None:
+        factors = (weight, mean, invstd, expected[0][: 2 * channels].to(accumulate), count, bias)
+        grad_input = ops.batch_norm_act_backward_elemt(grad_output, input, *factors, *act)
+        wide_factors = [*wide(*factors[:4]), count, *wide(bias)]
+        wanted = reference.batch_norm_act_backward_elemt(*wide(grad_output, input), *wide_factors, *act)  # type: ignore[arg-type]
+        assert_close(grad_input, wanted, f"grad_input of {activation}")
+
+
+def check_activation(ops: Any, activation: Activation) -> None:
+    """Compares values and derivatives with those of torch, nearly in float32; in both layouts, and at the kinks."""
+    act = activation.code, activation.parameter
+    z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e-6])]).double()
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
+            given.requires_grad_()
+            (slope,) = torch.autograd.grad(activation(given).sum(), given)
+            input = given.detach().to(dtype)
+            zeros, ones = torch.zeros(input.size(1), dtype=dtype), torch.ones(input.size(1), dtype=dtype)
+            output = ops.batch_norm_act_elemt(input, None, None, zeros, ones, None, *act)
+            dy, count = torch.ones_like(input), torch.tensor(1)
+            *_, grad = ops.batch_norm_act_backward_reduce(dy, input, zeros, ones, None, None, None, *act)
+            unreduced = ops.batch_norm_act_backward_elemt(
+                dy, input, None, zeros, ones, zeros.repeat(2), count, None, *act
+            )
+            for actual, expected in ((output, activation(given).detach()), (grad, slope), (unreduced, slope)):
+                torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)

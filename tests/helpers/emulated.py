@@ -20,6 +20,7 @@ from bagua_syncbn.ops import accumulate_dtype, schemas
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
+KERNELS += ("act_elemt", "act_backward_reduce", "act_backward_elemt")
 # Of those for undefined behaviour the ones that a kernel can run into: all of them take half as long again to compile.
 SANITIZERS = (
     "-fsanitize=address,alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
@@ -106,7 +107,7 @@ class Library(NamedTuple):
     """What :func:`build_library` has built, loaded.
 
     Attributes:
-        ops: the five by name, which are torch.ops.bagua_syncbn_emulated.
+        ops: all by name, which are torch.ops.bagua_syncbn_emulated.
         emulate_stream: sets handle and id of the stream, and whether a graph is captured on it.
         emulate_support: sets whether the kernels run on the device: 0, or what ``_C.cuda_support`` gives besides.
     """
@@ -141,12 +142,12 @@ class EmulationError(AssertionError):
 
 
 class EmulatedOps:
-    """The five ops, of the signatures in ``bagua_syncbn.ops``, for CPU tensors in one of the two layouts.
+    """The ops with CUDA kernels, of the signatures in ``bagua_syncbn.ops``, for CPU tensors in one of the two layouts.
 
     Attributes:
         seed: of the order of threads and blocks; another for each call.
         offset: the input, and what has its size, begin so many values after a multiple of 16 bytes.
-        grad_offset: the same for grad_output alone.
+        grad_offset: the same for grad_output and residual.
         launches: kernels that the last op launched.
     """
 
@@ -276,7 +277,70 @@ class EmulatedOps:
         self._call([*self._header(4, input), sums.numel() - 2 * input.size(1), ranks, call], [], [*values, *factors])
         return grad_input
 
-    def _grad(self, grad_output: Tensor) -> tuple[Tensor, int]:
+    def batch_norm_act_elemt(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        residual: Tensor | None,
+        activation: int,
+        parameter: float,
+    ) -> Tensor:
+        output = torch.empty_like(input).fill_(torch.nan)
+        values = [(input, self.offset), self._grad(residual), (output, self.offset)]
+        factors = [(tensor, 0) for tensor in (mean, invstd, weight, bias)]
+        self._call([*self._header(5, input), activation], [parameter], [*values, *factors])
+        return output
+
+    def batch_norm_act_backward_reduce(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        activation: int,
+        parameter: float,
+        words: Sequence[int] = (),
+        with_grad: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
+        sums = poisoned(2 * channels + len(words), accumulate)
+        grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
+        grad = torch.empty_like(input).fill_(torch.nan) if with_grad else None
+        values = [self._grad(grad_output), (input, self.offset), self._grad(residual), (grad, self.offset)]
+        tensors = [(tensor, 0) for tensor in (mean, invstd, weight, bias, sums, *grads)]
+        self._call([*self._header(6, input), activation, *words], [parameter], [*values, *tensors])
+        return sums, grads[0], grads[1], input.new_empty(0) if grad is None else grad
+
+    def batch_norm_act_backward_elemt(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        sums: Tensor,
+        count: Tensor,
+        bias: Tensor | None,
+        activation: int,
+        parameter: float,
+        ranks: int = 1,
+        call: int = 0,
+        fault: Tensor | None = None,
+    ) -> Tensor:
+        grad_input = torch.empty_like(input).fill_(torch.nan)
+        factors = [(tensor, 0) for tensor in (mean, invstd, weight, sums, count, fault, bias)]
+        values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
+        header = [*self._header(7, input), sums.numel() - 2 * input.size(1), ranks, call, activation]
+        self._call(header, [parameter], [*values, *factors])
+        return grad_input
+
+    def _grad(self, grad_output: Tensor | None) -> tuple[Tensor | None, int]:
         return grad_output, self.offset if self.grad_offset is None else self.grad_offset
 
 

@@ -20,6 +20,8 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], list[Any]]] = {
     "elemt": lambda x, c: [x, None, None, c, c],
     "backward_reduce": lambda x, c: [x, x, c, c, c],
     "backward_elemt": lambda x, c: [x, x, c, c, c, c.repeat(2), COUNT],
+    "act_elemt": lambda x, c: [x, c, c, c, c, x, 1, 0.0],
+    "act_backward_reduce": lambda x, c: [x, x, c, c, c, c, x, 1, 0.0],
 }
 
 
@@ -61,6 +63,11 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
     (_with("backward_elemt", (5, lambda x, c: c)), "sums: expected two elements for each channel"),
     (_with("backward_elemt", (6, lambda x, c: COUNT.double())), "count: expected an int64 scalar, got Double ()"),
     (_with("backward_elemt", (6, lambda x, c: COUNT.repeat(2))), "count: expected an int64 scalar, got Long (2)"),
+    (_with("act_elemt", (5, lambda x, c: x[1:])), "residual: expected the sizes of input, got (1, 3, 4) for (2, 3, 4)"),
+    (_with("act_elemt", (5, lambda x, c: x.half())), "residual: expected the dtype of input"),
+    (_with("act_elemt", (6, lambda x, c: 11)), "activation: expected the code of one, got 11"),
+    (_with("act_backward_reduce", (5, lambda x, c: c[1:])), f"bias: {ELEMENTS}"),
+    (_with("act_backward_reduce", (6, lambda x, c: x[1:])), "residual: expected the sizes of input"),
     (_with("gather_stats", (0, lambda x, c: c)), "gathered: expected (ranks, 2 * channels + 2 + words), got (3)"),
     (_with("gather_stats", (0, lambda x, c: torch.ones(2, 7))), "gathered: expected (ranks, 2 * channels + 2 + words)"),
     (_with("gather_stats", (0, lambda x, c: torch.ones(2, 8).half())), "gathered: expected float32 or float64"),

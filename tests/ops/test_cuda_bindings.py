@@ -10,13 +10,14 @@ import warnings
 import pytest
 import torch
 from cases import laid_out
-from comparison import check_ops
+from comparison import check_act_ops, check_ops
 from emulated import find_headers
 from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
 from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
 from bagua_syncbn.ops import fallback, reference
+from bagua_syncbn.ops.activations import activation_of
 
 pytestmark = pytest.mark.skipif(
     find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
@@ -49,6 +50,19 @@ def test_ops(ops, shape, layout, dtype):
     check_ops(ops, *(laid_out(tensor, layout) for tensor in tensors(shape, dtype)), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ops_with_an_activation(ops, dtype):
+    for shape, layout, activation in (
+        ((3, 4, 33), "transposed", "silu"),
+        ((2, 16, 5, 6), "channels_last", "gelu"),
+        ((2, 3, 5, 6), "sliced", ("elu", 0.5)),
+        (SPLIT, "contiguous", "tanh"),
+    ):
+        input, grad_output = (laid_out(tensor, layout) for tensor in tensors(shape, dtype))
+        for residual in (None, laid_out(input.cos(), layout), input.cos().contiguous()):
+            check_act_ops(ops, activation_of(activation), input, grad_output, residual)
+
+
 def test_gradients_of_another_layout(ops):
     input, grad_output = tensors((2, 16, 5, 6), torch.float32)
     check_ops(ops, input, laid_out(grad_output, "channels_last"))
@@ -68,6 +82,11 @@ def test_empty_input(ops, shape):
     assert [t.tolist() for t in results] == [[0] * 6, [0] * 3, [0] * 3]
     assert [t.dtype for t in results] == [torch.float32, torch.float16, torch.float16]
     assert ops.batch_norm_backward_elemt(input, input, None, ones, ones, ones.repeat(2), torch.tensor(1)).shape == shape
+    assert ops.batch_norm_act_elemt(input, None, ones, ones, ones, input, 5, 0.0).shape == shape
+    sums, *_, grad = ops.batch_norm_act_backward_reduce(input, input, ones, ones, None, None, input, 5, 0.0, [3, 9])
+    assert (sums.tolist(), grad.shape) == ([0] * 6 + [3, 9], shape)
+    arguments = input, input, None, ones, ones, ones.repeat(2), torch.tensor(1), ones, 5, 0.0
+    assert ops.batch_norm_act_backward_elemt(*arguments).shape == shape
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
@@ -108,6 +127,9 @@ def test_all_must_be_on_one_device(ops):
         ops.batch_norm_elemt: ([x, c, c, c, c], range(1, 5)),
         ops.batch_norm_backward_reduce: ([x, x, c, c, c], (0, 2, 3)),
         ops.batch_norm_backward_elemt: ([x, x, c, c, c, torch.ones(6), count], (0, *range(2, 7))),
+        ops.batch_norm_act_elemt: ([x, c, c, c, c, x, 1, 0.0], range(1, 6)),
+        ops.batch_norm_act_backward_reduce: ([x, x, c, c, c, c, x, 1, 0.0], (0, 2, 3, 4, 5, 6)),
+        ops.batch_norm_act_backward_elemt: ([x, x, c, c, c, torch.ones(6), count, c, 1, 0.0], (0, *range(2, 8))),
     }
     for op, (arguments, places) in calls.items():
         for place in places:
@@ -140,6 +162,9 @@ def test_nothing_is_copied_filled_or_read_in_between(ops, library):
             ops.batch_norm_elemt: (x, c, c, c, c),
             ops.batch_norm_backward_reduce: (g, x, c, c, c),
             ops.batch_norm_backward_elemt: (g, x, c, c, c, sums, counter),
+            ops.batch_norm_act_elemt: (x, c, c, c, c, g, 1, 0.0),
+            ops.batch_norm_act_backward_reduce: (g, x, c, c, c, c, g, 1, 0.0),
+            ops.batch_norm_act_backward_elemt: (g, x, c, c, c, sums, counter, c, 1, 0.0),
         }
         for op, arguments in calls.items():
             assert aten_calls(op, *arguments) == []

@@ -4,15 +4,16 @@ What this cannot show: a missing fence between blocks, and speed. The planted bu
 """
 
 import shutil
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
-from comparison import check_not_finite, check_ops
+from comparison import check_act_ops, check_activation, check_not_finite, check_ops
 from emulated import CSRC, NO_BUFFER, EmulatedOps, EmulationError, build_changed, find_headers
 from tolerances import assert_close
 
 from bagua_syncbn.ops import reference
+from bagua_syncbn.ops.activations import ACTIVATIONS, IDENTITY, activation_of
 
 pytestmark = pytest.mark.skipif(
     find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
@@ -44,6 +45,9 @@ INTERLEAVED = [
     (18600, 16),  # 136 parts of float32, more than the last block loads at once
     (4700, 64),
 ]
+
+
+GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7)))]
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +121,31 @@ def test_without_weight_and_bias(emulated, shape):
     for actual, expected in results:
         assert actual.dtype == expected.dtype
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def check_activations(ops, activations, shapes, dtype):
+    """Of each shape an activation, with and without a residual; weight and bias are there every other time."""
+    for number, (shape, activation) in enumerate(zip(shapes, cycle(activations), strict=False)):
+        input, grad_output = tensors(shape, dtype)
+        for residual in (None, torch.randn(shape).to(dtype)):
+            check_act_ops(ops, activation, input, grad_output, residual, affine=number % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations(emulated, dtype):
+    given = GIVEN[DTYPES.index(dtype) * 3 :] + GIVEN
+    check_activations(emulated, given, [(3, 3, 5), (3, 3, 33), (2, 1, 257), (2, 2, 8200), (70, 3, 7)], dtype)
+    check_activations(emulated, given[5:], [(7, 5), (33, 9), (257, 8), (2049, 8), (530, 40)], dtype)
+    emulated.offset = 1
+    for emulated.grad_offset in (None, 2):
+        check_activations(emulated, given, [(3, 2, 49), (9, 64), (2, 3, 5)], dtype)
+    emulated.offset, emulated.grad_offset = 0, 1  # a residual that is not aligned as the others are
+    check_activations(emulated, given, [(3, 2, 64), (9, 64)], dtype)
+
+
+@pytest.mark.parametrize("activation", GIVEN, ids=str)
+def test_values_and_derivatives_are_those_of_torch(emulated, activation):
+    check_activation(emulated, activation)
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 128 * 128), (4 * 128 * 128, 3), (2 * 128 * 128, 8)])
@@ -256,12 +285,22 @@ PLANTED = {
         "values[thread_index()] = value;\n  __syncthreads();", "values[thread_index()] = value;", None),
     "kernels that are not loaded before the first one": ("elemt", "launch.cuh",
         "static_cast<void>(&known_of<Kernels>);", "", "not among all_kernels"),
+    "a wrong derivative at the kink": ("act_backward_elemt", "../activations.inl",
+        "z > of<V>(0) ? of<V>(1) : of<V>(0)", "z < of<V>(0) ? of<V>(0) : of<V>(1)", None),
+    "no gradient of the residual": ("act_backward_reduce", "act_backward_reduce.cu",
+        "if (grad != nullptr) store_slot", "if (grad != nullptr && residual == nullptr) store_slot", None),
+    "a factor of another channel": ("act_elemt", "act.cuh",
+        "factors[w % kLanes].normalize", "factors[0].normalize", None),
     "vectors from any address": ("elemt", "split.h",
         "first == 0 && g.channels % width == 0", "true", "misaligned address|heap-buffer-overflow"),
 }  # fmt: skip
 
 
 def check_kernel(ops, kernel):
+    if kernel.startswith("act"):
+        check_activation(ops, activation_of("relu"))
+        check_activations(ops, GIVEN, [(3, 3, 33), (7, 5), (9, 8), (9000, 8)], torch.float32)
+        return
     if kernel == "gather_stats":
         for ranks in (8, 67, 600):
             check_merge(ops, ranks)

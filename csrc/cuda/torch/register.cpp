@@ -46,6 +46,11 @@ class PerChannelTensor {
   PerChannel channels_{nullptr, DType::kFloat};
 };
 
+// Null if there is none.
+const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
 // `zeros` of them, followed by the words: what a rank without values sends.
 Tensor make_zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const Tensor& like, const Context& context) {
   Tensor values = allocate_vector(zeros + words.count, dtype, like);
@@ -114,13 +119,31 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
   return with_strides_of(output, laid, input);
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
-                                                              const Tensor& mean, const Tensor& invstd,
-                                                              const std::optional<Tensor>& weight,
-                                                              const std::vector<int64_t>& values) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  const Words words = words_of(values);
+Tensor batch_norm_act_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
+                            int64_t activation, double parameter) {
+  check_elemt(input, weight, bias, mean, invstd);
+  check_act(input, weight, bias, residual, activation);
   const Laid laid = lay_out(input);
+  const Context context(input);
+  const std::optional<Tensor> added = residual ? std::optional(laid_out_like(*residual, laid)) : std::nullopt;
+  Tensor output = allocate_like(laid.tensor);
+  if (input.numel() == 0) return with_strides_of(output, laid, input);
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
+  check_cuda(act_elemt(laid.tensor.const_data_ptr(), data_of(added), output.mutable_data_ptr(), dtype_of(input),
+                       laid.geometry, {means, invstds, weights, biases}, {activation, parameter}, context.stream()));
+  return with_strides_of(output, laid, input);
+}
+
+namespace {
+
+using Sums = std::tuple<Tensor, Tensor, Tensor>;
+
+// `reduce(dy, arguments, workspace, stream)` launches the kernel.
+template <typename Reduce>
+Sums sums_of(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean, const Tensor& invstd,
+             const std::optional<Tensor>& weight, const std::vector<int64_t>& values, const Reduce& reduce) {
+  const Words words = words_of(values);
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t channels = laid.geometry.channels, width = 2 * channels;
@@ -136,33 +159,104 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   Tensor grad_weight = allocate_vector(channels, parameter, input);
   Tensor grad_bias = allocate_vector(channels, parameter, input);
   TorchWorkspace workspace(input, context);
-  check_cuda(backward_reduce(grads.const_data_ptr(), laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry,
-                             {means,
-                              invstds,
-                              sums.mutable_data_ptr(),
-                              {grad_weight.mutable_data_ptr(), dtype_of(grad_weight)},
-                              {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)},
-                              words},
-                             workspace, context.stream()));
+  const BackwardReduceArguments arguments{means,
+                                          invstds,
+                                          sums.mutable_data_ptr(),
+                                          {grad_weight.mutable_data_ptr(), dtype_of(grad_weight)},
+                                          {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)},
+                                          words};
+  check_cuda(reduce(grads.const_data_ptr(), arguments, workspace, context.stream()));
   return {sums, grad_weight, grad_bias};
 }
 
-Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
+}  // namespace
+
+Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                const Tensor& invstd, const std::optional<Tensor>& weight,
+                                const std::vector<int64_t>& values) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
+  const Laid laid = lay_out(input);
+  const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
+                          Stream stream) {
+    return backward_reduce(dy, laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, arguments, workspace,
+                           stream);
+  };
+  return sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    int64_t activation, double parameter, const std::vector<int64_t>& values, bool with_grad) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
+  check_act(input, weight, bias, residual, activation);
+  const Laid laid = lay_out(input);
+  const std::optional<Tensor> added = residual ? std::optional(laid_out_like(*residual, laid)) : std::nullopt;
+  const Tensor grad = with_grad ? allocate_like(laid.tensor) : allocate_vector(0, scalar_type(input), input);
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
+  const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
+                          Stream stream) {
+    return act_backward_reduce(dy, laid.tensor.const_data_ptr(), data_of(added),
+                               with_grad ? grad.mutable_data_ptr() : nullptr, dtype_of(input), laid.geometry,
+                               {means, invstds, weights, biases}, arguments, {activation, parameter}, workspace,
+                               stream);
+  };
+  const auto [sums, grad_weight, grad_bias] = sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
+  return {sums, grad_weight, grad_bias, with_grad ? with_strides_of(grad, laid, input) : grad};
+}
+
+namespace {
+
+// `start(dy, x, dx, geometry, arguments, stream)` launches the kernel.
+template <typename Start>
+Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                      const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
+                      int64_t call, const std::optional<Tensor>& fault, const Start& start) {
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
   Tensor grad_input = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums);
-  check_cuda(backward_elemt(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),
-                            dtype_of(input), laid.geometry,
-                            {means, invstds, weights, totals, static_cast<const int64_t*>(count.const_data_ptr()),
-                             sums.numel() - 2 * laid.geometry.channels, ranks, call, record_of(fault)},
-                            context.stream()));
+  const BackwardElemtArguments arguments{means,
+                                         invstds,
+                                         weights,
+                                         totals,
+                                         static_cast<const int64_t*>(count.const_data_ptr()),
+                                         sums.numel() - 2 * laid.geometry.channels,
+                                         ranks,
+                                         call,
+                                         record_of(fault)};
+  check_cuda(start(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(), laid.geometry,
+                   arguments, context.stream()));
   return with_strides_of(grad_input, laid, input);
+}
+
+}  // namespace
+
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
+  const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
+                         const BackwardElemtArguments& arguments,
+                         Stream stream) { return backward_elemt(dy, x, dx, dtype_of(input), g, arguments, stream); };
+  return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
+}
+
+Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
+                                     const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
+                                     const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
+                                     int64_t activation, double parameter, int64_t ranks, int64_t call,
+                                     const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
+  check_act(input, weight, bias, std::nullopt, activation);
+  const PerChannelTensor biases(bias);
+  const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
+                         const BackwardElemtArguments& arguments, Stream stream) {
+    return act_backward_elemt(dy, x, dx, dtype_of(input), g, arguments, biases, {activation, parameter}, stream);
+  };
+  return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
 }
 
 namespace {
@@ -197,4 +291,7 @@ STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CUDA, m) {
   BAGUA_SYNCBN_REGISTER(batch_norm_elemt);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_reduce);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt);
+  BAGUA_SYNCBN_REGISTER(batch_norm_act_elemt);
+  BAGUA_SYNCBN_REGISTER(batch_norm_act_backward_reduce);
+  BAGUA_SYNCBN_REGISTER(batch_norm_act_backward_elemt);
 }

@@ -58,6 +58,9 @@ inline void __syncthreads() {
   emulator::wait_at_barrier();
 }
 inline void __threadfence() {}
+inline float __fdividef(float a, float b) {
+  return a / b;
+}
 
 inline unsigned atomicInc(unsigned* address, unsigned highest) {
   const unsigned old = *address;

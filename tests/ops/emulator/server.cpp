@@ -106,6 +106,21 @@ const char* run(const std::vector<int64_t>& integers, const std::vector<double>&
                             {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
                              integers[7], integers[8], integers[9], b[8].integers()},
                             nullptr);
+    case 5:
+      return act_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
+                       {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels()}, {integers[7], doubles[0]},
+                       nullptr);
+    case 6:
+      return act_backward_reduce(
+          b[0].data, b[1].data, b[2].data, b[3].data, dtype, g,
+          {b[4].channels(), b[5].channels(), b[6].channels(), b[7].channels()},
+          {b[4].channels(), b[5].channels(), b[8].data, b[9].channels(), b[10].channels(), words_of(integers, 8)},
+          {integers[7], doubles[0]}, workspace, nullptr);
+    case 7:
+      return act_backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
+                                {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
+                                 integers[7], integers[8], integers[9], b[8].integers()},
+                                b[9].channels(), {integers[10], doubles[0]}, nullptr);
     default:
       return "no such op";
   }
