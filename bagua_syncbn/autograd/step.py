@@ -13,7 +13,7 @@ from .epilogue import Epilogue
 from .exchange import AnyExchange, Exchange, Line, exchange_of, tell_peers
 from .fused import fused_batch_norm
 from .outputs import note_output
-from .torch_private import unseen_by_selective_checkpointing
+from .torch_private import apply_of, unseen_by_selective_checkpointing, unwrapped
 
 
 def synchronized_batch_norm(
@@ -54,8 +54,9 @@ def plain_batch_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, options: ops.MergeOptions, line: Line, layer: nn.Module
 ) -> Tensor:
     """The same where :func:`is_plain`, of a call that was found right before: in as little Python as it takes."""
+    weight, bias = weight if weight is None else unwrapped(weight), bias if bias is None else unwrapped(bias)
     try:
-        output: Tensor = _SyncBatchNorm.apply(input, weight, bias, options, Exchange(line))
+        output: Tensor = _apply(unwrapped(input), weight, bias, options, Exchange(line))
     except RuntimeError as error:
         tell_peers(line.communicator, layer, error)
         raise
@@ -145,3 +146,6 @@ class _SyncBatchNorm(_Step):
         ctx.exchange = exchange
         output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)
         return output
+
+
+_apply = apply_of(_SyncBatchNorm)

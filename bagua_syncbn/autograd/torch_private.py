@@ -48,6 +48,19 @@ def is_transforming() -> bool:
     return _has_transforms() or getattr(forward_ad, "_current_level", -1) >= 0
 
 
+# The tensor itself, or what is in it where a transform that has ended left it over.
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Returns ``function.apply`` for where :func:`is_untouched`, and for tensors that are :func:`unwrapped`.
+
+    torch's own sees to both, in each call and for each argument.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def is_untouched() -> bool:
     """Whether no trace, transform or selective checkpointing is at work here. Not asked where torch.compile traces."""
     if (

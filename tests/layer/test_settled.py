@@ -90,11 +90,18 @@ AROUND = {
     "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
     "vmap": lambda layer, input: torch.func.vmap(layer)(input[None])[0],
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
+    "input that torch.func has left over": lambda layer, input: layer(left_over(input)),
     "accumulated": lambda layer, input: accumulated(layer, input),
     "masked": lambda layer, input: masked(layer, input),
     "a mask": lambda layer, input: layer(input, mask=torch.arange(SHAPE[2]) < 3),
     "a residual": lambda layer, input: layer(input, input),
 }
+
+
+def left_over(input):
+    kept = []
+    torch.func.grad(lambda x: (kept.append(x * 3), x.sum())[1])(input)
+    return kept[0]
 
 
 def accumulated(layer, input):
