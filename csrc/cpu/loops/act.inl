@@ -1,8 +1,9 @@
 // Loops with an activation of z = (x - mean) * scale + shift + residual. Those of a few operations are computed where z
-// is. For all others a chunk of values at a time, which stays in the L1 cache, goes through a loop that is compiled
-// once for each activation, and not once more for each dtype and layout.
+// is, and of floats the ones that are met most, so that memory and arithmetic work at the same time. For all others a
+// chunk of values at a time, which stays in the L1 cache, goes through a loop that is compiled once for each
+// activation, and not once more for each dtype and layout. Chunks are short, since memory waits meanwhile.
 
-constexpr int64_t kChunk = 512;
+constexpr int64_t kChunk = 128;
 
 // Room for the last vector of a row that ends within it.
 template <typename A>
@@ -85,19 +86,13 @@ struct Line {
   }
 };
 
+template <typename Activation, typename... Some>
+constexpr bool kIsOneOf = (std::is_same_v<Activation, Some> || ...);
+
 // Activations that are computed where z is.
-template <typename Activation>
-constexpr bool kDirect = false;
-template <>
-constexpr bool kDirect<Identity> = true;
-template <>
-constexpr bool kDirect<Relu> = true;
-template <>
-constexpr bool kDirect<Relu6> = true;
-template <>
-constexpr bool kDirect<LeakyRelu> = true;
-template <>
-constexpr bool kDirect<Hardswish> = true;
+template <typename Activation, typename A>
+constexpr bool kDirect = kIsOneOf<Activation, Identity, Relu, Relu6, LeakyRelu, Hardswish> ||
+                         (std::is_same_v<A, float> && kIsOneOf<Activation, Silu, Gelu>);
 
 template <typename Activation, bool kStream, typename T, typename A, typename Factors>
 void value_of_line(const Line<T, A, Factors>& line, T* y, A parameter) {
@@ -131,7 +126,7 @@ struct Functions {
 
 template <typename Activation, typename T, typename A, typename Factors>
 constexpr Functions<T, A, Factors> functions_of() {
-  if constexpr (kDirect<Activation>) {
+  if constexpr (kDirect<Activation, A>) {
     return {value_of_line<Activation, false, T, A, Factors>, value_of_line<Activation, true, T, A, Factors>,
             gradient_of_line<Activation, T, A, Factors>, nullptr, nullptr};
   } else {

@@ -33,11 +33,12 @@ inline Vec<float> power_of_two(Mask<float> k) {
 // x = k * log(2) + r, with |r| at most half of log(2), for |x| below 2^15; and exp(r) - 1.
 struct Reduced {
   Mask<float> k;
-  Vec<float> expm1;
+  Vec<float> whole, expm1;  // k once more, as floats
 
   explicit Reduced(Vec<float> x) {
     const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23, to which an integer is added exactly
-    const Vec<float> shifted = x * 1.44269504f + round, whole = shifted - round;
+    const Vec<float> shifted = x * 1.44269504f + round;
+    whole = shifted - round;
     k = (Mask<float>)shifted - (Mask<float>)round;
     const Vec<float> r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;  // log(2) in two parts
     expm1 = r + r * r * polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r);
@@ -45,8 +46,14 @@ struct Reduced {
 };
 
 inline Vec<float> clamp(Vec<float> x, float low, float high) {  // a NaN stays one
+#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_max_ps((__m512)broadcast(low), _mm512_min_ps((__m512)broadcast(high), (__m512)x));
+#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_max_ps((__m256)broadcast(low), _mm256_min_ps((__m256)broadcast(high), (__m256)x));
+#else
   x = x > high ? broadcast(high) : x;
   return x < low ? broadcast(low) : x;
+#endif
 }
 
 inline Vec<float> exp_of(Vec<float> x) {
@@ -58,7 +65,11 @@ inline Vec<float> exp_of(Vec<float> x) {
 // For results that are normal numbers: of others, the next.
 inline Vec<float> exp_between(Vec<float> x) {
   const Reduced reduced(clamp(x, -87.0f, 88.0f));
+#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_scalef_ps((__m512)(reduced.expm1 + 1.0f), (__m512)reduced.whole);
+#else
   return (reduced.expm1 + 1.0f) * power_of_two(reduced.k);
+#endif
 }
 
 inline Vec<float> sigmoid_of(Vec<float> x) {
