@@ -5,6 +5,7 @@ that forward asks what torch.fx cannot answer as in a real call.
 """
 
 import copy
+import operator
 import warnings
 from collections.abc import Iterator
 from inspect import signature
@@ -26,6 +27,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 # A forward that names one of these may do other things with a tensor than with what torch.fx gives it.
 _QUESTIONS = {"isinstance", "issubclass", "type", "hasattr", "getattr", "is_tensor", "callable"}
 _MOST_CHOICES = 3
+_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ANY = object()  # what is given for an argument that may be None
 
 
@@ -210,6 +212,8 @@ def _chain_from(node: fx.Node, parent: nn.Module) -> tuple[str, ...] | str:
             return f"not one but {len(node.users)} read its output"
         (reader,) = node.users
         if reader.op != "call_module" or reader.args != (node,) or reader.kwargs:
+            if reader.target in _SUMS:  # of what may not be there yet when the layer runs
+                return "a sum reads its output, which only a layer that is called with a residual makes"
             return "no module alone reads its output"
         module = module_at(parent, str(reader.target))
         paths.append(str(reader.target))

@@ -222,6 +222,12 @@ def test_all_that_is_not_proven():
         def forward(self, x):
             return F.relu(self.function(x))
 
+    class Residual(Unproven):
+        def forward(self, x):
+            y = self.function(x)
+            y += x
+            return self.act(y)
+
     class Dropped(Unproven):
         def forward(self, x):
             return self.act(self.drop(self.dropped(x)))
@@ -258,6 +264,7 @@ def test_all_that_is_not_proven():
     reasons = {
         ReadTwice: "as not one but 2 read its output in the forward of ReadTwice",
         Function: "as no module alone reads its output",
+        Residual: "as a sum reads its output, which only a layer that is called with a residual makes",
         Dropped: "as Dropout reads its output",
         Kept: "as torch.fx cannot follow the forward of Kept: ValueError",
         Either: "as other things follow in the forward of Either at other times",
