@@ -3,8 +3,10 @@
 from test_accumulation import test_ranks_with_uneven_and_empty_micro_batches
 from test_contract import test_drawn_cases, test_options, test_ranks_equal_one_process
 from test_double_backward import test_third_derivatives
+from test_recompute_outputs import test_bit_for_bit_over_ranks
 
 __all__ = [
+    "test_bit_for_bit_over_ranks",
     "test_drawn_cases",
     "test_options",
     "test_ranks_equal_one_process",
