@@ -127,9 +127,9 @@ def main() -> None:
     records.write(results, arguments.output)
     print(report.report(results, leave_out=report.DETAILS))
     print(f"samples: {arguments.output}\ntables of each case: python -m benchmarks.report {arguments.output}")
-    if any(case["section"] in ON_RANKS for case in results["cases"]):
-        directory = arguments.charts or arguments.output.parent / "charts"
-        print(f"charts: {', '.join(str(path) for path in charts.draw_all(results, directory))}")
+    drawn = charts.draw_all(results, arguments.charts or arguments.output.parent / "charts")
+    if drawn:
+        print(f"charts: {', '.join(str(path) for path in drawn)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,43 +15,64 @@ import bagua_syncbn
 
 from ..core import timing
 
-BATCH = (4, 16, 48, 48)
-CHANNELS = BATCH[1]
+CHANNELS = 16
+GIGABYTES = 16  # of a GPU, in which samples are to fit
 
 
 class Bottleneck(nn.Module):
-    """As in ResNet-50: the sum at its end is stored in any case."""
+    """Of ResNet-50: the sum at its end is stored in any case."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int, narrow: int, stride: int = 1) -> None:
         super().__init__()
-        narrow = CHANNELS // 4
-        self.conv1, self.bn1 = nn.Conv2d(CHANNELS, narrow, 1), nn.BatchNorm2d(narrow)
-        self.conv2, self.bn2 = nn.Conv2d(narrow, narrow, 3, padding=1), nn.BatchNorm2d(narrow)
-        self.conv3, self.bn3 = nn.Conv2d(narrow, CHANNELS, 1), nn.BatchNorm2d(CHANNELS)
+        wide = 4 * narrow
+        self.conv1, self.bn1 = nn.Conv2d(channels, narrow, 1, bias=False), nn.BatchNorm2d(narrow)
+        self.conv2, self.bn2 = nn.Conv2d(narrow, narrow, 3, stride, 1, bias=False), nn.BatchNorm2d(narrow)
+        self.conv3, self.bn3 = nn.Conv2d(narrow, wide, 1, bias=False), nn.BatchNorm2d(wide)
         self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if channels != wide:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
-        output: Tensor = self.relu(self.bn3(self.conv3(y)) + x)
+        output: Tensor = self.relu(self.bn3(self.conv3(y)) + self.shortcut(x))
         return output
+
+
+def _resnet50() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for block in range(blocks):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layers.append(Bottleneck(channels, 64 << stage, stride))
+            channels = 256 << stage
+    return nn.Sequential(*layers, *_head(channels, 1000))
 
 
 def _chain(activation: Callable[[], nn.Module]) -> nn.Module:
     layers = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), activation()
-    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4) for layer in layers), *_head())
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4) for layer in layers), *_head(CHANNELS, 10))
 
 
-def _head() -> tuple[nn.Module, ...]:
-    return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, 10)
+def _head(channels: int, classes: int) -> tuple[nn.Module, ...]:
+    return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "convolution, norm, ReLU": partial(_chain, nn.ReLU),
-    "the same, ReLU in place": partial(_chain, partial(nn.ReLU, inplace=True)),
-    "convolution, norm, SiLU": partial(_chain, nn.SiLU),
-    "residual bottlenecks": lambda: nn.Sequential(*(Bottleneck() for _ in range(4)), *_head()),
+class Network(NamedTuple):
+    make: Callable[[], nn.Module]
+    sample: tuple[int, int, int] = (CHANNELS, 48, 48)
+
+
+NETWORKS = {
+    "convolution, norm, ReLU": Network(partial(_chain, nn.ReLU)),
+    "the same, ReLU in place": Network(partial(_chain, partial(nn.ReLU, inplace=True))),
+    "convolution, norm, SiLU": Network(partial(_chain, nn.SiLU)),
+    "ResNet-50": Network(_resnet50, (3, 224, 224)),
 }
+BATCH, QUICK_SIDE = 4, 48
 
 VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
@@ -93,20 +114,28 @@ def stored_bytes(model: nn.Module, batch: Tensor) -> int:
     return alive
 
 
+def samples_that_fit(stored: int, batch: int) -> float:
+    """Returns of how many samples the memory holds what a forward pass stores, if it stores so much of a batch."""
+    return GIGABYTES * 2**30 * batch / stored
+
+
 def cases(job: dict[str, Any]) -> list[str]:
     return list(NETWORKS) if "stored" in job["sections"] else []
 
 
-def measure(network: str, job: dict[str, Any]) -> dict[str, Any]:
+def measure(name: str, job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    batch, model = torch.randn(BATCH), NETWORKS[network]()
-    models = {name: prepare(copy.deepcopy(model)) for name, prepare in VARIANTS.items()}
-    workload = {name: lambda each=each: each(batch).square().mean().backward() for name, each in models.items()}
+    network = NETWORKS[name]
+    side = min(QUICK_SIDE, network.sample[1]) if job["quick"] else network.sample[1]
+    shape = (BATCH, network.sample[0], side, side)
+    batch, model = torch.randn(shape), network.make()
+    models = {variant: prepare(copy.deepcopy(model)) for variant, prepare in VARIANTS.items()}
+    workload = {variant: lambda each=each: each(batch).square().mean().backward() for variant, each in models.items()}
     return {
         "section": "stored",
-        "network": network,
-        "shape": BATCH,
-        "bytes": {name: stored_bytes(each, batch) for name, each in models.items()},
+        "network": name,
+        "shape": shape,
+        "bytes": {variant: stored_bytes(each, batch) for variant, each in models.items()},
         **timing.time_alone(workload, job),
     }
 
