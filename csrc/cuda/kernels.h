@@ -9,6 +9,7 @@
 #include "../activations.h"
 #include "../dtypes.h"
 #include "../layout.h"
+#include "../mask.h"
 #include "../packed_stats.h"
 
 struct CUstream_st;
@@ -135,5 +136,16 @@ const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype,
 const char* act_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                                const BackwardElemtArguments& arguments, const PerChannel& bias, const Act<double>& act,
                                Stream stream);
+
+// The same where not all positions count, see bagua_syncbn/ops/schemas.py. `mask` points to memory of the device.
+const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
+                         const Words& words, Workspace& workspace, Stream stream);
+const char* masked_elemt(const void* x, void* y, DType dtype, const Geometry& g, const Mask& mask,
+                         const ElemtArguments& arguments, Stream stream);
+const char* masked_backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g, const Mask& mask,
+                                   const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream);
+const char* masked_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                                  const Mask& mask, bool zeroes, const BackwardElemtArguments& arguments,
+                                  Stream stream);
 
 }  // namespace bagua_syncbn::cuda

@@ -104,12 +104,13 @@ struct Scratch {
   }
 };
 
-// Launches a reduction over `tensors`, which are among the arguments; its kernels take a Scratch at the end.
-template <template <typename, int> class Kernels, typename T, typename... Arguments>
+// Launches a reduction over `tensors`, which are among the arguments; its kernels take a Scratch at the end, of so many
+// entries for each channel of a part.
+template <template <typename, int> class Kernels, typename T, int kEntries = 1, typename... Arguments>
 const char* launch_reduction(const Geometry& g, std::initializer_list<const void*> tensors, Workspace& workspace,
                              Stream stream, Arguments... arguments) {
   return start_variant<Kernels, T>(g, tensors, Pass::kReduction, [&](auto kernel, const auto& plan) {
-    const Scratch scratch(workspace, plan.parts(), g.channels);
+    const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
     return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
   });
 }

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import convert_sync_batchnorm, fuse_activations, recompute_outputs
+from bagua_syncbn import convert_sync_batchnorm, fuse_activations, masked, recompute_outputs
 
 
 def make_model():
@@ -39,7 +39,13 @@ def with_fewer_outputs(model, input):
     return recompute_outputs(fuse_activations(model))(input).square().mean()
 
 
-LOSSES = [plain, checkpointed, gradient_penalty, with_fewer_outputs]
+def with_padding(model, input):
+    lengths = torch.full(input.shape[:1], 4)
+    with masked(model, lengths=lengths, rule=lambda lengths, shape: lengths, zero_masked=True):
+        return model(input).square().mean()
+
+
+LOSSES = [plain, checkpointed, gradient_penalty, with_fewer_outputs, with_padding]
 
 
 def step(loss, batch):

@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 import torch
 from cases import laid_out
-from comparison import check_act_ops, check_last_of_many, check_ops
+from comparison import check_act_ops, check_last_of_many, check_masked_ops, check_ops
 from tolerances import assert_close
 
 from bagua_syncbn import ops
@@ -55,6 +55,17 @@ def test_ops_with_an_activation(dtype):
         input, grad_output = tensors(shape, dtype, layout)
         for residual in (None, input.cos()):
             check_act_ops(ops, activation, input, grad_output, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ops_with_a_mask(shape, dtype):
+    for layout in ["contiguous"] + ["channels_last"] * (len(shape) == 4):
+        input, grad_output = tensors(shape, dtype, layout)
+        masks = [torch.rand(input.select(1, 0).shape) < 0.5]
+        masks += [torch.randint(shape[-1] + 1, (len(input),))] * (len(shape) > 2)
+        for mask in masks:
+            check_masked_ops(ops, input.clone(), grad_output.clone(), mask.cuda())
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

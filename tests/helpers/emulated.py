@@ -21,6 +21,7 @@ from bagua_syncbn.ops import accumulate_dtype, schemas
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
 KERNELS += ("act_elemt", "act_backward_reduce", "act_backward_elemt")
+KERNELS += ("masked_stats", "masked_elemt", "masked_backward_reduce", "masked_backward_elemt")
 # Of those for undefined behaviour the ones that a kernel can run into: all of them take half as long again to compile.
 SANITIZERS = (
     "-fsanitize=address,alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
@@ -338,6 +339,63 @@ class EmulatedOps:
         values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
         header = [*self._header(7, input), sums.numel() - 2 * input.size(1), ranks, call, activation]
         self._call(header, [parameter], [*values, *factors])
+        return grad_input
+
+    def _masked_header(self, op: int, input: Tensor, mask: Tensor) -> list[int]:
+        return [*self._header(op, input), int(mask.dtype != torch.bool), input.size(-1)]
+
+    def batch_norm_masked_stats(self, input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
+        packed = poisoned(2 * input.size(1) + 2 + len(words), accumulate_dtype(input.dtype))
+        buffers = [(input, self.offset), (mask, 0), (packed, 0)]
+        self._call([*self._masked_header(8, input, mask), *words], [], buffers)
+        return packed
+
+    def batch_norm_masked_elemt(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, mask: Tensor
+    ) -> Tensor:
+        output = torch.empty_like(input).fill_(torch.nan)
+        rest = [(tensor, 0) for tensor in (mask, mean, invstd, weight, bias)]
+        self._call(self._masked_header(9, input, mask), [], [(input, self.offset), (output, self.offset), *rest])
+        return output
+
+    def batch_norm_masked_backward_reduce(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        mask: Tensor,
+        words: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
+        sums = poisoned(2 * channels + len(words), accumulate)
+        grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
+        rest = [(tensor, 0) for tensor in (mask, mean, invstd, sums, *grads)]
+        values = [self._grad(grad_output), (input, self.offset)]
+        self._call([*self._masked_header(10, input, mask), *words], [], [*values, *rest])
+        return sums, grads[0], grads[1]
+
+    def batch_norm_masked_backward_elemt(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        sums: Tensor,
+        count: Tensor,
+        mask: Tensor,
+        ranks: int = 1,
+        call: int = 0,
+        fault: Tensor | None = None,
+        zeroes: bool = False,
+    ) -> Tensor:
+        grad_input = torch.empty_like(input).fill_(torch.nan)
+        rest = [(tensor, 0) for tensor in (mask, mean, invstd, weight, sums, count, fault)]
+        values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
+        words = sums.numel() - 2 * input.size(1)
+        self._call([*self._masked_header(11, input, mask), int(zeroes), words, ranks, call], [], [*values, *rest])
         return grad_input
 
     def _grad(self, grad_output: Tensor | None) -> tuple[Tensor | None, int]:

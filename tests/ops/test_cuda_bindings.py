@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from cases import laid_out
-from comparison import check_act_ops, check_ops
+from comparison import check_act_ops, check_masked_ops, check_ops
 from emulated import find_headers
 from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
@@ -61,6 +61,19 @@ def test_ops_with_an_activation(ops, dtype):
         input, grad_output = (laid_out(tensor, layout) for tensor in tensors(shape, dtype))
         for residual in (None, laid_out(input.cos(), layout), input.cos().contiguous()):
             check_act_ops(ops, activation_of(activation), input, grad_output, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked(ops, dtype):
+    for shape, layout in (((7, 5), "contiguous"), ((3, 4, 33), "transposed"), ((2, 16, 5, 6), "channels_last")):
+        masks = [torch.rand(shape[0], *shape[2:]) < 0.5]
+        masks += [torch.randint(shape[-1] + 1, shape[:1])] * (len(shape) > 2)
+        for mask in masks:
+            check_masked_ops(ops, *(laid_out(tensor, layout) for tensor in tensors(shape, dtype)), mask)
+    empty, ones, mask = torch.ones(0, 3, 4), torch.ones(3), torch.ones(0, dtype=torch.int64)
+    assert ops.batch_norm_masked_stats(empty, mask, [7]).tolist() == [0] * 8 + [7]
+    assert ops.batch_norm_masked_elemt(empty, None, None, ones, ones, mask).shape == (0, 3, 4)
+    assert ops.batch_norm_masked_backward_reduce(empty, empty, ones, ones, None, mask)[0].tolist() == [0] * 6
 
 
 def test_gradients_of_another_layout(ops):

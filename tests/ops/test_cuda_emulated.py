@@ -8,7 +8,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from comparison import check_act_ops, check_activation, check_not_finite, check_ops
+from comparison import check_act_ops, check_activation, check_masked_ops, check_not_finite, check_ops
 from emulated import CSRC, NO_BUFFER, EmulatedOps, EmulationError, build_changed, find_headers
 from tolerances import assert_close
 
@@ -88,6 +88,48 @@ def test_interleaved(emulated, dtype):
 def test_channels_last(emulated, shape, memory_format, dtype):
     input, grad_output = (t.contiguous(memory_format=memory_format) for t in tensors(shape, dtype))
     check_ops(emulated, input, grad_output)
+
+
+def masks(shape):
+    """Scattered, nothing but padding, all; padded, with a mask and with lengths."""
+    size = (shape[0], *shape[2:])
+    lengths = torch.randint(-1, shape[-1] + 2, shape[:1])
+    yield from (torch.rand(size) < 0.5, torch.zeros(size, dtype=torch.bool), torch.ones(size, dtype=torch.bool))
+    if len(shape) > 2:
+        padded = torch.arange(shape[-1]) < lengths.view(-1, *[1] * (len(shape) - 2))
+        yield from (padded.expand(size).contiguous(), lengths)
+
+
+MASKED = [
+    *((3, 3, size) for size in (1, 2, 7, 8, 16, 33, 64)),
+    *((2, 1, 1025), (1, 2, 40000), (70, 3, 7), (257, 1, 49), (3, 2, 5, 8), (2, 2, 7, 9)),
+    *((1, 5), (33, 8), (257, 5), (2049, 8), (4100, 3), (1000, 136), (18600, 16)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked(emulated, dtype):
+    for shape in MASKED:
+        for mask in masks(shape):
+            check_masked_ops(emulated, *tensors(shape, dtype), mask)
+    for shape in ((2, 24, 3, 5), (3, 3, 40, 30)):
+        for mask in masks(shape):
+            pair = (t.contiguous(memory_format=torch.channels_last) for t in tensors(shape, dtype))
+            check_masked_ops(emulated, *pair, mask)
+    emulated.offset = 3
+    for shape in ((3, 2, 64), (3, 2, 49), (9, 64), (1, 1, 20001)):
+        for mask in masks(shape):
+            check_masked_ops(emulated, *tensors(shape, dtype), mask)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 30000), (5000, 16)])
+def test_masked_statistics_are_the_same_bits_in_any_order_and_survive_a_large_mean(emulated, shape):
+    input = torch.randn(shape) * 1e-2 + 1e3
+    mask = torch.rand(shape[0], *shape[2:]) < 0.3
+    results = [emulated.batch_norm_masked_stats(input, mask) for _ in range(4)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    expected = reference.batch_norm_masked_stats(input.double(), mask)
+    torch.testing.assert_close(results[0].double(), expected, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5])
@@ -291,6 +333,19 @@ PLANTED = {
         "if (grad != nullptr) store_slot", "if (grad != nullptr && residual == nullptr) store_slot", None),
     "a factor of another channel": ("act_elemt", "act.cuh",
         "factors[w % kLanes].normalize", "factors[0].normalize", None),
+    "a mask read as if it were aligned": ("masked_elemt", "mask.cuh",
+        "reinterpret_cast<uintptr_t>(valid) % W == 0", "true", "misaligned address"),
+    "lengths of other lines": ("masked_elemt", "mask.cuh", "if (++place == mask.length) place = 0;", "++place;", None),
+    "the mask of another sample": ("masked_backward_elemt", "mask.cuh",
+        "samples_end - walk.left()", "samples_end - walk.left() - 1", "heap-buffer-overflow"),
+    "the mask of another row": ("masked_backward_reduce", "mask.cuh",
+        "rows[u] = walk.row();", "rows[u] = walk.row() + blockDim.y;", "heap-buffer-overflow"),
+    "a center that does not count": ("masked_stats", "masked_stats.cu",
+        "if ((valid >> i & 1) != 0) center", "center", None),
+    "parts that all weigh the same": ("masked_stats", "masked_stats.cu",
+        "Shares<double>(count, added)", "Shares<double>(1, 1)", None),
+    "no barrier before parts of a tile are merged": ("masked_stats", "masked_stats.cu",
+        "counts[thread] = count;\n    __syncthreads();", "counts[thread] = count;", None),
     "vectors from any address": ("elemt", "split.h",
         "first == 0 && g.channels % width == 0", "true", "misaligned address|heap-buffer-overflow"),
 }  # fmt: skip
@@ -300,6 +355,11 @@ def check_kernel(ops, kernel):
     if kernel.startswith("act"):
         check_activation(ops, activation_of("relu"))
         check_activations(ops, GIVEN, [(3, 3, 33), (7, 5), (9, 8), (9000, 8)], torch.float32)
+        return
+    if kernel.startswith("masked"):
+        for shape in ((3, 3, 33), (3, 2, 64), (1, 2, 40000), (3, 2, 5, 8), (7, 5), (300, 8), (9000, 8)):
+            for mask in masks(shape):
+                check_masked_ops(ops, *tensors(shape, torch.float32), mask)
         return
     if kernel == "gather_stats":
         for ranks in (8, 67, 600):

@@ -60,8 +60,10 @@ Tensor make_zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values) {
-  check_input(input);
+namespace {
+
+// `mask` may be null.
+Tensor compute_stats(const Tensor& input, const Mask* mask, const std::vector<int64_t>& values) {
   const Words words = words_of(values);
   const Laid laid = lay_out(input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
@@ -71,9 +73,26 @@ Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values)
   if (input.numel() == 0) return make_zeros_and(words, size - words.count, accumulate, input, context);
   Tensor packed = allocate_vector(size, accumulate, input);
   TorchWorkspace workspace(input, context);
-  check_cuda(stats(laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, packed.mutable_data_ptr(), words,
-                   workspace, context.stream()));
+  const void* x = laid.tensor.const_data_ptr();
+  void* out = packed.mutable_data_ptr();
+  const DType dtype = dtype_of(input);
+  const Stream stream = context.stream();
+  check_cuda(mask ? masked_stats(x, dtype, laid.geometry, *mask, out, words, workspace, stream)
+                  : stats(x, dtype, laid.geometry, out, words, workspace, stream));
   return packed;
+}
+
+}  // namespace
+
+Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values) {
+  check_input(input);
+  return compute_stats(input, nullptr, values);
+}
+
+Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, const std::vector<int64_t>& values) {
+  check_input(input);
+  const Mask mask = mask_of(positions, input);
+  return compute_stats(input, &mask, values);
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
@@ -116,6 +135,21 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
   check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry,
                    {means, invstds, weights, biases}, context.stream()));
+  return with_strides_of(output, laid, input);
+}
+
+Tensor batch_norm_masked_elemt(const Tensor& input, const std::optional<Tensor>& weight,
+                               const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd,
+                               const Tensor& positions) {
+  check_elemt(input, weight, bias, mean, invstd);
+  const Mask mask = mask_of(positions, input);
+  const Laid laid = lay_out(input);
+  const Context context(input);
+  Tensor output = allocate_like(laid.tensor);
+  if (input.numel() == 0) return with_strides_of(output, laid, input);
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
+  check_cuda(masked_elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry, mask,
+                          {means, invstds, weights, biases}, context.stream()));
   return with_strides_of(output, laid, input);
 }
 
@@ -184,6 +218,20 @@ Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, 
   return sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
 }
 
+Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                       const Tensor& invstd, const std::optional<Tensor>& weight,
+                                       const Tensor& positions, const std::vector<int64_t>& values) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
+  const Mask mask = mask_of(positions, input);
+  const Laid laid = lay_out(input);
+  const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
+                          Stream stream) {
+    return masked_backward_reduce(dy, laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, mask, arguments,
+                                  workspace, stream);
+  };
+  return sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
@@ -244,6 +292,19 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
 }
 
+Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor& input,
+                                        const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
+                                        const Tensor& sums, const Tensor& count, const Tensor& positions, int64_t ranks,
+                                        int64_t call, const std::optional<Tensor>& fault, bool zeroes) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
+  const Mask mask = mask_of(positions, input);
+  const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
+                         const BackwardElemtArguments& arguments, Stream stream) {
+    return masked_backward_elemt(dy, x, dx, dtype_of(input), g, mask, zeroes, arguments, stream);
+  };
+  return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
+}
+
 Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                      const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
                                      const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
@@ -291,6 +352,10 @@ STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CUDA, m) {
   BAGUA_SYNCBN_REGISTER(batch_norm_elemt);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_reduce);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt);
+  BAGUA_SYNCBN_REGISTER(batch_norm_masked_stats);
+  BAGUA_SYNCBN_REGISTER(batch_norm_masked_elemt);
+  BAGUA_SYNCBN_REGISTER(batch_norm_masked_backward_reduce);
+  BAGUA_SYNCBN_REGISTER(batch_norm_masked_backward_elemt);
   BAGUA_SYNCBN_REGISTER(batch_norm_act_elemt);
   BAGUA_SYNCBN_REGISTER(batch_norm_act_backward_reduce);
   BAGUA_SYNCBN_REGISTER(batch_norm_act_backward_elemt);

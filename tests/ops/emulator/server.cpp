@@ -81,6 +81,12 @@ Words words_of(const std::vector<int64_t>& integers, size_t begin) {
   return words;
 }
 
+// Whether the buffer has lengths, and the length of a line.
+Mask mask_of(const std::vector<int64_t>& integers, const Buffer& buffer, const Geometry& g) {
+  if (integers[7] != 0) return {nullptr, buffer.integers(), g.inner, integers[8]};
+  return {static_cast<const uint8_t*>(buffer.data), nullptr, g.inner, integers[8]};
+}
+
 const char* run(const std::vector<int64_t>& integers, const std::vector<double>& doubles, const std::vector<Buffer>& b,
                 Workspace& workspace) {
   const auto dtype = static_cast<DType>(integers[1]);
@@ -121,6 +127,23 @@ const char* run(const std::vector<int64_t>& integers, const std::vector<double>&
                                 {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
                                  integers[7], integers[8], integers[9], b[8].integers()},
                                 b[9].channels(), {integers[10], doubles[0]}, nullptr);
+    case 8:
+      return masked_stats(b[0].data, dtype, g, mask_of(integers, b[1], g), b[2].data, words_of(integers, 9), workspace,
+                          nullptr);
+    case 9:
+      return masked_elemt(b[0].data, b[1].data, dtype, g, mask_of(integers, b[2], g),
+                          {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels()}, nullptr);
+    case 10:
+      return masked_backward_reduce(
+          b[0].data, b[1].data, dtype, g, mask_of(integers, b[2], g),
+          {b[3].channels(), b[4].channels(), b[5].data, b[6].channels(), b[7].channels(), words_of(integers, 9)},
+          workspace, nullptr);
+    case 11:
+      return masked_backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g, mask_of(integers, b[3], g),
+                                   integers[9] != 0,
+                                   {b[4].channels(), b[5].channels(), b[6].channels(), b[7].channels(), b[8].integers(),
+                                    integers[10], integers[11], integers[12], b[9].integers()},
+                                   nullptr);
     default:
       return "no such op";
   }

@@ -1,0 +1,100 @@
+// batch_norm_masked_backward_reduce: as backward_reduce.cu, of the positions that count.
+
+#include "factors.cuh"
+#include "mask.cuh"
+
+namespace bagua_syncbn::cuda {
+namespace {
+
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads)
+    planar_masked_backward_reduce(Planar plan, const T* dy, const T* x, Mask mask, BackwardReduceArguments arguments,
+                                  Scratch scratch) {
+  PlanarWalk<W> walk(plan, false);
+  const int64_t end = samples_end(plan, false);
+  MaskedSlots<kPairs<W>, W> at;
+  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+  const auto load = [&] {
+    at.next(walk, end);
+    load_pairs(walk, dy, x, at.slots, grads, values);
+    return at.bits(mask, plan, walk.channel);
+  };
+  bool more = !walk.done();
+  unsigned valid = load();
+  const A center = read_channel<A>(arguments.mean, walk.channel);
+  Sums<A> sums{0, 0};
+  while (more) {
+    Sums<A> batch{0, 0};
+#pragma unroll
+    for (int i = 0; i < kPairs<W> * W; ++i) {
+      const A grad = widen(grads[i / W].values[i % W]), deviation = widen(values[i / W].values[i % W]) - center;
+      if ((valid >> i & 1) != 0) batch.add(grad, grad * deviation);
+    }
+    sums.add(batch.first, batch.second);
+    more = !walk.done();
+    valid = load();
+  }
+  A count = 0;
+  reduce_block(sums, count);
+  Sums<double> total{sums.first, sums.second};
+  if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
+  if (thread_index() == 0) write_sums<A>(arguments, plan.channels, walk.channel, total);
+}
+
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, W == 8 ? 2 : 4)
+    interleaved_masked_backward_reduce(Interleaved plan, const T* dy, const T* x, Mask mask,
+                                       BackwardReduceArguments arguments, Scratch scratch) {
+  InterleavedWalk<W> walk(plan, false);
+  MaskedRows<kPairs<W>, W> at;
+  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+  const auto load = [&] {
+    at.next(walk);
+    load_offsets(dy, at.offsets, grads);
+    load_offsets(x, at.offsets, values);
+    return at.bits(mask);
+  };
+  bool more = !walk.done();
+  unsigned valid = load();
+  A centers[W] = {};
+  share_factors(centers, walk, plan.channels, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
+  Sums<A> sums[W] = {};
+  while (more) {
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      Sums<A> batch{0, 0};
+#pragma unroll
+      for (int u = 0; u < kPairs<W>; ++u) {
+        const A grad = widen(grads[u].values[w]), deviation = widen(values[u].values[w]) - centers[w];
+        if ((valid >> u & 1) != 0) batch.add(grad, grad * deviation);
+      }
+      sums[w].add(batch.first, batch.second);
+    }
+    more = !walk.done();
+    valid = load();
+  }
+  A count = 0;
+  const Sums<A> sum = reduce_rows<W>(sums, count);
+  Sums<double> total{sum.first, sum.second};
+  if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
+  write_sums<A>(arguments, plan.channels, walk.tile_begin + thread_index(), total);
+}
+
+template <typename T, int W>
+struct MaskedBackwardReduce {
+  static constexpr auto planar = planar_masked_backward_reduce<T, W>;
+  static constexpr auto interleaved = interleaved_masked_backward_reduce<T, W>;
+};
+
+}  // namespace
+
+const char* masked_backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g, const Mask& mask,
+                                   const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream) {
+  return dispatch(dtype, [&](auto value) {
+    using T = decltype(value);
+    return launch_reduction<MaskedBackwardReduce, T>(g, {dy, x}, workspace, stream, static_cast<const T*>(dy),
+                                                     static_cast<const T*>(x), mask, arguments);
+  });
+}
+
+}  // namespace bagua_syncbn::cuda
