@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -357,19 +358,14 @@ def exchange(process_group):
 def exchange_where_single_all_gather_raises(message):
     calls = []
 
-    def unsupported(output, input, group=None, async_op=False):
+    def unsupported(group, output, input):
         calls.append(group)
         raise RuntimeError(message)
 
-    single, c10d._all_gather_single = c10d._all_gather_single, unsupported
-    try:
-        group = dist.new_group([0, 1])
+    group = dist.new_group([0, 1])
+    with patch.object(type(group), c10d._GATHER_METHOD, unsupported):
         exactly = TorchCommunicator(group)
         return [exchange(exactly)[2], exchange(exactly)[2]], len(calls)
-    except RuntimeError as error:
-        return str(error), len(calls)
-    finally:
-        c10d._all_gather_single = single
 
 
 def test_a_backend_that_gathers_into_a_list_only(pool):
