@@ -9,27 +9,6 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// What the threads have becomes the result: of the one channel of the block, and of those of its tile.
-template <int W, typename A>
-__device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[1], const Planar& plan, const PlanarWalk<W>& walk,
-                                                const BackwardReduceArguments& arguments, const Scratch& scratch) {
-  A count = 0;
-  reduce_block(sums[0], count);
-  Sums<double> total{sums[0].first, sums[0].second};
-  if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
-  if (thread_index() == 0) write_sums<A>(arguments, plan.channels, walk.channel, total);
-}
-template <int W, typename A>
-__device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[W], const Interleaved& plan,
-                                                const InterleavedWalk<W>& walk,
-                                                const BackwardReduceArguments& arguments, const Scratch& scratch) {
-  A count = 0;
-  const Sums<A> sum = reduce_rows<W>(sums, count);
-  Sums<double> total{sum.first, sum.second};
-  if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
-  write_sums<A>(arguments, plan.channels, walk.tile_begin + thread_index(), total);
-}
-
 template <typename T, int W, typename Plan, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 2)
     act_backward_reduce(Plan plan, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ residual,

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   bool more = !walk.done();
   unsigned valid = load();
   const A center = read_channel<A>(arguments.mean, walk.channel);  // waited for together with the first batch
-  Sums<A> sums{0, 0};
+  Sums<A> sums[1] = {};
   while (more) {
     if (valid != kAll) {
       replace_others(grads, valid, narrow<T>(0));  // which add nothing
@@ -38,15 +38,11 @@ __global__ void __launch_bounds__(kThreads)
       const A grad = widen(grads[i / W].values[i % W]), deviation = widen(values[i / W].values[i % W]) - center;
       batch.add(grad, grad * deviation);
     }
-    sums.add(batch.first, batch.second);
+    sums[0].add(batch.first, batch.second);
     more = !walk.done();
     valid = load();
   }
-  A count = 0;
-  reduce_block(sums, count);
-  Sums<double> total{sums.first, sums.second};
-  if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
-  if (thread_index() == 0) write_sums<A>(arguments, plan.channels, walk.channel, total);
+  merge_and_write(sums, plan, walk, arguments, scratch);
 }
 
 // Room for three blocks of half precision on a multiprocessor: with that of four the compiler puts off a load.
@@ -81,11 +77,7 @@ __global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
     more = !walk.done();
     load();
   }
-  A count = 0;
-  const Sums<A> sum = reduce_rows<W>(sums, count);
-  Sums<double> total{sum.first, sum.second};
-  if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
-  write_sums<A>(arguments, plan.channels, walk.tile_begin + thread_index(), total);
+  merge_and_write(sums, plan, walk, arguments, scratch);
 }
 
 template <typename T, int W>
