@@ -57,6 +57,11 @@ def seeded():
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items):
+    """The file that takes longest comes first: with two at a time, it would be waited for at the end."""
+    items.sort(key=lambda item: item.path.stem != "test_cuda_emulated")
+
+
 def pytest_collection_finish():
     gc.freeze()  # no collection looks at the modules of torch again
 

@@ -42,6 +42,7 @@ def one_sample(monkeypatch):
     monkeypatch.setattr(test_gpu_ops, "tensors", lambda shape, *options: made(small(shape), *options))
 
 
+@pytest.mark.slow
 def test_measuring(monkeypatch, tmp_path):
     """On the one rank of a job of its own: before the tests of layers start theirs."""
     output, codes = tmp_path / "cases.jsonl", []
