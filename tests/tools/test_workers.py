@@ -36,6 +36,7 @@ def fail_on(rank, how):
     time.sleep(60)
 
 
+@pytest.mark.slow  # it proves nothing but what tests stand on
 def test_a_rank_that_fails_ends_all_and_is_named(own_pool):
     before = [pid for _, pid in own_pool.run(add_up_ranks, 2, 0)]
     for rank, how, message in (
