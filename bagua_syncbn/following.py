@@ -19,7 +19,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from .tracing import Proxy, as_one_node
 
 # In the module whose forward calls a layer, by the path to the layer ("" for itself): the paths of the modules through
-# which its output goes, of which the last is the activation and the others return what they are given.
+# which its output goes, of which the last is the activation and all before it return what they are given.
 Chains = dict[str, tuple[str, ...]]
 CHAINS = "bagua_syncbn_chains"
 _MARK = "_bagua_syncbn_activated_by"

@@ -99,7 +99,8 @@ class SyncBatchNorm(_BatchNorm):
     # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
     # copies and files.
     name_in_model: str | None = None
-    # Likewise: a number for its place among the synchronized layers of the model, which other ranks' layers have too.
+    # Given by conversion: a number for the layer's place among the synchronized layers of the model, the same on all
+    # ranks.
     place_in_model: int = 0
 
     # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,

@@ -23,22 +23,17 @@ _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- en
 def machine_table(results: Results) -> str:
     machine, versions, settings = results["machine"], results["versions"], results["settings"]
     foreign = [case["foreign_cores"] for case in results["cases"] if case.get("foreign_cores") is not None]
-    timed = [case for case in results["cases"] if "microseconds" in case]
-    faults = [case["faults"] for case in timed]
-    rounds = sorted(len(case["microseconds"]["copy"]) for case in timed if "copy" in case["microseconds"])
-    dropped = sum(case["dropped"] for case in timed)
+    dropped = sum(case.get("dropped", 0) for case in results["cases"])
     devices = ", ".join(machine.get("devices", []))
     rows = [
         ["measured", f"{results['date']}, {settings['minutes']:g} minutes"],
         ["processor", f"{machine['processor']}, {machine['cores']} cores{', virtual' * machine['virtual']}"],
-        ["caches", ", ".join(machine["caches"]) or "unknown"],
         *([["GPUs", devices]] if devices else []),
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
         ["malloc", "keeps freed memory" if settings["keeps_memory"] else "the system's defaults"],
     ]
-    if rounds:
-        counted = f"{rounds[0]} to {rounds[-1]}; {dropped} in all dropped because memory was mapped in them"
-        rows += [["rounds of a case", counted], ["page faults of a round", f"{min(faults)} to {max(faults)} (medians)"]]
+    if dropped:
+        rows.append(["rounds dropped", f"{dropped}, because memory was mapped in them"])
     if foreign:
         quiet = f"at most {max(foreign):.2f}, on average over a case; {quartiles(foreign)[1]:.2f} in half of them"
         rows.append(["cores used by others", quiet])

@@ -66,7 +66,7 @@ class Seat:
         return found
 
     def size(self) -> int:
-        """Returns the number of ranks, before the communicator is made: only for "node" the others are asked."""
+        """Returns the number of ranks, before the communicator is made: only for "node" the ranks ask each other."""
         world, rule = c10d.default_group(), self.rule
         if rule == NODE or bagua.is_initialized() or torch.compiler.is_compiling():
             return self.find().size

@@ -24,11 +24,19 @@ class Finding(NamedTuple):
     """What conversion does with one module, and why."""
 
     names: list[str]
+    """All names that the module has in the model; ``[""]`` for the model itself."""
     module: nn.Module
     action: Action
+    """``"converted"``, also for what is synchronized already; ``"skipped"``; or ``"refused"``, which raises."""
     reason: str
-    target: type[SyncBatchNorm] | None = None  # the class it gets, if converted
-    error: Exception | None = None  # raised for it, if refused
+    target: type[SyncBatchNorm] | None = None
+    """The class that the module gets, if it is converted."""
+    error: Exception | None = None
+    """What conversion raises, if the module is refused."""
+
+    def __str__(self) -> str:
+        names = ", ".join(name or "(the model itself)" for name in self.names)
+        return f"{self.action:9}  {names}  {type(self.module).__name__}: {self.reason}"
 
 
 def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:

@@ -102,7 +102,7 @@ def groups_of(layer: nn.Module) -> dict[str, Any]:
     if len({id(group) for group in groups.values()}) > 1:
         raise TypeError(
             f"module: expected layers with one process group, got {full_name(type(layer))} with "
-            f"{' and '.join(groups)}; set process_group to that of them to synchronize with"
+            f"{' and '.join(groups)}; set process_group to the one to synchronize with"
         )
     return groups
 

@@ -10,32 +10,16 @@ from .findings import Action, Filter, Finding, examine
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """What conversion does with one layer."""
-
-    names: tuple[str, ...]
-    """All names that the layer has in the model; ``("",)`` for the model itself."""
-    layer_class: type[nn.Module]
-    action: Action
-    """``"converted"``, also for what is synchronized already; ``"skipped"``; or ``"refused"``, which raises."""
-    reason: str
-
-    def __str__(self) -> str:
-        names = ", ".join(name or "(the model itself)" for name in self.names)
-        return f"{self.action:9}  {names}  {self.layer_class.__name__}: {self.reason}"
-
-
-@dataclass(frozen=True)
 class ConversionReport:
     """What :func:`conversion_report` returns: its text is a summary, and a line for each layer."""
 
-    layers: tuple[LayerReport, ...]
+    layers: tuple[Finding, ...]
 
     def __str__(self) -> str:
         return "\n".join([summary(self.layers), *map(str, self.layers)])
 
 
-def summary(layers: Iterable[LayerReport | Finding]) -> str:
+def summary(layers: Iterable[Finding]) -> str:
     """Returns how many layers are converted, skipped and refused."""
     counts = Counter(layer.action for layer in layers)
     actions: tuple[Action, ...] = ("converted", "skipped", "refused")
@@ -63,9 +47,4 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         converted  head.1  BatchNormAct2d: becomes SyncBatchNormAct2d
         skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
     """
-    return ConversionReport(
-        tuple(
-            LayerReport(tuple(finding.names), type(finding.module), finding.action, finding.reason)
-            for finding in examine(module, filter)
-        )
-    )
+    return ConversionReport(tuple(examine(module, filter)))

@@ -1,12 +1,13 @@
 """What torch.nn.parallel does with one device for each replica, for replicas that share a device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -39,49 +40,45 @@ def replica(network: _Module, device: torch.device, rank: int) -> _Module:
     return copies[network]  # type: ignore[no-any-return]
 
 
-def each_tensor(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and dicts, which are what gets split."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from each_tensor(item)
+def scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+    """Returns ``value`` for each of ``devices``, or the first of them: its tensors in chunks, anything else as it is.
 
-
-def scatter(value: Any, devices: Sequence[torch.device], chunks: int, dim: int) -> list[Any]:
-    """Returns ``value`` for each of ``devices``: tensors in their chunks, anything else as it is."""
-    if isinstance(value, Tensor):
-        return [chunk.to(device) for chunk, device in zip(value.chunk(chunks, dim), devices, strict=True)]
-    if not isinstance(value, (tuple, list, dict)) or not value:
-        return [value for _ in devices]
-    items = value.values() if isinstance(value, dict) else value
-    rows = zip(*(scatter(item, devices, chunks, dim) for item in items), strict=True)
-    return [_like(value, row) for row in rows]
+    Raises:
+        ValueError: its tensors split into different numbers of chunks.
+    """
+    leaves, spec = tree_flatten(value)
+    chunks = [leaf.chunk(len(devices), dim) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    counts = {len(parts) for parts in chunks if parts is not None} or {len(devices)}
+    if len(counts) > 1:
+        raise ValueError(
+            f"inputs: expected tensors that split into the same number of chunks, got some that split into "
+            f"{sorted(counts)}"
+        )
+    rows = (
+        [leaf if parts is None else parts[rank].to(devices[rank]) for leaf, parts in zip(leaves, chunks, strict=True)]
+        for rank in range(counts.pop())
+    )
+    return [tree_unflatten(row, spec) for row in rows]
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     """Returns the outputs of all replicas as one: tensors concatenated, or stacked if they have no dimensions."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        join = torch.cat if first.dim() else torch.stack
-        return join([output.to(device) for output in outputs], dim)
+    flat = [tree_flatten(output) for output in outputs]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_joined(leaves, device, dim) for leaves in columns], flat[0][1])
+
+
+def _joined(leaves: Sequence[Any], device: torch.device, dim: int) -> Tensor | None:
+    first = leaves[0]
     if first is None:
         return None
-    if not isinstance(first, (tuple, list, dict)):
+    if not isinstance(first, Tensor):
         raise TypeError(
             "module: expected outputs that are tensors or None, or dicts, lists or tuples of these, got "
             f"{type(first).__name__}"
         )
-    if isinstance(first, dict):
-        outputs = [[output[key] for key in first] for output in outputs]
-    return _like(first, [gather(items, device, dim) for items in zip(*outputs, strict=True)])
-
-
-def _like(value: Any, items: Sequence[Any]) -> Any:
-    """Returns a container of the type of ``value``, and with its keys if it has any, that holds ``items``."""
-    if isinstance(value, dict):
-        return type(value)(zip(value, items, strict=True))
-    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    join = torch.cat if first.dim() else torch.stack
+    return join([leaf.to(device) for leaf in leaves], dim)
 
 
 def parallel_apply(

@@ -80,16 +80,8 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
             return super().scatter(inputs, kwargs, device_ids)
         if not inputs and not kwargs:
             return (), ()
-        counts = {
-            len(tensor.chunk(len(device_ids), self.dim)) for tensor in shared_device.each_tensor((inputs, kwargs))
-        }
-        if len(counts) > 1:
-            raise ValueError(
-                f"inputs: expected tensors that split into the same number of chunks, got some that split into "
-                f"{sorted(counts)}"
-            )
-        used = device_ids[: min(counts, default=len(device_ids))]
-        return tuple(zip(*shared_device.scatter((inputs, kwargs or {}), used, len(device_ids), self.dim), strict=True))
+        chunks = shared_device.scatter((inputs, kwargs or {}), device_ids, self.dim)
+        return tuple(zip(*chunks, strict=True))
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         try:
@@ -137,22 +129,6 @@ _classes_with_callback: dict[type[nn.Module], Any] = {nn.DataParallel: DataParal
 
 def _with_callback(cls: type[nn.Module]) -> Any:
     if cls not in _classes_with_callback:
-        namespace = {
-            "__module__": cls.__module__,
-            "__doc__": cls.__doc__,
-            "__reduce_ex__": _reduce_ex,
-            "_plain_class": cls,
-        }
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         _classes_with_callback[cls] = type(cls.__name__, (DataParallelWithCallback, cls), namespace)
     return _classes_with_callback[cls]
-
-
-def _reduce_ex(data_parallel: Any, protocol: Any) -> tuple[Any, ...]:
-    # A class made by _with_callback cannot be imported by name: a file holds the one that it was made from.
-    reduced: Any = super(DataParallelWithCallback, data_parallel).__reduce_ex__(protocol)
-    return _new_with_callback, (data_parallel._plain_class,), *reduced[2:]
-
-
-def _new_with_callback(cls: type[nn.Module]) -> Any:
-    derived = _with_callback(cls)
-    return derived.__new__(derived)

@@ -1,4 +1,4 @@
-"""Which positions of an input count, and what becomes of the others."""
+"""Which positions of an input count, and what becomes of the rest."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Masking(NamedTuple):
     """What a call does with some positions."""
 
     positions: Tensor  # which count, as the ops take it: bool (N, *), contiguous, or int64 lengths (N)
-    zeroes: bool  # whether the others are 0 in the output
+    zeroes: bool  # whether positions that do not count are 0 in the output
 
     def clear(self, values: Tensor) -> Tensor:
         """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""

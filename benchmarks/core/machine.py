@@ -39,19 +39,7 @@ def thread_counts(processes: int) -> list[int]:
     return sorted({1, max(1, count_cores() // processes)})
 
 
-def read_caches() -> list[tuple[str, int]]:
-    """Returns name and size of the caches of the first core, nearest first; nothing where the system does not say."""
-    units = {"K": 2**10, "M": 2**20}
-    caches = []
-    for cache in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        kind, level, size = ((cache / name).read_text().strip() for name in ("type", "level", "size"))
-        if kind != "Instruction":
-            caches.append((f"L{level}", int(size[:-1]) * units[size[-1]]))
-    return caches
-
-
 def describe_machine() -> dict[str, Any]:
-    caches = read_caches()
     facts = {}
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -60,8 +48,6 @@ def describe_machine() -> dict[str, Any]:
         "processor": facts.get("model name") or platform.processor() or platform.machine(),
         "cores": count_cores(),
         "virtual": "hypervisor" in facts.get("flags", "").split(),
-        "caches": [f"{name} {size // 2**10} KiB" for name, size in caches],
-        "last_level_cache": caches[-1][1] if caches else None,
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "system": platform.system(),
     }

@@ -1,4 +1,4 @@
-"""Timing in rounds: every function of a workload in turn, so that what disturbs one disturbs the others alike."""
+"""Timing in rounds: every function of a workload in turn, so that what disturbs one disturbs all alike."""
 
 import time
 from collections.abc import Callable

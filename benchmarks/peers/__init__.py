@@ -10,7 +10,7 @@ from torch import nn
 # Makes a layer for so many channels and input of so many dimensions.
 Maker = Callable[[int, int], nn.Module]
 
-# Name, as in the results, and what it is. The first two are what the others are compared with.
+# Name, as in the results, and what it is. The first two are compared with all.
 PEERS = {
     "ours": "bagua_syncbn",
     "local": "torch.nn.BatchNorm (not synchronized)",
@@ -21,7 +21,7 @@ PEERS = {
 
 
 def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Tries each on a small batch; returns those that train on ``device`` in this job, and why the others do not.
+    """Tries each on a small batch; returns those that train on ``device`` in this job, and why any other does not.
 
     All ranks of the job must call it.
     """
@@ -34,7 +34,7 @@ def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
                 make: Maker = importlib.import_module(f"{__name__}.{name}").make
                 x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
                 torch.autograd.grad(make(4, 4).to(device)(x).square().sum(), x)
-        except Exception as error:  # whatever it is, the others are measured and this is the reason
+        except Exception as error:  # whatever it is, this is the reason, and the next layer is tried
             text = str(error).strip().splitlines() or [""]
             skipped[name] = f"{type(error).__name__}: {text[0]}"
         else:

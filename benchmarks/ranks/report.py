@@ -122,25 +122,23 @@ def training_table(results: Results) -> str:
         low, middle, high = quartiles(own)
         reached = [seconds_to_target(case, name) for case in runs if case["ranks"] == ranks]
         seconds = [value for value in reached if value is not None]
-        steps = [steps_to_target(case["losses"][name]) for case in runs if case["ranks"] == ranks]
-        taken = sorted(step for step in steps if step is not None)
-        shown = f"{median(seconds):.3g} ({min(seconds):.3g}-{max(seconds):.3g})" if seconds else "never"
+        shown = "not in every run"
+        if len(seconds) == len(reached):
+            shown = f"{median(seconds):.3g} ({min(seconds):.3g}-{max(seconds):.3g})"
         return [
             _marked(ranks, results),
             name,
             f"{middle / local:.2f} ({low / local:.2f}-{high / local:.2f})",
-            f"{1e3 / middle:.3g} ({1e3 / high:.3g}-{1e3 / low:.3g})",
+            f"{1e3 / middle:.3g}",
             shown,
-            f"{taken[0]}-{taken[-1]}" if taken else "",
-            f"{len(seconds)} of {len(reached)}",
         ]
 
-    header = ["ranks", "peer", "step / local", "steps a second", f"seconds to a loss of {TARGET:g}", "steps", "runs"]
+    header = ["ranks", "peer", "step / local", "steps a second", f"seconds to a loss of {TARGET:g}"]
     return table(header, [row(ranks, name, times) for ranks, times in step_times(results).items() for name in times])
 
 
 def peers_table(results: Results) -> str:
-    """Which peers were measured with how many ranks, and why the others were not."""
+    """Which peers were measured with how many ranks, and why any was not."""
     jobs = of_section(results, "peers")
 
     def row(name: str, what: str) -> list[str]:
