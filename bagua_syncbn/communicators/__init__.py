@@ -8,7 +8,7 @@ in their backward could wait for one that is to run next on the same thread. The
 from .c10d import TorchCommunicator
 from .groups import RankGroup
 from .local import LOCAL, LocalCommunicator
-from .peers import EVERYONE, Communicator, Peers, peers_of, resolve_communicator, sync_group
+from .peers import EVERYONE, Communicator, Peers, peers_of, sync_group
 from .replicas import CallbackContext, Replica, Replicas
 from .waiting import Begun
 
@@ -25,6 +25,5 @@ __all__ = [
     "Replicas",
     "TorchCommunicator",
     "peers_of",
-    "resolve_communicator",
     "sync_group",
 ]

@@ -243,24 +243,6 @@ def peers_of(process_group: Any) -> Peers:
     return Peers(rule)
 
 
-def resolve_communicator(process_group: Any = None) -> Communicator:
-    """Returns the communicator that a layer with ``process_group`` uses.
-
-    Args:
-        process_group: None for all ranks of the job, or for no job: then each process is alone. Otherwise a
-            :class:`torch.distributed.ProcessGroup`, a ``BaguaProcessGroup``, a description as :func:`sync_group` takes
-            it, a :class:`Communicator`, or the :class:`RankGroup` that a layer holds after it was copied or loaded.
-            All of them but the Communicator lead to a group of these ranks that layers have to themselves: of Bagua in
-            a Bagua job, else of torch. Its members make it together at its first use.
-
-    Raises:
-        TypeError: it is none of the supported kinds.
-        ValueError: it is a group that this rank is not a member of, or a description that fits no job, or not this one.
-        RuntimeError: it is Bagua's, and Bagua is not initialized; it was destroyed.
-    """
-    return peers_of(process_group).communicator()
-
-
 def sync_group(process_group: Any) -> Any:
     """Returns the process group of this rank that a description stands for.
 

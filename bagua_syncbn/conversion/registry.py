@@ -36,19 +36,9 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
     Example::
 
         >>> register_converter(fairscale.experimental.nn.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
+        >>> register_converter(inplace_abn.InPlaceABNSync, lambda layer: None)  # goes on to synchronize by itself
 
-        >>> class FromApex(bagua_syncbn.SyncBatchNorm):
-        ...     channel_last = fuse_relu = False  # where its version has no such options
-        ...     fused_activation = property(lambda layer: "relu" if layer.fuse_relu else None)
-        ...
-        ...     def forward(self, input, z=None):
-        ...         channel = -1 if self.channel_last else 1
-        ...         input, z = (None if x is None else x.movedim(channel, 1) for x in (input, z))
-        ...         return super().forward(input, z).movedim(1, channel)
-        >>> register_converter(apex.parallel.SyncBatchNorm, lambda layer: FromApex)
-
-        >>> # Works in place and scales by abs(weight) + eps, as nothing here does: it goes on to synchronize by itself.
-        >>> register_converter(inplace_abn.InPlaceABNSync, lambda layer: None)
+    docs/switching.md has the classes for layers of other packages.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
         raise TypeError(f"cls: expected a class of modules that is not one of bagua_syncbn's, got {cls!r}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bagua_syncbn import ops
-from bagua_syncbn.communicators import resolve_communicator
+from bagua_syncbn.communicators import peers_of
 
 from ..core.batches import Shape, layouts, make_batch
 from ..core.machine import thread_counts
@@ -110,7 +110,7 @@ def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.devi
     layers = {name: maker(shape[1], len(shape)).to(device) for name, maker in makers.items()}
     workload: Workload = {name: TimedStep(layer, x, grad_output, clock) for name, layer in layers.items()}
     workload["copy"] = lambda: copy.copy_(source)
-    communicator = resolve_communicator(None)
+    communicator = peers_of(None).communicator()
     packed, sums = torch.zeros(2 * shape[1] + 2, device=device), torch.zeros(2 * shape[1], device=device)
     workload["collectives"] = lambda: (communicator.all_gather(packed), communicator.all_reduce(sums))
     workload["ops"] = make_ops(source, grad_output)

@@ -6,12 +6,12 @@ import torch.autograd.forward_ad as fwd
 import torch.distributed as dist
 from formula import EPS, draw, normalize
 from observed import GATHER, collectives
+from own_groups import communicator_of
 from torch import nn
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
-from bagua_syncbn.communicators import resolve_communicator
 
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)
@@ -125,7 +125,7 @@ def test_forward_mode_through_a_repetition_is_refused_by_name():
 def test_large_input_in_one_process():
     """Where our own kernels are faster than F.batch_norm, they must not stand in the way of a transform."""
     input = torch.randn(4, 2, 2**16)
-    assert resolve_communicator().size == 1
+    assert communicator_of().size == 1
     result = jvp(lambda x: sync_batch_norm(x, None, None), (input,), (input.sin(),))[1]
     expected = jvp(lambda x: nn.functional.batch_norm(x, None, None, training=True), (input,), (input.sin(),))[1]
     torch.testing.assert_close(result, expected)

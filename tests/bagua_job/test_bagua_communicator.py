@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from native import HostCommunicator
+from own_groups import communicator_of
 from streams import Watch, current_stream, timeline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm
-from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua, resolve_communicator
+from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua
 from bagua_syncbn.communicators.c10d import TorchCommunicator
 
 
@@ -38,7 +39,7 @@ PATTERNS = [-(2**63), 1, 0x7FF0000000000000, 0x7FF8000000000123, 2**53 + 1, 0x3F
 
 
 def exchange_bits():
-    communicator = resolve_communicator()
+    communicator = communicator_of()
     assert isinstance(communicator, bagua.BaguaCommunicator)
     assert isinstance(communicator, Communicator)
     assert (communicator.size, communicator.rank) == (3, rank())
@@ -87,7 +88,7 @@ def train_watched(dtype, layers):
         forward = [what for what, *_ in timeline.collectives]
         output.backward(torch.randn_like(output))
     streams = {stream for _, stream, *_ in timeline.collectives}
-    layer_stream = resolve_communicator().group.stream
+    layer_stream = communicator_of().group.stream
     assert streams == {layer_stream.cuda_stream}
     assert layer_stream is not current_stream()
     assert layer_stream is not communication._get_default_group().stream
@@ -121,7 +122,7 @@ def test_one_collective_each_way_in_order_and_no_host_wait(pool, dtype, layers):
 
 
 def what_stays():
-    communicator = resolve_communicator()
+    communicator = communicator_of()
     views = []
     to_bagua_tensor = torch.Tensor.to_bagua_tensor
 
@@ -154,10 +155,10 @@ def in_groups():
     if rank() in (1, 3):
         results["odd"] = mean_over(odd)
         results["odd again"] = mean_over(communication.BaguaProcessGroup([3, 1], None, "another"))
-        assert resolve_communicator(RankGroup((3, 1))) is resolve_communicator(odd)
-        assert resolve_communicator(odd).rank == [1, 3].index(rank())
+        assert communicator_of(RankGroup((3, 1))) is communicator_of(odd)
+        assert communicator_of(odd).rank == [1, 3].index(rank())
     if rank() == 2:
-        for use in (resolve_communicator, lambda group: SyncBatchNorm(1, process_group=group), mean_over):
+        for use in (communicator_of, lambda group: SyncBatchNorm(1, process_group=group), mean_over):
             with pytest.raises(ValueError, match=r"include this one, rank 2 of 4, got \(1, 3\)"):
                 use(odd)
         model = nn.Sequential(nn.BatchNorm1d(1))
@@ -169,7 +170,7 @@ def in_groups():
     whole = communication.new_group()
     whole.get_global_communicator()
     results["whole"] = mean_over(whole)
-    assert resolve_communicator(whole) is resolve_communicator()
+    assert communicator_of(whole) is communicator_of()
     return results, communication._group_count
 
 
@@ -185,12 +186,12 @@ def by_other_names():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     groups = [torch_group, 2, [[1, 0], [2, 3]], mesh["local"], RankGroup((2 * pair, 2 * pair + 1))]
     means = [mean_over(group) for group in groups]
-    communicators = {id(resolve_communicator(group)) for group in groups}
-    assert isinstance(resolve_communicator(groups[0]), bagua.BaguaCommunicator)
+    communicators = {id(communicator_of(group)) for group in groups}
+    assert isinstance(communicator_of(groups[0]), bagua.BaguaCommunicator)
     assert mean_over("node") == mean_over(4) == mean_over(dist.group.WORLD) == 1.5
-    assert resolve_communicator(1) is resolve_communicator([[0], [1], [2], [3]]) is LOCAL
+    assert communicator_of(1) is communicator_of([[0], [1], [2], [3]]) is LOCAL
     through_torch = TorchCommunicator(torch_group)  # a communicator is what it is
-    assert resolve_communicator(through_torch) is through_torch
+    assert communicator_of(through_torch) is through_torch
     assert {dtype for *_, dtype in timeline.collectives} == {"torch.float32"}
     return means, len(communicators)
 
@@ -204,12 +205,12 @@ def impossible():
     errors = []
     for ranks in ((0, 5), (1 - rank(),)):
         with pytest.raises(ValueError, match=f"rank {rank()} of 2") as error:
-            resolve_communicator(RankGroup(ranks))
+            communicator_of(RankGroup(ranks))
         errors.append(str(error.value))
     with pytest.raises(TypeError, match="a BaguaProcessGroup, an int"):
-        resolve_communicator("everyone")
+        communicator_of("everyone")
     with pytest.raises(ValueError, match="divides the 2 ranks"):
-        resolve_communicator(3)
+        communicator_of(3)
     return errors
 
 
@@ -270,7 +271,7 @@ def test_a_bagua_group_without_a_job_is_named():
 
 def test_bagua_that_runs_nothing_changes_nothing():
     assert not bagua.is_initialized()
-    assert resolve_communicator() is LOCAL
+    assert communicator_of() is LOCAL
     assert bagua.installed_version()
 
 

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
+from own_groups import communicator_of
 from streams import Watch, timeline
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.communicators import LOCAL, bagua, resolve_communicator
+from bagua_syncbn.communicators import LOCAL, bagua
 
 ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
 
@@ -46,7 +47,7 @@ class Forced:
 
 
 def exchange(device):
-    assert resolve_communicator() is LOCAL
+    assert communicator_of() is LOCAL
     communicator = bagua.communicator_among((0,))
     for dtype, bits in ((torch.float64, torch.int64), (torch.float32, torch.int32)):
         sent = torch.tensor([1, 0x7FC00123, 2**24 + 1, -(2**31)], dtype=bits, device=device).view(dtype)

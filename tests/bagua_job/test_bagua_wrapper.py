@@ -12,11 +12,12 @@ from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from own_groups import communicator_of
 from streams import timeline
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.communicators import bagua, resolve_communicator
+from bagua_syncbn.communicators import bagua
 
 ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
 SPLITS = (3, 5)
@@ -125,7 +126,7 @@ def wrap_in_group(kind):
     assert model[4].process_group is dist.group.WORLD
     # Made before there are gradients, and buffers sent among the same ranks as these.
     assert {tuple(pair), (0, 1, 2, 3)} <= bagua._communicators.keys()
-    assert resolve_communicator(model[1].process_group).group.ranks == pair
+    assert communicator_of(model[1].process_group).group.ranks == pair
     assert model[1].running_var.tolist() == [1.0 + pair[0]] * 6
     model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
     return model[0].weight.detach(), model[0].weight.grad, model[1].running_mean, model[4].running_mean

@@ -5,6 +5,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from own_groups import communicator_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,7 +36,7 @@ def destroy_while_everything_lives(kind, compiles):
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     losses = [model(torch.randn(5, 4)).square().sum() for _ in range(2)]
     losses[0].backward()
-    own = bagua_syncbn.communicators.resolve_communicator(process_group).group
+    own = communicator_of(process_group).group
     # torch's compiler keeps the default group by itself, whatever model it compiles.
     watched = [ref(one) for one in (group, own) if not (compiles and one is dist.group.WORLD)]
     group = own = process_group = None

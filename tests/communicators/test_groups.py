@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from own_groups import forget_groups
+from own_groups import communicator_of, forget_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import through_file
@@ -23,7 +23,6 @@ from bagua_syncbn.communicators import (
     TorchCommunicator,
     c10d,
     groups,
-    resolve_communicator,
 )
 
 # Groups by description
@@ -97,7 +96,7 @@ def shared():
     of_layers = len(known) - before
     assert sync_group(4) is dist.group.WORLD
     assert sync_group(pairs) is sync_group([[0, 3], [2, 1]])
-    assert sync_group(pairs) is not resolve_communicator(pairs).group is resolve_communicator([[3, 0], [1, 2]]).group
+    assert sync_group(pairs) is not communicator_of(pairs).group is communicator_of([[3, 0], [1, 2]]).group
     assert sync_group(2) is sync_group([[0, 1], [2, 3]])
     return of_layers, len(known) - before
 
@@ -111,7 +110,7 @@ def alone_together():
     """Whether each way to say who gives a group that nobody else uses, and that is as the one it stands for."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
-    made = [resolve_communicator(kind).group for kind in (None, dist.group.WORLD, mine, 2)]
+    made = [communicator_of(kind).group for kind in (None, dist.group.WORLD, mine, 2)]
     assert made[0] is made[1] is not dist.group.WORLD
     assert made[2] is made[3] is not mine
     exactly = TorchCommunicator(mine)
@@ -167,7 +166,7 @@ def timeouts_of_groups(store):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
     given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
     kinds = [None] if rank == 2 else [None, RankGroup((0, 1)), given]
-    groups = [resolve_communicator(kind).group for kind in kinds]
+    groups = [communicator_of(kind).group for kind in kinds]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
@@ -200,7 +199,7 @@ def on_meshes():
     means = [running_mean(mesh[name]) for name in ("node", "local")]
     layer = SyncBatchNorm(1, process_group=mesh["local"])
     described = copy.deepcopy(layer).process_group
-    same = resolve_communicator(described).group is resolve_communicator(mesh["local"]).group
+    same = communicator_of(described).group is communicator_of(mesh["local"]).group
     loaded = pickle.loads(pickle.dumps(layer)).process_group
     whole = copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group
     try:
@@ -260,7 +259,7 @@ def test_sync_group_takes_descriptions_only(process_group):
 def not_of_this_job():
     errors = []
     for process_group in (2, 4, [[0, 1]], [[0, 1], [2, 3]], RankGroup((0, 5)), RankGroup(((dist.get_rank() + 1) % 3,))):
-        for use in (lambda group: SyncBatchNorm(1, process_group=group), resolve_communicator):
+        for use in (lambda group: SyncBatchNorm(1, process_group=group), communicator_of):
             with pytest.raises(ValueError, match="process_group: expected") as error:
                 use(process_group)
             errors.append(str(error.value))
@@ -343,13 +342,13 @@ def test_a_group_without_this_rank_raises_there(pool):
 
 def test_without_a_job_everyone_is_alone():
     for process_group in (None, LOCAL, RankGroup((0, 1))):
-        communicator = resolve_communicator(process_group)
+        communicator = communicator_of(process_group)
         assert (communicator.size, communicator.rank) == (1, 0)
         assert isinstance(communicator, Communicator)
 
 
 def exchange(process_group):
-    communicator = resolve_communicator(process_group)
+    communicator = communicator_of(process_group)
     packed = torch.arange(3.0) + 10 * communicator.rank
     gathered = communicator.all_gather(packed)
     return communicator.size, communicator.rank, gathered.tolist(), communicator.all_reduce(packed.clone()).tolist()

@@ -1,9 +1,9 @@
 """Layers with a forward of their own: synchronized with it, or never unnoticed."""
 
 import copy
-import doctest
 import pickle
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -336,33 +336,27 @@ def test_what_a_converter_returns_is_checked():
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
 
 
-# Layers of other packages, by what they have in common with the real ones.
-
-PACKAGES = {
-    "apex": SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex)),
-    "fairscale": SimpleNamespace(experimental=SimpleNamespace(nn=SimpleNamespace(SyncBatchNorm=Fairscale))),
-    "inplace_abn": SimpleNamespace(InPlaceABNSync=Foreign),
-}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "switching.md"
 
 
 @pytest.fixture
-def recipes(monkeypatch):
-    """The examples of register_converter; docs/switching.md has them all, with a test."""
+def recipe_for_apex(monkeypatch):
+    """That of docs/switching.md, which has them all; tests/tools/test_docs.py runs them."""
     monkeypatch.setattr(registry, "_converters", {})
-    names = {"bagua_syncbn": bagua_syncbn, "register_converter": register_converter, **PACKAGES}
-    for example in doctest.DocTestParser().get_examples(register_converter.__doc__):
-        exec(example.source, names)
+    recipe = re.search(r"^class FromApex.*?: FromApex\)\n", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exec(
+        recipe[0], {"bagua_syncbn": bagua_syncbn, "apex": SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex))}
+    )
 
 
-@pytest.mark.usefixtures("recipes")
+@pytest.mark.usefixtures("recipe_for_apex")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
 def test_recipe_for_apex(options):
-    model = nn.Sequential(Apex(4, **options), Foreign(4))
+    model = nn.Sequential(Apex(4, **options))
     input, z = torch.randn(2, 3, 4, 4, 4)
     expected = model[0](input), model[0](input, z)
     convert_sync_batchnorm(model)
     torch.testing.assert_close((model[0](input), model[0](input, z)), expected)
-    assert type(model[1]) is Foreign
     assert type(revert_sync_batchnorm(model)[0]) is Apex
 
 

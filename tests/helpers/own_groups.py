@@ -1,8 +1,8 @@
-"""The groups that layers have to themselves, forgotten: as in a job where nobody has used any yet."""
+"""The groups that layers have to themselves: found, and forgotten as in a job where nobody has used any yet."""
 
 import torch.distributed as dist
 
-from bagua_syncbn.communicators import c10d, peers
+from bagua_syncbn.communicators import c10d, peers, peers_of
 
 
 def forget_groups():
@@ -11,3 +11,8 @@ def forget_groups():
         known.clear()
     for seat in peers._seats.values():
         seat.communicator = None
+
+
+def communicator_of(process_group=None):
+    """Returns the communicator that a layer with ``process_group`` uses."""
+    return peers_of(process_group).communicator()
