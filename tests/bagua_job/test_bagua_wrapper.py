@@ -197,8 +197,6 @@ def too_late():
     for late in (model, nn.Sequential(model), wrapper, inside, nn.parallel.DistributedDataParallel(make_model())):
         with pytest.raises(RuntimeError, match="convert first, then wrap"):
             bagua_syncbn.convert_sync_batchnorm(late)
-        with pytest.raises(RuntimeError, match="convert first, then wrap"):
-            bagua_syncbn.SyncBatchNorm.convert_sync_batchnorm(late)
     for late in (model, nn.Sequential(model), wrapper, inside):
         with pytest.raises(RuntimeError, match="not data parallel yet"):
             bagua_syncbn.with_bagua(late, [])
@@ -233,10 +231,3 @@ def wrap_wrongly():
 
 def test_wrong_arguments_raise_before_anything_is_sent(pool):
     pool.run(wrap_wrongly, 2)
-
-
-def test_a_bagua_group_without_a_job_is_named():
-    group = communication.BaguaProcessGroup([0], None, "early")
-    assert not bagua.is_initialized()
-    with pytest.raises(RuntimeError, match=r"before bagua\.torch_api\.init_process_group"):
-        bagua_syncbn.with_bagua(make_model(), [], process_group=group)

@@ -187,13 +187,6 @@ def test_what_raises_midway_leaves_the_model_unchanged():
     assert [vars(layer) for layer in model] == attributes
 
 
-def test_a_forward_put_on_the_object_is_refused():
-    model = nn.Sequential(nn.BatchNorm2d(2))
-    model[0].forward = model[0].forward
-    with pytest.raises(TypeError, match="BatchNorm2d at '0' with one of its own"):
-        convert_sync_batchnorm(model)
-
-
 def test_revert_forgets_the_group_and_refuses_what_it_does_not_know():
     model = revert_sync_batchnorm(convert_sync_batchnorm(net(), LOCAL))
     assert not hasattr(model[1], "process_group")

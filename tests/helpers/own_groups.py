@@ -1,7 +1,9 @@
 """The groups that layers have to themselves: found, and forgotten as in a job where nobody has used any yet."""
 
+import torch
 import torch.distributed as dist
 
+from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import c10d, peers, peers_of
 
 
@@ -16,3 +18,10 @@ def forget_groups():
 def communicator_of(process_group=None):
     """Returns the communicator that a layer with ``process_group`` uses."""
     return peers_of(process_group).communicator()
+
+
+def mean_over(process_group):
+    """Returns what a layer with ``process_group`` sees of ranks that each have their rank as input."""
+    layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
+    layer(torch.full((2, 1), float(dist.get_rank())))
+    return layer.running_mean.item()
