@@ -55,6 +55,7 @@ CARDS = (
 class Launch(NamedTuple):
     """How an op on a tensor is launched: what geometry.cpp says."""
 
+    kernel: str  # planar, interleaved or grouped
     width: int  # values of a load
     blocks: int
     threads: int  # of a block
@@ -86,9 +87,12 @@ def launches(program: Path, cases: Iterable[Case]) -> dict[tuple[Case, str], Lau
         batch, channels = case.shape[:2]
         numbers = case.layout == "interleaved", shapes.VALUE_BYTES[case.dtype], batch, channels
         inner = case.values // (batch * channels)
-        lines.append(" ".join(str(int(number)) for number in (*numbers, inner, op not in _REDUCTIONS)))
+        lines.append(
+            " ".join(str(int(number)) for number in (*numbers, inner, op not in _REDUCTIONS, op in _REDUCTIONS))
+        )
     said = subprocess.run([str(program)], input="\n".join(lines), capture_output=True, text=True, check=True).stdout
-    return {key: Launch(*map(int, line.split())) for key, line in zip(asked, said.splitlines(), strict=True)}
+    answers = (line.split() for line in said.splitlines())
+    return {key: Launch(kernel, *map(int, n)) for key, (kernel, *n) in zip(asked, answers, strict=True)}
 
 
 @cache
@@ -98,7 +102,7 @@ def _recorded(name: str) -> dict[str, Any]:
 
 
 def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
-    kernel = f"{case.layout}_{op} {case.dtype} x {launch.width}"
+    kernel = f"{launch.kernel}_{op} {case.dtype} x {launch.width}"
     begin, loop, loads, end = _recorded("loops.json")[kernel]
     fit = min(_REGISTERS // (_recorded("registers.json")[kernel] * launch.threads), _THREADS // launch.threads, _BLOCKS)
     fullest = ceil(launch.blocks / card.multiprocessors)
@@ -107,7 +111,7 @@ def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
     in_flight = resident * launch.threads * min(loads, launch.slots * tensors) * _SLOT
     moved = PASSES[op] * case.size / card.bandwidth
     slots = tensors * case.size / _SLOT * fullest / launch.blocks  # that the fullest multiprocessor loads
-    if case.layout == "planar" and prod(case.shape[2:]) % launch.width != 0:
+    if launch.kernel == "planar" and prod(case.shape[2:]) % launch.width != 0:
         loop += _ENDS_OF_ROWS[op] * launch.width
     instructions = begin + ceil(launch.slots * tensors / loads) * loop + end
     computing = fullest * launch.threads / _WARP * instructions / (0.75 * 4 * card.clock)

@@ -114,7 +114,7 @@ __device__ __forceinline__ bool whole(const InterleavedWalk<W>&) {
 }
 
 template <typename F, int W, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, int64_t, const Read& read) {
+__device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, const Read& read) {
   factors[0] = share_factors<F>([&] { return read(walk.channel); });
 }
 

@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 2)
   load();
   const Agreement agreement(arguments, plan.channels);
   ActGradientFactors<A> factors[kLanes];  // waited for together with the first batch
-  share_factors(factors, batch.walk, plan.channels,
-                [&](int64_t c) { return read_factors<A>(arguments, bias, plan.channels, c); });
+  share_factors(factors, batch.walk, [&](int64_t c) { return read_factors<A>(arguments, bias, plan.channels, c); });
   if (!agreement.holds()) spoil(factors);
   while (batch.any) {
 #pragma unroll 1  // the code of all activations is long

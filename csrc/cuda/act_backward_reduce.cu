@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 2)
   };
   load();
   NormalizeFactors<A> factors[kLanes] = {};  // waited for together with the first batch
-  share_factors(factors, batch.walk, plan.channels, [&](int64_t c) { return NormalizeFactors<A>(normalization, c); });
+  share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(normalization, c); });
   Sums<A> sums[kLanes] = {};
   while (batch.any) {
 #pragma unroll 1  // the code of all activations is long

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   };
   load();
   NormalizeFactors<A> factors[kLanes];  // waited for together with the first batch
-  share_factors(factors, batch.walk, plan.channels, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
+  share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
   while (batch.any) {
 #pragma unroll 1  // the code of all activations is long
     for (int u = 0; u < kPairs<W>; ++u) {

@@ -2,8 +2,8 @@
 // and bias of this rank.
 //
 // Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under
-// way. A batch is added up before it is added to the sums of the thread, and all levels above it are those of
-// reduce.cuh.
+// way. Groups of channels (split.h) are read by the kernel for interleaved tensors. A batch is added up before it is
+// added to the sums of the thread, and all levels above it are those of reduce.cuh.
 
 #include "factors.cuh"
 
@@ -46,11 +46,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Room for three blocks of half precision on a multiprocessor: with that of four the compiler puts off a load.
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
-    interleaved_backward_reduce(Interleaved plan, const T* dy, const T* x, BackwardReduceArguments arguments,
+template <typename T, int W, typename Plan = Interleaved, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, W < 8                           ? 4
+                                            : std::is_same_v<Plan, Grouped> ? 2
+                                                                            : 3)
+    interleaved_backward_reduce(Plan plan, const T* dy, const T* x, BackwardReduceArguments arguments,
                                 Scratch scratch) {
-  InterleavedWalk<W> walk(plan, false);
+  RowWalk<Plan, W> walk(plan, false);
   int64_t offsets[kPairs<W>];
   Pack<T, W> grads[kPairs<W>], values[kPairs<W>];  // zero where there are none, and so add nothing
   const auto load = [&] {
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
   bool more = !walk.done();
   load();
   A centers[W] = {};  // waited for together with the first batch
-  share_factors(centers, walk, plan.channels, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
+  share_factors(centers, walk, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
   Sums<A> sums[W] = {};
   while (more) {
 #pragma unroll
@@ -84,6 +86,8 @@ template <typename T, int W>
 struct BackwardReduce {
   static constexpr auto planar = planar_backward_reduce<T, W>;
   static constexpr auto interleaved = interleaved_backward_reduce<T, W>;
+  static constexpr bool groups() { return W > 1; }
+  static constexpr auto grouped() { return interleaved_backward_reduce<T, W, Grouped>; }
 };
 
 }  // namespace

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   next_offsets(walk, offsets);
   load_offsets(x, offsets, packs);
   NormalizeFactors<A> factors[W];  // waited for together with the first batch
-  share_factors(factors, walk, plan.channels, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
+  share_factors(factors, walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
   while (more) {
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {

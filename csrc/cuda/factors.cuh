@@ -84,7 +84,7 @@ template <typename A, int W>
 __device__ __forceinline__ void gradient_factors(GradientFactors<A> (&factors)[W], const InterleavedWalk<W>& walk,
                                                  int64_t channels, const BackwardElemtArguments& arguments) {
   const Agreement agreement(arguments, channels);
-  share_factors(factors, walk, channels, [&](int64_t c) { return GradientFactors<A>(arguments, channels, c); });
+  share_factors(factors, walk, [&](int64_t c) { return GradientFactors<A>(arguments, channels, c); });
   if (agreement.holds()) return;
 #pragma unroll
   for (int w = 0; w < W; ++w) factors[w].scale = static_cast<A>(NAN);
@@ -120,6 +120,15 @@ __device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[W], const Interl
   Sums<double> total{sum.first, sum.second};
   if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
   write_sums<A>(arguments, plan.channels, walk.tile_begin + thread_index(), total);
+}
+
+template <int W, typename A>
+__device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[W], const Grouped& plan, const GroupedWalk<W>& walk,
+                                                const BackwardReduceArguments& arguments, const Scratch&) {
+  const Sums<A> sum = reduce_group(by_channel(sums, walk.border()), walk, plan);
+  if (thread_index() >= walk.group()) return;
+  const int64_t channels = plan.tiles * plan.group;
+  write_sums<A>(arguments, channels, walk.first_channel() + thread_index(), {sum.first, sum.second});
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, W == 8 ? 2 : 4)
   bool more = !walk.done();
   unsigned valid = load();
   A centers[W] = {};
-  share_factors(centers, walk, plan.channels, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
+  share_factors(centers, walk, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
   Sums<A> sums[W] = {};
   while (more) {
 #pragma unroll

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   bool more = !walk.done();
   unsigned valid = load();
   NormalizeFactors<A> factors[W];
-  share_factors(factors, walk, plan.channels, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
+  share_factors(factors, walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
   while (more) {
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {

@@ -209,4 +209,48 @@ __device__ inline bool merge_parts(Sums<double>& sums, const Interleaved& plan, 
   return has_channel;
 }
 
+// Sums of the channel in which the columns of a thread begin, and of the next one.
+template <typename S>
+struct Two {
+  S here, next;
+};
+
+template <typename A, int W>
+__device__ __forceinline__ Two<Sums<A>> by_channel(const Sums<A> (&columns)[W], const Border& border) {
+  Two<Sums<A>> sums{};
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    const bool here = w < border.columns;
+    const A a = columns[w].first, b = columns[w].second;
+    sums.here.add(here ? a : A(0), here ? b : A(0));
+    sums.next.add(here ? A(0) : a, here ? A(0) : b);
+  }
+  return sums;
+}
+
+// Grouped: adds up what the threads of a block have; the result for channel t of the group is that of thread t.
+template <int W, typename S>
+__device__ S reduce_group(Two<S> sums, const GroupedWalk<W>& walk, const Grouped& plan) {
+  __shared__ Two<S> all[kThreads];
+  const int thread = thread_index(), columns = blockDim.x, threads = columns * blockDim.y;
+  all[thread] = sums;
+  __syncthreads();
+  if (thread < columns) {
+    for (int other = thread + columns; other < threads; other += columns) {
+      sums.here.add(all[other].here.first, all[other].here.second);
+      sums.next.add(all[other].next.first, all[other].next.second);
+    }
+    all[thread] = sums;
+  }
+  __syncthreads();
+  S total{};
+  if (thread >= walk.group()) return total;
+  const int inner = static_cast<int>(plan.inner), begin = thread * inner;
+  for (int slot = begin / W; slot * W < begin + inner; ++slot) {
+    const S& found = slot * W < begin ? all[slot].next : all[slot].here;
+    total.add(found.first, found.second);
+  }
+  return total;
+}
+
 }  // namespace bagua_syncbn::cuda

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <numeric>
 
 #include "../host_device.h"
 #include "../layout.h"
@@ -101,6 +102,13 @@ struct Interleaved {
   Grid grid() const { return {tiles, row_parts, 1}; }
 };
 
+// Planar, a group of channels in a block: so many that they begin and end at multiples of the kernel's width in every
+// sample. Their values are columns of an interleaved tensor that has a row for each sample.
+struct Grouped : Interleaved {
+  int64_t group;
+  int64_t inner;
+};
+
 enum class Pass { kReduction, kElementwise };
 
 constexpr int64_t most_blocks(Pass pass) {
@@ -188,6 +196,21 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t v
   }
   plan.rows_of_part = {plan.height, plan.row_parts};
   return plan;
+}
+
+inline Grouped split_grouped(const Geometry& g, int64_t width) {
+  const int64_t group = width / std::gcd(width, g.inner), columns = group * g.inner / width;
+  const int64_t batches = ceil_div(g.batch, kBatch * std::max<int64_t>(1, kThreads / columns));
+  const int64_t rows = ceil_div(g.batch, kBatch * batches);
+  return {{g.batch, g.channels * g.inner, g.channels / group, 1, columns, rows, {g.batch, 1}}, group, g.inner};
+}
+
+// Whether a reduction takes groups: of rows that are not aligned by themselves, where a block has room for a group, and
+// there is one for each multiprocessor of the largest cards.
+inline bool takes_groups(const Geometry& g, int64_t width) {
+  if (g.interleaved || g.inner % width == 0) return false;
+  const Grouped plan = split_grouped(g, width);
+  return g.channels % plan.group == 0 && plan.columns <= kThreads && plan.tiles >= kFewBlocks / 2;
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -5,7 +5,7 @@
 // own first value, and their squares, those of a batch before they are added to those before. That costs no precision
 // where the mean is large beside the deviation; and as the center is one of the values, little where it is far from the
 // mean, since then it makes the variance as large. Then sums of threads are made such about one origin for all
-// (reduce.cuh).
+// (reduce.cuh). Groups of channels (split.h) are read as an interleaved tensor.
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -14,9 +14,9 @@ namespace bagua_syncbn::cuda {
 namespace {
 
 // Sums of deviations from `origin` and of their squares, from those about a center that is `distance` from it.
-template <typename A>
-__device__ __forceinline__ Sums<double> sums_about_origin(const Sums<A>& sums, double distance, double count) {
-  const double first = sums.first + count * distance;
+template <typename A, typename B>
+__device__ __forceinline__ Sums<B> sums_about_origin(const Sums<A>& sums, B distance, B count) {
+  const B first = sums.first + count * distance;
   return {first, sums.second + distance * (sums.first + first)};
 }
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     valid = load();
   }
   const double origin = widen(first_of_channel);
-  Sums<double> total = sums_about_origin(sums, static_cast<double>(center) - origin, count);
+  Sums<double> total = sums_about_origin(sums, static_cast<double>(center) - origin, double(count));
   double unused = 0;
   reduce_block(total, unused);
   if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
@@ -80,12 +80,18 @@ __global__ void __launch_bounds__(kThreads, 4)
     write_stats(packed, plan.channels, walk.channel, origin, total, plan.batch * plan.inner, words);
 }
 
-// A thread has sums of W channels over the same rows, so that one count and one division serve all of them. Where it
-// has no more rows it takes its first once more, of which the deviation is zero.
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
-  InterleavedWalk<W> walk(plan, false);
+template <typename T, int W, typename A>
+__device__ __forceinline__ void set_centers(A (&centers)[W], const Pack<T, W>& slot) {
+#pragma unroll
+  for (int w = 0; w < W; ++w) centers[w] = widen(slot.values[w]);
+}
+
+// Adds up the W columns of a thread: deviations from centers, which `begin(slot)` makes of its first slot, and their
+// squares. Returns the number of its rows. Where it has no more rows it takes its first once more, of which the
+// deviation is zero.
+template <typename T, int W, typename A, typename Begin>
+__device__ __forceinline__ A add_columns(InterleavedWalk<W>& walk, const T* x, A (&centers)[W], Sums<A> (&sums)[W],
+                                         const Begin& begin) {
   int64_t offsets[kSlots<W>];
   Pack<T, W> packs[kSlots<W>];
   bool more = !walk.done();
@@ -96,13 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kSlots<W>; ++u) packs[u] = load_at<W>(x, offsets[u] < 0 ? own : offsets[u]);
   };
   load();
-  const int64_t channel = walk.tile_begin + thread_index();
-  const bool has_channel = thread_index() < plan.columns * W && channel < plan.channels;
-  const T own_origin = has_channel ? x[channel] : narrow<T>(0);  // waited for after the reduction
-  A centers[W];
-#pragma unroll
-  for (int w = 0; w < W; ++w) centers[w] = widen(packs[0].values[w]);
-  Sums<A> sums[W] = {};
+  begin(packs[0]);
   while (more) {
 #pragma unroll
     for (int w = 0; w < W; ++w) {
@@ -118,6 +118,23 @@ __global__ void __launch_bounds__(kThreads)
     count += static_cast<A>(__popc(next_offsets(walk, offsets)));
     load();
   }
+  return count;
+}
+
+// One count and one division serve all W channels of a thread.
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads)
+    interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
+  InterleavedWalk<W> walk(plan, false);
+  const int64_t channel = walk.tile_begin + thread_index();
+  const bool has_channel = thread_index() < plan.columns * W && channel < plan.channels;
+  T own_origin;
+  A centers[W];
+  Sums<A> sums[W] = {};
+  A count = add_columns(walk, x, centers, sums, [&](const Pack<T, W>& slot) {
+    own_origin = has_channel ? x[channel] : narrow<T>(0);  // waited for after the reduction
+    set_centers(centers, slot);
+  });
   // Means from here on are those beside the centers of the first row of threads.
   __shared__ A pivots[kTileChannels<W>];
   if (threadIdx.y == 0) {
@@ -139,10 +156,46 @@ __global__ void __launch_bounds__(kThreads)
   write_stats(packed, plan.channels, channel, origin, total, plan.height, words);
 }
 
+// Columns become sums about a center for each of the two channels that a thread may have, and then about the first
+// value of the channel.
+template <typename T, int W, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, W == 8 ? 2 : 4)
+    grouped_stats(Grouped plan, const T* x, A* packed, Words words, Scratch) {
+  GroupedWalk<W> walk(plan, false);
+  const int64_t channel = walk.first_channel() + thread_index();
+  const bool has_channel = thread_index() < walk.group();
+  T own_origin;
+  A centers[W];
+  Sums<A> columns[W] = {};
+  const A count = add_columns(walk, x, centers, columns, [&](const Pack<T, W>& slot) {
+    own_origin = has_channel ? x[channel * plan.inner] : narrow<T>(0);  // waited for after the loop
+    set_centers(centers, slot);
+  });
+  __shared__ double origins[W];
+  if (has_channel) origins[thread_index()] = widen(own_origin);
+  __syncthreads();
+  const Border border = walk.border();
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    const A center = w < border.columns ? centers[0] : centers[W - 1];
+    columns[w] = sums_about_origin(columns[w], centers[w] - center, count);
+  }
+  const int here = min(border.columns, W);
+  const Two<Sums<A>> sums = by_channel(columns, border);
+  const Two<Sums<double>> about_origins = {
+      sums_about_origin(sums.here, centers[0] - origins[border.channel], static_cast<double>(count * here)),
+      sums_about_origin(sums.next, centers[W - 1] - origins[border.next], static_cast<double>(count * (W - here)))};
+  const Sums<double> sum = reduce_group(about_origins, walk, plan);
+  if (!has_channel) return;
+  write_stats(packed, plan.tiles * plan.group, channel, origins[thread_index()], sum, plan.height * plan.inner, words);
+}
+
 template <typename T, int W>
 struct Stats {
   static constexpr auto planar = planar_stats<T, W>;
   static constexpr auto interleaved = interleaved_stats<T, W>;
+  static constexpr bool groups() { return W > 1; }
+  static constexpr auto grouped() { return grouped_stats<T, W>; }
 };
 
 }  // namespace

@@ -181,7 +181,7 @@ class InterleavedWalk {
     row_ = row_begin_ + threadIdx.y;
   }
 
-  __device__ int64_t first_row() const { return row_begin_; }
+  __device__ __forceinline__ int64_t channels() const { return plan_.channels; }
   __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
 
   // That of the next slot.
@@ -200,6 +200,33 @@ class InterleavedWalk {
   int64_t row_begin_, row_end_, row_;
 };
 
+// Of the columns of a thread the first `columns` are of one channel of a group, the rest of the next one, if there is.
+struct Border {
+  int channel, next;
+  int columns;
+};
+
+// Grouped: block (group). As interleaved, but what a thread has of a row is of one channel or of two.
+template <int W>
+class GroupedWalk : public InterleavedWalk<W> {
+ public:
+  __device__ GroupedWalk(const Grouped& plan, bool reversed) : InterleavedWalk<W>(plan, reversed), plan_(plan) {}
+
+  __device__ __forceinline__ int group() const { return static_cast<int>(plan_.group); }
+  __device__ __forceinline__ int64_t first_channel() const { return blockIdx.x * plan_.group; }
+  __device__ __forceinline__ Border border() const {
+    const int inner = static_cast<int>(plan_.inner), column = threadIdx.x * W;
+    const int channel = column / inner, columns = (channel + 1) * inner - column;
+    return {channel, columns < W ? channel + 1 : channel, columns};
+  }
+
+ private:
+  const Grouped& plan_;
+};
+
+template <typename Plan, int W>
+using RowWalk = std::conditional_t<std::is_same_v<Plan, Grouped>, GroupedWalk<W>, InterleavedWalk<W>>;
+
 // Channels of an interleaved tile at most.
 template <int W>
 constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
@@ -208,15 +235,26 @@ constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
 // for the whole block: the tensors they come from can be of any dtype, and code that decides that for each of W
 // channels of each tensor is longer than all caches for instructions. All threads of the block must call this.
 template <int W, typename F, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, int64_t channels,
-                                              const Read& read) {
+__device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, const Read& read) {
   __shared__ F tile[kTileChannels<W>];
   const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
-  if (thread < width && walk.tile_begin + thread < channels) tile[thread] = read(walk.tile_begin + thread);
+  if (thread < width && walk.tile_begin + thread < walk.channels()) tile[thread] = read(walk.tile_begin + thread);
   __syncthreads();
   if (!walk.active) return;
 #pragma unroll
   for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
+}
+
+// The same of a group, of channels that begin and end in the W columns of a thread.
+template <int W, typename F, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[W], const GroupedWalk<W>& walk, const Read& read) {
+  __shared__ F group[W];
+  const int thread = thread_index();
+  if (thread < walk.group()) group[thread] = read(walk.first_channel() + thread);
+  __syncthreads();
+  const Border border = walk.border();
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w] = group[w < border.columns ? border.channel : border.next];
 }
 
 // Planar: the factors of the channel of a block, `read()`. One thread reads them for all, as above: those of its warp

@@ -38,9 +38,9 @@ def test_predictions(launches):
     assert min(model.predict(*key, launch, A100).resident for key, launch in launches.items()) >= 1
     # Of copying as many bytes, and from 100 MB on of copying many more.
     least = {
-        "stats": (0.55, 0.84),
+        "stats": (0.58, 0.84),
         "elemt": (0.91, 0.95),
-        "backward_reduce": (0.68, 0.91),
+        "backward_reduce": (0.74, 0.91),
         "backward_elemt": (0.98, 0.95),
     }
     for (case, op), prediction in predicted.items():
@@ -50,7 +50,8 @@ def test_predictions(launches):
     bounds = {
         (8, 64, 56, 56): (0.13, 0.40, 0.25, 0.50),
         (8, 64, 160, 160): (0.52, 0.84, 0.75, 0.88),
-        (32, 2048, 7, 7): (0.26, 0.55, 0.42, 0.67),
+        (32, 2048, 7, 7): (0.36, 0.55, 0.58, 0.67),
+        (32, 1024, 14, 14): (0.49, 0.68, 0.73, 0.80),
     }
     for shape, shares in bounds.items():
         (network,) = {case.network for case, _ in launches if case.shape == shape}

@@ -36,9 +36,10 @@ def short_name(demangled):
     """``planar_stats float16 x 8`` for planar_stats<__half, 8, float>(...), and for stats<__half, 8, cuda::Planar>."""
     name, arguments = re.search(r"(\w+)<([^>]*)>", demangled).groups()
     dtype, *width = re.sub(r"\(\w+\)", "", arguments).split(", ")
-    layout = re.search(r"::(Planar|Interleaved)\b", arguments)
-    prefix = f"{layout[1].lower()}_" if layout else ""
-    return " ".join([prefix + name, TYPES[dtype], *(f"x {w}" for w in width[:1])])
+    layout = re.search(r"::(Planar|Interleaved|Grouped)\b", arguments)
+    if layout:
+        name = f"{layout[1].lower()}_{name.removeprefix('interleaved_')}"
+    return " ".join([name, TYPES[dtype], *(f"x {w}" for w in width[:1])])
 
 
 def read_report(text):

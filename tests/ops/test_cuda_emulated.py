@@ -75,6 +75,18 @@ def test_planar(emulated, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_of_channels(emulated, dtype):
+    """Of as many channels as end at a multiple of 16 bytes together; half of that, as 14 x 14 does, and odd rows."""
+    width = 16 // dtype.itemsize
+    few = 132  # groups from which on they are taken
+    check_ops(emulated, *tensors((9, few * width, 4 * width + 1), dtype), torch.float32)
+    check_ops(emulated, *tensors((2, few * 2, 4 * width + width // 2), dtype), torch.float32)
+    check_ops(emulated, *tensors((3, few * 2 - 1, 4 * width + width // 2), dtype), torch.float32)
+    if width <= 4:  # a block of one row, which has more samples than a batch
+        check_ops(emulated, *tensors((5, few * width, 129), dtype), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_interleaved(emulated, dtype):
     for shape in INTERLEAVED:
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
@@ -323,6 +335,12 @@ PLANTED = {
         "factors = read();\n  __syncthreads();", "factors = read();", None),
     "values of the next row": ("backward_reduce", "walk.cuh",
         "if ((valid >> i & 1) == 0)", "if (valid == 0)", None),
+    "values of the next channel of a group": ("backward_reduce", "reduce.cuh",
+        "slot * W < begin ? all[slot].next : all[slot].here", "all[slot].here", None),
+    "no barrier before the threads of a group are added": ("stats", "reduce.cuh",
+        "all[thread] = sums;\n  __syncthreads();", "all[thread] = sums;", None),
+    "another center than the channel's": ("stats", "stats.cu",
+        "w < border.columns ? centers[0] : centers[W - 1]", "centers[0]", None),
     "a lane missing in the mask": ("stats", "reduce.cuh", "0xffffffffu", "0x7fffffffu", "shuffle"),
     "one ticket too many": ("stats", "reduce.cuh",
         "static_cast<unsigned>(parts - 1)", "static_cast<unsigned>(parts)", "ticket counter is not zero"),
@@ -368,7 +386,7 @@ def check_kernel(ops, kernel):
         for ranks in (8, 67, 600):
             check_merge(ops, ranks)
         return
-    for shape in ((3, 3, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9), (18600, 16)):
+    for shape in ((3, 3, 33), (1, 2, 40000), (7, 5), (9, 8), (300, 8), (9000, 8), (40, 9), (18600, 16), (9, 528, 17)):
         check_ops(ops, *tensors(shape, torch.float32))
 
 
