@@ -8,7 +8,7 @@ forward calls it and nothing watches what goes on in between. Anywhere else laye
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
+from .ops.activations import MODULES
 from .tracing import Proxy, as_one_node
 
 # In the module whose forward calls a layer, by the path to the layer ("" for itself): the paths of the modules through
@@ -23,19 +24,6 @@ from .tracing import Proxy, as_one_node
 Chains = dict[str, tuple[str, ...]]
 CHAINS = "bagua_syncbn_chains"
 _MARK = "_bagua_syncbn_activated_by"
-
-# What the activation of the layer is called that does what a module does.
-_NAMES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
-    nn.ReLU: lambda module: "relu",
-    nn.ReLU6: lambda module: "relu6",
-    nn.LeakyReLU: lambda module: ("leaky_relu", module.negative_slope),
-    nn.ELU: lambda module: ("elu", module.alpha),
-    nn.SiLU: lambda module: "silu",
-    nn.GELU: lambda module: "gelu" if module.approximate == "none" else "gelu_tanh",
-    nn.Hardswish: lambda module: "hardswish",
-    nn.Sigmoid: lambda module: "sigmoid",
-    nn.Tanh: lambda module: "tanh",
-}
 
 
 class PassingOn(nn.Module):
@@ -54,7 +42,7 @@ class PassingOn(nn.Module):
 
 PASSING: dict[type[nn.Module], type[PassingOn]] = {
     cls: type(f"Passing{cls.__name__}", (PassingOn, cls), {"__module__": __name__, "local_class": cls})
-    for cls in _NAMES
+    for cls in MODULES
 }
 """What each class of activations becomes."""
 globals().update({cls.__name__: cls for cls in PASSING.values()})  # for pickle
@@ -62,7 +50,7 @@ globals().update({cls.__name__: cls for cls in PASSING.values()})  # for pickle
 
 def activation_in(module: PassingOn) -> str | tuple[str, float]:
     """Returns what ``module`` computes, as a layer takes it."""
-    return _NAMES[module.local_class](module)
+    return MODULES[module.local_class](module)
 
 
 def marked_for(module: PassingOn, output: Tensor) -> Tensor:

@@ -15,6 +15,14 @@
 
 namespace bagua_syncbn {
 
+// Storage of half-precision values on CPU, without arithmetic.
+struct HalfBits {
+  uint16_t bits;
+};
+struct BFloat16Bits {
+  uint16_t bits;
+};
+
 constexpr const char* kDTypeNames = "float16, bfloat16, float32 or float64";
 
 enum class DType : int32_t {

@@ -43,11 +43,10 @@ def fuse_activations(module: _Module) -> _Module:
 
     Between a layer and an activation only the input of the layer is stored for the backward pass, and both are one pass
     over memory. The outputs stay what they were, up to the rounding of what went between. It takes layers whose output
-    is read by one module of class :class:`torch.nn.ReLU`, ``ReLU6``, ``LeakyReLU``, ``ELU``, ``SiLU``, ``GELU``,
-    ``Hardswish``, ``Sigmoid`` or ``Tanh`` and by nothing else, where ``torch.fx`` can see that in the forward that
-    calls the two: neighbours in :class:`torch.nn.Sequential`, blocks with one activation for several layers, layers
-    with a forward of their own that ends in an activation. All else stays as it is; :func:`conversion_report` has the
-    reasons.
+    is read by one module, such as :class:`torch.nn.ReLU`, of an activation that layers can compute, and by nothing
+    else, where ``torch.fx`` can see that in the forward that calls the two: neighbours in
+    :class:`torch.nn.Sequential`, blocks with one activation for several layers, layers with a forward of their own that
+    ends in an activation. All else stays as it is; :func:`conversion_report` has the reasons.
 
     Objects, forward code, names, hooks and state dict stay. Activations get a subclass of their class, and pass on
     what a layer has done for them. Where a layer is called from other code, or a hook of the layer or of the activation

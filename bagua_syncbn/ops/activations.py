@@ -4,11 +4,11 @@ The native kernels have the same table in ``csrc/activations.inl``, in the same 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Formula(NamedTuple):
@@ -39,6 +39,19 @@ _FORMULAS = {
 _NAMES = list(_FORMULAS)
 ACTIVATIONS = _NAMES[1:]
 """The names of the activations."""
+
+MODULES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
+    nn.ReLU: lambda module: "relu",
+    nn.ReLU6: lambda module: "relu6",
+    nn.LeakyReLU: lambda module: ("leaky_relu", module.negative_slope),
+    nn.ELU: lambda module: ("elu", module.alpha),
+    nn.SiLU: lambda module: "silu",
+    nn.GELU: lambda module: "gelu" if module.approximate == "none" else "gelu_tanh",
+    nn.Hardswish: lambda module: "hardswish",
+    nn.Sigmoid: lambda module: "sigmoid",
+    nn.Tanh: lambda module: "tanh",
+}
+"""What torch's modules compute."""
 
 
 class Activation(NamedTuple):

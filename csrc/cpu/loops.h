@@ -13,14 +13,6 @@
 
 namespace bagua_syncbn {
 
-// Storage of half-precision values, without arithmetic.
-struct HalfBits {
-  uint16_t bits;
-};
-struct BFloat16Bits {
-  uint16_t bits;
-};
-
 constexpr int kLanes = 64;
 
 // Mean and sum of squared deviations of a number of values.
