@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from .communicators import bagua
-from .conversion.patching import is_torch_converter_patched
 from .ops import KERNELS, cuda_problem
 from .version import __version__
 
@@ -32,7 +31,6 @@ def collect_info() -> dict[str, Any]:
         "devices": ["cpu", *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))],
         "torch_distributed_backends": backends,
         "bagua": bagua.installed_version(),
-        "torch_converter": "patched" if is_torch_converter_patched() else "torch's own",
     }
 
 

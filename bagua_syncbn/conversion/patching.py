@@ -1,7 +1,7 @@
 """torch's converter and layer replaced, for trainers that call them in code of their own."""
 
 import functools
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ _TORCHS = {name: vars(nn.SyncBatchNorm)[name] for name in ("__init__", "convert_
 _patches: list["TorchConverterPatch"] = []
 
 
-class TorchConverterPatch:
+class TorchConverterPatch(AbstractContextManager["TorchConverterPatch"]):
     """What :func:`patch_torch_converter` returns: in force until it is undone, or exited as a context manager."""
 
     def __init__(self) -> None:
@@ -28,12 +28,7 @@ class TorchConverterPatch:
         if not _patches:
             _give_torch(_TORCHS)
 
-    def __enter__(self) -> "TorchConverterPatch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 
@@ -46,7 +41,7 @@ def patch_torch_converter() -> TorchConverterPatch:
     ``isinstance(layer, torch.nn.SyncBatchNorm)`` is False.
 
     Holds for all threads from the call on, for good or for the ``with`` statement that it is called in. Calls may be
-    nested and repeated; models that were converted stay so. ``python -m bagua_syncbn.info`` has a line for it.
+    nested and repeated; models that were converted stay so.
 
     Returns:
         The patch, with a method ``undo()``.
@@ -60,11 +55,6 @@ def patch_torch_converter() -> TorchConverterPatch:
         ...     trainer.initialize()
     """
     return TorchConverterPatch()
-
-
-def is_torch_converter_patched() -> bool:
-    """Whether a patch of :func:`patch_torch_converter` is in force."""
-    return bool(_patches)
 
 
 @functools.wraps(_TORCHS["__init__"])

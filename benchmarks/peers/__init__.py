@@ -1,16 +1,40 @@
-"""The layers that are compared. Each file has a ``make(channels, dimensions)`` and may fail to import or to run."""
+"""The layers that are compared."""
 
-import importlib
 import warnings
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-# Makes a layer for so many channels and input of so many dimensions.
+import bagua_syncbn
+
+from .naive import NaiveSyncBatchNorm
+
+# Makes a layer for so many channels and input of so many dimensions; may fail to import it.
 Maker = Callable[[int, int], nn.Module]
 
-# Name, as in the results, and what it is. The first two are compared with all.
+_LOCAL = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def _fairscale(channels: int, dimensions: int) -> nn.Module:
+    from fairscale.experimental.nn import SyncBatchNorm
+
+    layer: nn.Module = SyncBatchNorm(channels)
+    return layer
+
+
+MAKERS: dict[str, Maker] = {
+    # As users make it: by conversion.
+    "ours": lambda channels, dimensions: bagua_syncbn.convert_sync_batchnorm(_LOCAL[dimensions](channels)),
+    # Does not synchronize: the least that one has to pay.
+    "local": lambda channels, dimensions: _LOCAL[dimensions](channels),
+    "naive": lambda channels, dimensions: NaiveSyncBatchNorm(channels),
+    "fairscale": _fairscale,
+    # Refuses input on CPU.
+    "torch_sync": lambda channels, dimensions: nn.SyncBatchNorm(channels),
+}
+
+# What each is, in tables. The first two are compared with all.
 PEERS = {
     "ours": "bagua_syncbn",
     "local": "torch.nn.BatchNorm (not synchronized)",
@@ -27,11 +51,10 @@ def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
     """
     makers: dict[str, Maker] = {}
     skipped: dict[str, str] = {}
-    for name in PEERS:
+    for name, make in MAKERS.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                make: Maker = importlib.import_module(f"{__name__}.{name}").make
                 x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
                 torch.autograd.grad(make(4, 4).to(device)(x).square().sum(), x)
         except Exception as error:  # whatever it is, this is the reason, and the next layer is tried

@@ -7,7 +7,6 @@ import json
 import statistics
 import sys
 from contextlib import redirect_stdout
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def compare_naive():
     x, grad = (torch.randn(3, 4, 5, 5, requires_grad=True) for _ in range(2))
     results = []
     for name in ("ours", "naive"):
-        layer = import_module(f"benchmarks.peers.{name}").make(4, 4)
+        layer = peers.MAKERS[name](4, 4)
         y = layer(x)
         results.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), grad), layer.running_var])
     return [(ours - naive).abs().max().item() for ours, naive in zip(*results, strict=True)]
@@ -110,7 +109,7 @@ def test_the_naive_peer_computes_the_same(pool):
 
 def train_a_little(name):
     batches = training.load_batches(0, torch.device("cpu"))
-    trainer = training.Trainer(import_module(f"benchmarks.peers.{name}").make, 0, torch.device("cpu"))
+    trainer = training.Trainer(peers.MAKERS[name], 0, torch.device("cpu"))
     trainer.train([next(batches) for _ in range(4)])
     return trainer.losses
 
