@@ -177,7 +177,8 @@ def test_the_layer_says_its_activation():
 
 @pytest.mark.parametrize("activation", GIVEN[:-1], ids=str)
 def test_values_and_derivatives_are_those_of_torch(activation):
-    check_activation(ops, activation_of(activation))
+    for dtype in (torch.float64, torch.float32):
+        check_activation(ops, activation_of(activation), dtype)
 
 
 def second_derivatives(normalize, residual, grad_output, vector):

@@ -27,7 +27,7 @@ SANITIZERS = (
     "-fsanitize=address,alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
     "-fno-sanitize-recover=all",
 )
-FLAGS = ("-std=c++17", "-g1", "-O1", *SANITIZERS, "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-std=c++17", "-g1", "-Og", *SANITIZERS, "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror")
 # nvcc takes these; what GCC 12 says of swapcontext is about setjmp.
 FLAGS += (
     "-Wno-unknown-pragmas",
@@ -38,6 +38,8 @@ FLAGS += (
 )
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 NO_BUFFER = (None, 0)
+FEW_DTYPES = (torch.float32, torch.bfloat16)
+LEFT_OUT = "left out of this build"
 
 
 def find_headers() -> Path | None:
@@ -55,21 +57,42 @@ def compile_object(source: Path, csrc: Path, headers: Path) -> Path:
     return compile_once(command, source, [csrc, EMULATOR])
 
 
-def build(directory: Path, headers: Path) -> Path:
-    """Builds the server in ``directory``, from the kernels of the project."""
-    sources = [CSRC / "cuda" / f"{name}.cu" for name in KERNELS]
-    sources += [EMULATOR / f"{name}.cpp" for name in ("emulator", "server")]
+def keep_dtypes(csrc: Path, *kept: str) -> None:
+    """What is compiled from ``csrc``, a copy, has kernels of these dtypes alone: it takes less time."""
+    values = csrc / "cuda" / "values.cuh"
+    text, dispatched = values.read_text(), "return body(Stored());"
+    assert dispatched in text
+    chosen = " || ".join(f"std::is_same_v<Stored, {dtype}>" for dtype in kept)
+    values.write_text(text.replace(dispatched, f'if constexpr ({chosen}) {dispatched} else return "{LEFT_OUT}";'))
+
+
+def sources(directory: Path, all_dtypes: bool = False) -> list[Path]:
+    """The kernels, with masks and activations of :data:`FEW_DTYPES` unless all are asked for; and the server."""
+    few = directory / "few_dtypes"
+    if not all_dtypes:
+        shutil.copytree(CSRC, few)
+        keep_dtypes(few, "float", "__nv_bfloat16")
+    trees = {name: CSRC if all_dtypes or not name.startswith(("act_", "masked_")) else few for name in KERNELS}
+    own = [EMULATOR / f"{name}.cpp" for name in ("emulator", "server")]
+    return [*(tree / "cuda" / f"{name}.cu" for name, tree in trees.items()), *own]
+
+
+def compile_all(paths: Iterable[Path], headers: Path) -> list[Path]:
     with ThreadPoolExecutor(2) as pool:
-        return link(directory, pool.map(lambda source: compile_object(source, CSRC, headers), sources))
+        trees = ((path, CSRC if path.parent == EMULATOR else path.parents[1]) for path in paths)
+        return list(pool.map(lambda given: compile_object(*given, headers), trees))
+
+
+def build(directory: Path, headers: Path, all_dtypes: bool = False) -> Path:
+    """Builds the server in ``directory``, from the kernels of the project."""
+    return link(directory, compile_all(sources(directory, all_dtypes), headers))
 
 
 def build_changed(directory: Path, headers: Path, changed: Path) -> Path:
     """Builds it with ``changed``, one of the kernels in a copy of csrc, and all else as it is."""
-    compiled = compile_object(changed, changed.parents[1], headers)
-    rest = [CSRC / "cuda" / f"{name}.cu" for name in KERNELS if name != changed.stem]
-    rest += [EMULATOR / f"{name}.cpp" for name in ("emulator", "server")]
+    rest = [path for path in sources(directory) if path.name != changed.name]
     # First, so that what headers define is taken from there by the others too.
-    return link(directory, [compiled, *(compile_object(source, CSRC, headers) for source in rest)])
+    return link(directory, compile_all([changed, *rest], headers))
 
 
 def link(directory: Path, objects: Iterable[Path]) -> Path:
@@ -85,7 +108,7 @@ def build_library(directory: Path, headers: Path) -> Path:
     have to be loaded before Python.
     """
     cuda = CSRC / "cuda"
-    flags = ["g++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR"]
+    flags = ["g++", "-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR"]
     stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
     plain = [f"-I{EMULATOR}", f"-I{cuda}", "-isystem", str(headers), "-include", str(EMULATOR / "emulator.h")]
     sources = {cuda / f"{name}.cu": plain for name in KERNELS}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import laid_out
 from observed import ForbidHostReads
 from tolerances import assert_close
 
@@ -41,29 +42,37 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
 NAMES = [name for name in dir(ops) if name.startswith("batch_norm_")]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [
-    ((5, 3), torch.float32), ((2, 3, 4, 5), torch.float64), ((2, 3, 4, 5), torch.float16), ((1, 1, 1), torch.bfloat16),
-    ((0, 3, 4), torch.float32),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name, shape, dtype):
-    torch.library.opcheck(getattr(ops, name), arguments(name, shape, dtype))
-
-
-@pytest.mark.parametrize("variant", ["no weight", "float32 weight", "channels_last", "sliced"])
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck_variants(name, variant):
-    dtype = torch.bfloat16 if variant == "float32 weight" else torch.float32
-    args = arguments(name, (2, 3, 4, 5), dtype, torch.float32, weight=variant != "no weight")
-    change = {
-        "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
-        "sliced": lambda t: t[:, :, 1::2],
-    }
-    if variant in change:
-        args = tuple(change[variant](a) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args)
-    if variant == "sliced":
-        args = tuple(a[:, 1::2].contiguous() if getattr(a, "dtype", None) == torch.bool else a for a in args)
+def test_opcheck(name, layout):
+    args = [laid_out(a, layout) if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
     torch.library.opcheck(getattr(ops, name), args)
+
+
+def is_input(argument):
+    return isinstance(argument, torch.Tensor) and argument.dim() == 4
+
+
+# But for the one that traces, which takes nearly all the time.
+FAST_CHECKS = "test_schema", "test_autograd_registration", "test_faketensor"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_of_shapes_and_dtypes(name):
+    for shape, dtype in (
+        ((5, 3), torch.float32),
+        ((2, 3, 4, 5), torch.float64),
+        ((2, 3, 4, 5), torch.float16),
+        ((1, 1, 1), torch.bfloat16),
+        ((0, 3, 4), torch.float32),
+    ):
+        torch.library.opcheck(getattr(ops, name), arguments(name, shape, dtype), test_utils=FAST_CHECKS)
+    for dtype, weight in ((torch.bfloat16, True), (torch.float32, False)):
+        args = arguments(name, (2, 3, 4, 5), dtype, torch.float32, weight)
+        torch.library.opcheck(getattr(ops, name), args, test_utils=FAST_CHECKS)
+    sliced = [a[:, :, 1::2] if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
+    sliced = [a[:, 1::2].contiguous() if getattr(a, "dtype", None) == torch.bool else a for a in sliced]
+    torch.library.opcheck(getattr(ops, name), sliced, test_utils=FAST_CHECKS)
 
 
 @pytest.mark.parametrize("name", NAMES)
