@@ -21,10 +21,10 @@ from .autograd import (
     is_capturing,
     is_repetition,
     is_transforming,
-    recomputation_depth,
     replicated_batch_norm,
     synchronized_batch_norm,
     tell_peers,
+    this_thread,
     unseen_by_selective_checkpointing,
 )
 from .checks import check_eps, check_eps_mode, check_kind, check_residual, check_tensors
@@ -278,7 +278,7 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     # What a trace decides holds for other sizes too: there, the size must not decide who is faster.
     if input.numel() == 0:
         return False
-    return _is_recorded(input) or not (recomputation_depth() or ops.beat_torch(input))
+    return _is_recorded(input) or not (this_thread.depth or ops.beat_torch(input))
 
 
 def _is_recorded(input: Tensor) -> bool:

@@ -1,11 +1,13 @@
 """What a layer has found out in a call, so that the next one like it need not ask again."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from . import ops
-from .autograd import Line, is_plain, line_of, plain_batch_norm
+from .autograd import Line, guard_of, is_plain, line_of, plain_batch_norm, unwrapped
 
 if TYPE_CHECKING:
     from .sync_batchnorm import SyncBatchNorm
@@ -17,13 +19,13 @@ _Facts = tuple[object, ...]
 class Settled:
     """A plain training call of a layer over several ranks, which has gone through all checks.
 
-    Another call of which the same facts hold would go through them too, and be computed in the same way.
+    Another call of which the same is true would go through them too, and be computed in the same way.
     """
 
-    __slots__ = ("_facts", "_line", "_options")
+    __slots__ = ("_facts", "_guard", "_line", "_options")
 
-    def __init__(self, facts: _Facts, options: ops.MergeOptions, line: Line) -> None:
-        self._facts, self._options, self._line = facts, options, line
+    def __init__(self, facts: _Facts, guard: Callable[..., bool], options: ops.MergeOptions, line: Line) -> None:
+        self._facts, self._guard, self._options, self._line = facts, guard, options, line
 
     def step(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
         """Returns the output of ``layer`` in training; None where the call may be another one.
@@ -31,7 +33,10 @@ class Settled:
         Not asked where torch.compile traces.
         """
         line = self._line
-        if layer._peers.found() is not line.communicator or _facts_of(layer, input) != self._facts or not is_plain():
+        if layer._peers.found() is not line.communicator or not is_plain():
+            return None
+        facts, tensors = _look_at(layer, input)
+        if facts != self._facts or not self._guard(*tensors):
             return None
         parameters = layer._parameters
         return plain_batch_norm(input, parameters["weight"], parameters["bias"], self._options, line, layer)
@@ -43,12 +48,17 @@ class Settled:
 def settle(layer: "SyncBatchNorm", input: Tensor) -> None:
     """Has ``layer`` remember the training call that it has just made, if that was a plain one over several ranks."""
     communicator = layer._peers.found()
-    if communicator is None or communicator.size == 1 or not is_plain():
+    if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
-    facts = _facts_of(layer, input)
-    if facts is not None:
+    if layer.fused_activation is not None or layer.is_followed or layer._is_replica:
+        return
+    facts, tensors = _look_at(layer, input)
+    if not (layer._kept is layer._masking is layer._replica is None) or any(unwrapped(t) is not t for t in tensors):
+        return
+    guard = guard_of(*tensors) if tensors else None
+    if guard is not None:
         options = _options_of(layer)
-        vars(layer)["_settled"] = Settled(facts, options, line_of(layer, input, options, communicator))
+        vars(layer)["_settled"] = Settled(facts, guard, options, line_of(layer, input, options, communicator))
 
 
 def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:
@@ -59,25 +69,24 @@ def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:
     return ops.MergeOptions(mean, var, batches, layer.momentum, layer.eps, layer.eps_mode, layer.skip_nonfinite)
 
 
-def _facts_of(layer: "SyncBatchNorm", input: Tensor) -> _Facts | None:
-    """Returns all that the checks look at and that decides who computes, but for the ranks; None for no plain call."""
-    if type(input) is not Tensor or layer.fused_activation is not None or layer.is_followed:
-        return None
-    if not (layer._kept is layer._masking is layer._replica is None) or "_is_replica" in vars(layer):
-        return None
+# What the checks look at and what decides who computes, but for the ranks and the tensors.
+_attributes = attrgetter(
+    *("__class__", "track_running_stats", "momentum", "eps", "eps_mode", "skip_nonfinite", "place_in_model"),
+    *("name_in_model", "fused_activation", "is_followed", "_masking", "_kept", "_replica", "_is_replica"),
+)
+
+
+def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, list[Tensor]]:
+    """Returns the facts of a call and its tensors, of which none is known where not all are in their places."""
     parameters, buffers = layer._parameters, layer._buffers
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     except KeyError:  # as of a parametrized layer
-        return None
-    return (
-        (type(layer), layer.track_running_stats, layer.momentum, layer.eps, layer.eps_mode, layer.skip_nonfinite),
-        (layer.place_in_model, layer.name_in_model, input.dtype, input.device, input.size(1)),
-        (id(mean), id(var), id(batches)),  # which the options hold
-        mean is None or (mean.dtype, mean.device, mean.shape),
-        var is None or (var.dtype, var.device, var.shape),
-        batches is None or (batches.dtype, batches.device, batches.shape),
-        weight is None or (weight.dtype, weight.device, weight.shape),
-        bias is None or (bias.dtype, bias.device, bias.shape),
-    )
+        return (), []
+    tensors = [input]
+    for tensor in (weight, bias, mean, var, batches):
+        if tensor is not None:
+            tensors.append(tensor)
+    # The options hold the buffers.
+    return (_attributes(layer), weight is None, bias is None, id(mean), id(var), id(batches)), tensors

@@ -24,8 +24,7 @@ class BatchNorm(_BatchNorm):
     What :func:`~bagua_syncbn.revert_sync_batchnorm` makes of a :class:`SyncBatchNorm`, for which torch has no layer.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        check_dimensions(input)
+    _check_input_dim = staticmethod(check_dimensions)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -117,6 +116,9 @@ class SyncBatchNorm(_BatchNorm):
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
 
+    # Set by torch in the copies that its DataParallel makes.
+    _is_replica: bool = False
+
     # What positions count within masked.
     _masking: Any = None
 
@@ -172,8 +174,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.bias is not None:  # torch before 2.13 knows no layer without
                 nn.init.zeros_(self.bias)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        check_dimensions(input)
+    _check_input_dim = staticmethod(check_dimensions)
 
     def forward(
         self,
@@ -245,7 +246,7 @@ class SyncBatchNorm(_BatchNorm):
     def _ranks(self) -> Peers | Replica:
         """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""
         if self._replica is None:
-            if "_is_replica" in vars(self):  # set by torch
+            if self._is_replica:
                 raise RuntimeError(
                     f"{type(self).__name__}: expected replicas that know of each other, got one of a DataParallel "
                     "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "

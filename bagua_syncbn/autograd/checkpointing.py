@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .identity import speaker_of
-from .outputs import recomputation_depth, set_recomputation_depth
+from .outputs import this_thread
 from .torch_private import is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
 
 _Result = TypeVar("_Result")
@@ -49,13 +49,13 @@ class Repeatable:
     def __enter__(self) -> Repeatable:
         repeats = self._gathered is not None
         if self._gathered is None:
-            self._gathered, self._depth = {}, recomputation_depth()
+            self._gathered, self._depth = {}, this_thread.depth
         _runs_of_thread().append(_Run(self._gathered, self._choices, repeats))
-        set_recomputation_depth(self._depth)
+        this_thread.depth = self._depth
         return self
 
     def __exit__(self, *_: Any) -> None:
-        set_recomputation_depth(_runs_of_thread().pop().depth_around)
+        this_thread.depth = _runs_of_thread().pop().depth_around
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         def run(*args: Any, **kwargs: Any) -> _Result:
@@ -76,7 +76,7 @@ class _Run:
 
     def __init__(self, gathered: _Gathered, choices: _Choices, repeats: bool) -> None:
         self.gathered, self.choices, self.repeats = gathered, choices, repeats
-        self.depth_around = recomputation_depth()
+        self.depth_around = this_thread.depth
         self._calls: Counter[nn.Module | None] = Counter()
         self._chosen: Counter[nn.Module | None] = Counter()
 
@@ -145,7 +145,7 @@ def is_plain() -> bool:
 
     Not asked where torch.compile traces.
     """
-    return not _local.runs and recomputation_depth() == 0 and is_untouched()
+    return not _local.runs and this_thread.depth == 0 and is_untouched()
 
 
 class _Local(threading.local):

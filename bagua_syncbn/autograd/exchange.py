@@ -11,126 +11,29 @@ nothing is unexpected after the first round, and not one collective is added.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
-from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
-from .faults import FAULTS, ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
+from ..communicators import Communicator
+from .agreement import Question, by_text, can_ask, codes_of, resume
+from .conversation import Conversation, conversation_in
+from .faults import ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
 from .identity import (
     PARTS,
-    RAISED,
     WORD,
     WORDS,
     Identity,
     Terms,
     describe,
     identity_of,
+    note_compilation,
     parts_of,
-    speaker_of,
+    process,
     terms_of,
 )
-from .torch_private import is_capturing, unseen_by_selective_checkpointing
-
-# What a group remembers; all its ranks forget at the same call.
-_MOST_NODES = 2**14
-
-_TEXT = 320  # bytes in which a rank says what it does
-
-
-class _Node:
-    """What was said in a group since the first forward after a backward."""
-
-    __slots__ = ("after", "expected", "following")
-
-    following: _Node  # where what is expected leads
-
-    def __init__(self) -> None:
-        self.after: dict[tuple[int, int], _Node] = {}
-        self.expected: Identity | None = None  # what was said next, the last time
-
-
-class _Conversation:
-    """What the ranks of one group have said to each other: the same on all of them, but for what failed."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.device: torch.device | None = None  # of the messages; None before the first one
-        self.failure: str | None = None  # the call after which this rank does not know what others expect
-        self.raised: _Raised | None = None  # in case that is an error of its own, which others may have raised too
-        self.node = self._root = _Node()
-        self._nodes = 0
-        self._after: dict[tuple[int, int], Identity] = {}
-        self.last: Identity | None = None
-
-    def expected(self) -> Identity | None:
-        """What comes next: what did after the same calls of this step, else after the same last call."""
-        if self.node.expected is not None or self.last is None:
-            return self.node.expected
-        return self._after.get(self.last.key)
-
-    def learn(self, identity: Identity) -> None:
-        """Has ``identity`` be what is expected next, and all that is known to come after it follow."""
-        node = self.node
-        if node.expected is not None and node.expected.key == identity.key:
-            return
-        last, start = self.last, node
-        if last is not None and last.message[0] and not identity.message[0]:
-            start = self._root
-        following = start.after.get(identity.key)
-        if following is None:
-            if self._nodes == _MOST_NODES:
-                start = self._root = _Node()
-                self._nodes = 0
-                self._after.clear()
-            following = start.after[identity.key] = _Node()
-            self._nodes += 1
-        if last is not None:
-            self._after[last.key] = identity
-        node.expected, node.following = identity, following
-
-
-_conversations: dict[int, tuple[Any, _Conversation]] = {}
-
-
-def _conversation_in(communicator: Communicator) -> _Conversation:
-    group = getattr(communicator, "group", communicator)
-    number = id(group)
-    known = _conversations.get(number)
-    if known is None:
-
-        def forget(_: Any) -> None:
-            _conversations.pop(number, None)
-
-        try:
-            held: Any = ref(group, forget)
-        except TypeError:
-            held = group
-        known = _conversations[number] = held, _Conversation()
-    return known[1]
-
-
-class _Process:
-    """Of this process."""
-
-    compiles = False  # it has run a compiled call, of which the other ranks learn no more than its terms
-
-
-_process = _Process()
-
-
-def _note_compilation() -> None:
-    _process.compiles = True
-
-
-# Run when it is traced, and not traced: a checkpointed region that is compiled must not change what is outside of it.
-# As by torch.compiler.assume_constant_result, which would have every process import the compiler.
-_note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _stats(input: Tensor, masking: ops.Masking | None, words: Sequence[int] = ()) -> Tensor:
@@ -140,29 +43,28 @@ def _stats(input: Tensor, masking: ops.Masking | None, words: Sequence[int] = ()
     return ops.batch_norm_masked_stats(input, masking.positions, words)  # type: ignore[no-any-return]
 
 
-def _zeroed(masking: ops.Masking | None) -> Tensor | None:
-    """Returns the mask of an output that is 0 where positions do not count; None for any other output."""
-    return masking.positions if masking is not None and masking.zeroes else None
-
-
 class Line(NamedTuple):
     """What calls have in common that all ranks make alike."""
 
     identity: Identity
     communicator: Communicator
-    conversation: _Conversation
+    conversation: Conversation
 
 
 class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
     elementwise: Any = ops  # where the ops without sums are
+    masking: ops.Masking | None = None
+    zeroed: Tensor | None = None  # of the masking
 
-    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number", "masking", "zeroed")
+    _stats: Any = ops.batch_norm_stats
+    _backward_elemt: Any = ops.batch_norm_backward_elemt
 
-    def __init__(self, line: Line, masking: ops.Masking | None = None) -> None:
+    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number")
+
+    def __init__(self, line: Line) -> None:
         self._identity, self._communicator, self._conversation = line
-        self.masking, self.zeroed = masking, None if masking is None else _zeroed(masking)
         self._fault: Fault | None = None
         self._number = 0
 
@@ -174,10 +76,9 @@ class Exchange:
         """
         identity = self._identity
         words = self._words(identity)
-        packed = ops.batch_norm_stats(input, words) if self.masking is None else _stats(input, self.masking, words)
-        gathered = self._send(self._communicator.all_gather, packed, identity)
+        gathered = self._send(self._communicator.all_gather, self._stats(input, words), identity)
         self._number = words[2]
-        fault = self._fault = ON_CPU if gathered.is_cpu and type(gathered) is Tensor else fault_for(gathered)
+        fault = self._fault = fault_for(gathered)
         merged = ops.merge_stats(gathered, options, WORDS, None if fault is None else fault.tensor)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
@@ -185,7 +86,7 @@ class Exchange:
 
     def words_of_sums(self, identity: Identity | None = None) -> list[int]:
         """Returns the words that the sums of the backward pass end in, or those of ``identity``."""
-        number = 0 if _process.compiles else self._number
+        number = 0 if process.compiles else self._number
         return parts_of(self._words(identity or self._identity.backward), number, self._communicator.size)
 
     def all_reduce(self, sums: Tensor) -> Tensor:
@@ -201,7 +102,7 @@ class Exchange:
         invstd: Tensor,
         sums: Tensor,
         count: Tensor,
-        op: Any = ops.batch_norm_backward_elemt,
+        op: Any = None,
     ) -> Tensor:
         """Calls the op that takes the sums of all ranks apart; raises, on CPU, if it found that the ranks differ.
 
@@ -210,13 +111,8 @@ class Exchange:
         identity, fault, ranks = self._identity.backward, self._fault, self._communicator.size
         call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
         record = None if fault is None else fault.tensor
-        grad_input: Tensor
-        if self.masking is None:
-            grad_input = op(grad, input, weight, mean, invstd, sums, count, ranks, call, record)
-        else:
-            positions, zeroes = self.masking
-            op = ops.batch_norm_masked_backward_elemt
-            grad_input = op(grad, input, weight, mean, invstd, sums, count, positions, ranks, call, record, zeroes)
+        op = op or self._backward_elemt
+        grad_input: Tensor = op(grad, input, weight, mean, invstd, sums, count, ranks, call, record)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return grad_input
@@ -237,12 +133,10 @@ class Exchange:
     def _words(self, identity: Identity) -> list[int]:
         conversation = self._conversation
         if conversation.failure is not None:
-            _resume(conversation)
-        for fault in FAULTS.values():
-            if fault.kind.value:
-                raise_if_found()
+            resume(conversation)
+        raise_if_found()
         place, terms = identity.key
-        return [0, terms, 0] if _process.compiles else [place, terms, (conversation.calls + 1) % WORD]
+        return [0, terms, 0] if process.compiles else [place, terms, (conversation.calls + 1) % WORD]
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, identity: Identity) -> Tensor:
         """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same."""
@@ -263,13 +157,13 @@ class Exchange:
         """Sees to it that all ranks have the message ``packed``, where it is not known to be what they expect."""
         expected = self._conversation.expected()
         is_expected = expected is not None and expected.message == identity.message
-        if not is_expected and type(packed) is Tensor and _can_ask(packed.device):
+        if not is_expected and type(packed) is Tensor and can_ask(packed.device):
             self._ask(expected, identity, packed.device)
 
     def _ask(self, expected: Identity | None, identity: Identity, device: torch.device) -> None:
         """Finds out, by a message as all ranks expect it, whether they all come with ``identity``."""
         words, call = self._words(identity), self._conversation.calls + 1
-        question = _Question(expected, words, self._communicator, device)
+        question = Question(expected, words, self._communicator, device)
         try:
             answer = question.collective(question.packed)
         except BaseException as error:
@@ -305,7 +199,7 @@ class Exchange:
         """Raises for ranks that make different calls. On CPU all ranks know and come here; elsewhere some may not."""
         own = self._conversation.failure = self._say(identity, call)
         if device.type == "cpu":
-            said = _by_text(self._communicator.all_gather(_codes_of(own)))
+            said = by_text(self._communicator.all_gather(codes_of(own)))
         else:
             said = [describe(row) for row in rows] or [f"{own} on this rank", "another on another"]
         raise RuntimeError(differ(said))
@@ -316,89 +210,24 @@ class Exchange:
         return f"{identity.text}, call {call}{of_forward}"
 
 
-def _can_ask(device: torch.device) -> bool:
-    return not _process.compiles and not (device.type == "cuda" and is_capturing())
+class MaskedExchange(Exchange):
+    """Those of a call in which not all positions count."""
 
+    masking: ops.Masking
 
-class _Question:
-    """A message as all ranks of a group expect it, that holds only the words of what this rank comes with."""
+    __slots__ = ("masking", "zeroed")
 
-    def __init__(
-        self, expected: Identity | None, words: list[int], communicator: Communicator, device: torch.device
-    ) -> None:
-        self._is_sum, numel, dtype = (False, WORDS, torch.float32) if expected is None else expected.message
-        self._size = communicator.size
-        self._said = parts_of(words, 0, self._size) if self._is_sum else words
-        packed = torch.zeros(numel, dtype=dtype)
-        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype)
-        self.packed = packed.to(device)
-        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
+    def __init__(self, line: Line, masking: ops.Masking) -> None:
+        super().__init__(line)
+        self.masking, self.zeroed = masking, masking.zeroed
 
-    def rows_of(self, answer: Tensor) -> list[list[float]]:
-        """Returns the words of each rank, where they can be told apart."""
-        return [] if self._is_sum else answer[:, -WORDS:].tolist()
+    def _stats(self, input: Tensor, words: Sequence[int]) -> Tensor:
+        return _stats(input, self.masking, words)
 
-    def is_unanimous(self, answer: Tensor) -> bool:
-        """Whether all ranks came with the same words."""
-        if self._is_sum:
-            return bool(answer[-PARTS:].tolist() == [self._size * word for word in self._said])
-        return all(row == self._said for row in self.rows_of(answer))
-
-    def begin(self, communicator: TorchCommunicator) -> Begun:
-        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
-        return begin(self.packed)
-
-
-class _Raised(NamedTuple):
-    """What this rank has sent in place of a call in which it raised an error."""
-
-    question: _Question
-    answer: Begun
-    texts: Begun | None  # on CPU, where all ranks tell them as soon as they differ
-
-
-def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) -> None:
-    """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
-
-    It waits for none of them. At its next call, each rank goes on if all of them have raised, else it raises too. Does
-    nothing where no rank can be known to expect a message: before the first one, and where something traces.
-    """
-    if torch.compiler.is_compiling() or is_tracing():
-        return
-    # Nothing may take the place of the error.
-    with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
-        communicator = peers_of(process_group).found()
-        if isinstance(communicator, TorchCommunicator):
-            _tell(communicator, f"{type(error).__name__} in {speaker_of(layer)}", str(error))
-
-
-def _tell(communicator: TorchCommunicator, what: str, why: str) -> None:
-    conversation = _conversation_in(communicator)
-    device, call = conversation.device, conversation.calls + 1
-    if device is None or conversation.failure is not None or not _can_ask(device):
-        return
-    question = _Question(conversation.expected(), [0, RAISED, call % WORD], communicator, device)
-    answer = question.begin(communicator)
-    on_cpu = device.type == "cpu"
-    texts = communicator.begin_all_gather(_codes_of(f"{what}, call {call}: {why}")) if on_cpu else None
-    conversation.failure, conversation.raised = f"{what}, call {call}", _Raised(question, answer, texts)
-
-
-def _resume(conversation: _Conversation) -> None:
-    """Raises, unless this rank has raised an error in its last call and all others have done so too."""
-    raised, conversation.raised = conversation.raised, None
-    if raised is None:
-        raise RuntimeError(
-            f"process_group: expected one that works, got one that failed before, in the {conversation.failure}; "
-            "its ranks do not agree on what comes next any more: end the job, or make a new group"
-        )
-    answer = raised.answer.wait()
-    said = [describe(row) for row in raised.question.rows_of(answer)]
-    if raised.texts is not None:
-        said = _by_text(raised.texts.wait())
-    if not raised.question.is_unanimous(answer):
-        raise RuntimeError(differ(said))
-    conversation.failure = None
+    def _backward_elemt(self, *arguments: Any) -> Tensor:
+        tensors, last = arguments[:7], arguments[7:]
+        positions, zeroes = self.masking
+        return ops.batch_norm_masked_backward_elemt(*tensors, positions, *last, zeroes)  # type: ignore[no-any-return]
 
 
 class InGraph:
@@ -408,8 +237,8 @@ class InGraph:
     elementwise: Any = ops.reference
 
     def __init__(self, terms: Terms, communicator: Communicator, masking: ops.Masking | None) -> None:
-        _note_compilation()
-        self.masking, self.zeroed = masking, _zeroed(masking)
+        note_compilation()
+        self.masking, self.zeroed = masking, None if masking is None else masking.zeroed
         self._terms = terms
         self._communicator = communicator
 
@@ -447,7 +276,7 @@ class Alone:
     elementwise: Any = ops
 
     def __init__(self, masking: ops.Masking | None = None) -> None:
-        self.masking, self.zeroed = masking, _zeroed(masking)
+        self.masking, self.zeroed = masking, None if masking is None else masking.zeroed
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
         return ops.merge_stats(_stats(input, self.masking).unsqueeze(0), options)
@@ -506,21 +335,10 @@ def exchange_of(
         return InGraph(terms_of(input, options, options.momentum), communicator, masking)
     if communicator.size == 1:
         return _ALONE if masking is None else Alone(masking)
-    return Exchange(line_of(layer, input, options, communicator), masking)
+    line = line_of(layer, input, options, communicator)
+    return Exchange(line) if masking is None else MaskedExchange(line, masking)
 
 
 def line_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> Line:
     """Returns what a call has in common with those of the other ranks of ``communicator``, of which there are some."""
-    return Line(identity_of(layer, input, options), communicator, _conversation_in(communicator))
-
-
-def _codes_of(text: str) -> Tensor:
-    return torch.tensor(list(text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)), dtype=torch.float32)
-
-
-def _by_text(gathered: Tensor) -> list[str]:
-    """Returns what the ranks say, each text with the ranks that say it."""
-    ranks: dict[str, list[str]] = {}
-    for rank, row in enumerate(gathered.to(torch.uint8).tolist()):
-        ranks.setdefault(bytes(row).decode().rstrip(), []).append(str(rank))
-    return [f"rank{'s' * (len(which) > 1)} {', '.join(which)}: {said}" for said, which in ranks.items()]
+    return Line(identity_of(layer, input, options), communicator, conversation_in(communicator))

@@ -25,6 +25,25 @@ RAISED = 0
 _DIRECTIONS = ("forward", "backward", "double backward")
 
 
+class _Process:
+    """Of this process."""
+
+    compiles = False  # it has run a compiled call, of which the other ranks learn no more than its terms
+
+
+process = _Process()
+
+
+def note_compilation() -> None:
+    """Notes that this process compiles."""
+    process.compiles = True
+
+
+# Run when it is traced, and not traced: a checkpointed region that is compiled must not change what is outside of it.
+# As by torch.compiler.assume_constant_result, which would have every process import the compiler.
+note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Terms(NamedTuple):
     """What a call must have in common on all ranks. Numbers only, whose hash is the same in each process."""
 
@@ -124,16 +143,11 @@ _MOST_IDENTITIES = 2**14
 
 def parts_of(words: Sequence[int], number: int, ranks: int) -> list[int]:
     """Returns a fingerprint of the words, and of a number more, as it goes into a sum over so many ranks: exactly."""
-    place, terms, call = words
-    mixed = ((place << 24 | terms) * _MIX + call * _MIX_CALL + number * _MIX_NUMBER & 2**64 - 1) >> 31
+    mixed = hash((*words, number))  # of numbers, the same in each process
     bits = (24 - (ranks - 1).bit_length()) // 2
     mask = (1 << bits) - 1
     one, two, three = mixed & mask, mixed >> bits & mask, mixed >> 2 * bits & mask
     return [one, one * one, two, two * two, three, three * three]
-
-
-# Odd, and without a pattern.
-_MIX, _MIX_CALL, _MIX_NUMBER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
 
 def describe(words: Sequence[float]) -> str:

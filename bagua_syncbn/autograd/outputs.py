@@ -74,11 +74,11 @@ def recompute_outputs(module: _Module | None = None) -> _Module | AbstractContex
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.depth = 0  # of the contexts that this thread is in
+        self.depth = 0  # of the contexts of recompute_outputs that it is in, in a repetition as in the first run
         self.forwards: list[tuple[nn.Module, _Recomputed]] = []  # that it is in, of models that recompute
 
 
-_local = _Local()
+this_thread = _Local()
 
 
 class _Recomputed(AbstractContextManager[None]):
@@ -92,12 +92,12 @@ class _Recomputed(AbstractContextManager[None]):
         if hooks is not None:
             hooks.__enter__()
         self._hooks.append(hooks)
-        _local.depth += 1
+        this_thread.depth += 1
 
     def __exit__(self, *error: object) -> None:
         if not self._hooks:  # torch.compile has traced the entry
             return
-        _local.depth -= 1
+        this_thread.depth -= 1
         hooks = self._hooks.pop()
         if hooks is not None:
             hooks.__exit__(*error)
@@ -107,23 +107,13 @@ def _enter(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
         recomputed = _Recomputed()
         recomputed.__enter__()
-        _local.forwards.append((module, recomputed))
+        this_thread.forwards.append((module, recomputed))
 
 
 def _exit(module: nn.Module, *_: object) -> None:
     # Called also where a hook before _enter has raised.
-    if not torch.compiler.is_compiling() and _local.forwards and _local.forwards[-1][0] is module:
-        _local.forwards.pop()[1].__exit__()
-
-
-def recomputation_depth() -> int:
-    """Returns in how many contexts of :func:`recompute_outputs` this thread is."""
-    return _local.depth
-
-
-def set_recomputation_depth(depth: int) -> None:
-    """For a repetition, which must compute as the first run did wherever it takes place."""
-    _local.depth = depth
+    if not torch.compiler.is_compiling() and this_thread.forwards and this_thread.forwards[-1][0] is module:
+        this_thread.forwards.pop()[1].__exit__()
 
 
 class _Recipe:
@@ -200,7 +190,7 @@ def note_output(
 
     Not where it has added a residual: that of a block is the output of the one before, and so on.
     """
-    if torch.compiler.is_compiling() or _local.depth == 0 or output.grad_fn is None:
+    if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None:
         return
     if epilogue is not None and epilogue.residual is not None:
         return

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator
+from .agreement import tell_peers
 from .checkpointing import result_of_call
 from .differentiable import differentiable_backward
 from .epilogue import Epilogue
-from .exchange import AnyExchange, Exchange, Line, exchange_of, tell_peers
+from .exchange import AnyExchange, Exchange, Line, exchange_of
 from .fused import fused_batch_norm
 from .outputs import note_output
-from .torch_private import apply_of, unseen_by_selective_checkpointing, unwrapped
+from .torch_private import apply_of, unseen_by_selective_checkpointing
 
 
 def synchronized_batch_norm(
@@ -53,10 +54,12 @@ def _gather(exchange: AnyExchange, input: Tensor, options: ops.MergeOptions) -> 
 def plain_batch_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, options: ops.MergeOptions, line: Line, layer: nn.Module
 ) -> Tensor:
-    """The same where :func:`is_plain`, of a call that was found right before: in as little Python as it takes."""
-    weight, bias = weight if weight is None else unwrapped(weight), bias if bias is None else unwrapped(bias)
+    """The same where :func:`is_plain`, of a call that was found right before: in as little Python as it takes.
+
+    No tensor may be what a transform has left over.
+    """
     try:
-        output: Tensor = _apply(unwrapped(input), weight, bias, options, Exchange(line))
+        output: Tensor = _apply(input, weight, bias, options, Exchange(line))
     except RuntimeError as error:
         tell_peers(line.communicator, layer, error)
         raise

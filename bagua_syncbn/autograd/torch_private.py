@@ -52,6 +52,21 @@ def is_transforming() -> bool:
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
+def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """Returns what tells whether other tensors are such as these, where ``input`` may have more samples and values.
+
+    Of the same types, dtypes, devices and sizes, with the same of torch's features at work on and around them: as
+    torch.compile asks before it runs again what it has compiled. None where this torch has no such question.
+    """
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None:
+        return None
+    sizes = [[None, input.size(1)] + [None] * (input.dim() - 2), *(list(tensor.size()) for tensor in tensors)]
+    strides = [[None] * tensor.dim() for tensor in (input, *tensors)]
+    check: Callable[..., bool] = guards(input, *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns ``function.apply`` for where :func:`is_untouched`, and for tensors that are :func:`unwrapped`.
 

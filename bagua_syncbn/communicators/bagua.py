@@ -84,8 +84,7 @@ def installed_version() -> str | None:
 
 def is_initialized() -> bool:
     """Whether ``bagua.torch_api.init_process_group()`` was called in this process."""
-    communication = _communication()
-    return communication is not None and communication.is_initialized()
+    return "bagua.torch_api.communication" in sys.modules and _communication().is_initialized()
 
 
 def default_group() -> Any:

@@ -59,9 +59,10 @@ class TorchCommunicator:
         if torch.compiler.is_compiling():
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.size, self.name)
             return _wait(gathered).view(self.size, -1)
-        gathered, work = self._all_gather(packed, packed.is_cpu)
+        group = self.group
+        gathered, work = self._all_gather(group, packed, packed.is_cpu)
         if work is not None:
-            wait_in_slices(work, self.group)
+            wait_in_slices(work, group)
         return gathered
 
     def all_reduce(self, packed: Tensor) -> Tensor:
@@ -76,14 +77,14 @@ class TorchCommunicator:
 
     def begin_all_gather(self, packed: Tensor) -> Begun:
         """:meth:`all_gather`, without waiting for the other ranks."""
-        return Begun(self.group, *self._all_gather(packed, True))
+        group = self.group
+        return Begun(group, *self._all_gather(group, packed, True))
 
     def begin_all_reduce(self, packed: Tensor) -> Begun:
         """:meth:`all_reduce`, without waiting for the other ranks."""
         return Begun(self.group, packed, dist.all_reduce(packed, group=self.group, async_op=True))
 
-    def _all_gather(self, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
-        group = self.group
+    def _all_gather(self, group: Any, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
         rows = gathered.view(self.size, -1)
         if not self._gathers_lists:

@@ -13,6 +13,11 @@ class Masking(NamedTuple):
     positions: Tensor  # which count, as the ops take it: bool (N, *), contiguous, or int64 lengths (N)
     zeroes: bool  # whether positions that do not count are 0 in the output
 
+    @property
+    def zeroed(self) -> Tensor | None:
+        """The positions, where the others are 0 in the output; None where they are not."""
+        return self.positions if self.zeroes else None
+
     def clear(self, values: Tensor) -> Tensor:
         """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""
         return values.where(of_positions(self.positions, values), 0)

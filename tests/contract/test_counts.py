@@ -148,7 +148,7 @@ def count_calls():
 
 def test_a_step_calls_few_functions(pool):
     for called in pool.run(count_calls, 2):
-        assert len(called) == CALLS, called
+        assert len(called) == CALLS, " ".join(called)
 
 
 class Averaging(nn.BatchNorm2d):

@@ -1,0 +1,115 @@
+"""What a rank sends in place of the message that the others expect: a question, or that it has raised an error."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+
+from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
+from .conversation import Conversation, conversation_in
+from .faults import differ
+from .identity import PARTS, RAISED, WORD, WORDS, Identity, describe, parts_of, process, speaker_of
+from .torch_private import is_capturing, unseen_by_selective_checkpointing
+
+_TEXT = 320  # bytes in which a rank says what it does
+
+
+def can_ask(device: torch.device) -> bool:
+    return not process.compiles and not (device.type == "cuda" and is_capturing())
+
+
+class Question:
+    """A message as all ranks of a group expect it, that holds only the words of what this rank comes with."""
+
+    def __init__(
+        self, expected: Identity | None, words: list[int], communicator: Communicator, device: torch.device
+    ) -> None:
+        self._is_sum, numel, dtype = (False, WORDS, torch.float32) if expected is None else expected.message
+        self._size = communicator.size
+        self._said = parts_of(words, 0, self._size) if self._is_sum else words
+        packed = torch.zeros(numel, dtype=dtype)
+        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype)
+        self.packed = packed.to(device)
+        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
+
+    def rows_of(self, answer: Tensor) -> list[list[float]]:
+        """Returns the words of each rank, where they can be told apart."""
+        return [] if self._is_sum else answer[:, -WORDS:].tolist()
+
+    def is_unanimous(self, answer: Tensor) -> bool:
+        """Whether all ranks came with the same words."""
+        if self._is_sum:
+            return bool(answer[-PARTS:].tolist() == [self._size * word for word in self._said])
+        return all(row == self._said for row in self.rows_of(answer))
+
+    def begin(self, communicator: TorchCommunicator) -> Begun:
+        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
+        return begin(self.packed)
+
+
+class Raised(NamedTuple):
+    """What this rank has sent in place of a call in which it raised an error."""
+
+    question: Question
+    answer: Begun
+    texts: Begun | None  # on CPU, where all ranks tell them as soon as they differ
+
+
+def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) -> None:
+    """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
+
+    It waits for none of them. At its next call, each rank goes on if all of them have raised, else it raises too. Does
+    nothing where no rank can be known to expect a message: before the first one, and where something traces.
+    """
+    if torch.compiler.is_compiling() or is_tracing():
+        return
+    # Nothing may take the place of the error.
+    with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
+        communicator = peers_of(process_group).found()
+        if isinstance(communicator, TorchCommunicator):
+            _tell(communicator, f"{type(error).__name__} in {speaker_of(layer)}", str(error))
+
+
+def _tell(communicator: TorchCommunicator, what: str, why: str) -> None:
+    conversation = conversation_in(communicator)
+    device, call = conversation.device, conversation.calls + 1
+    if device is None or conversation.failure is not None or not can_ask(device):
+        return
+    question = Question(conversation.expected(), [0, RAISED, call % WORD], communicator, device)
+    answer = question.begin(communicator)
+    on_cpu = device.type == "cpu"
+    texts = communicator.begin_all_gather(codes_of(f"{what}, call {call}: {why}")) if on_cpu else None
+    conversation.failure, conversation.raised = f"{what}, call {call}", Raised(question, answer, texts)
+
+
+def resume(conversation: Conversation) -> None:
+    """Raises, unless this rank has raised an error in its last call and all others have done so too."""
+    raised, conversation.raised = conversation.raised, None
+    if raised is None:
+        raise RuntimeError(
+            f"process_group: expected one that works, got one that failed before, in the {conversation.failure}; "
+            "its ranks do not agree on what comes next any more: end the job, or make a new group"
+        )
+    answer = raised.answer.wait()
+    said = [describe(row) for row in raised.question.rows_of(answer)]
+    if raised.texts is not None:
+        said = by_text(raised.texts.wait())
+    if not raised.question.is_unanimous(answer):
+        raise RuntimeError(differ(said))
+    conversation.failure = None
+
+
+def codes_of(text: str) -> Tensor:
+    return torch.tensor(list(text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)), dtype=torch.float32)
+
+
+def by_text(gathered: Tensor) -> list[str]:
+    """Returns what the ranks say, each text with the ranks that say it."""
+    ranks: dict[str, list[str]] = {}
+    for rank, row in enumerate(gathered.to(torch.uint8).tolist()):
+        ranks.setdefault(bytes(row).decode().rstrip(), []).append(str(rank))
+    return [f"rank{'s' * (len(which) > 1)} {', '.join(which)}: {said}" for said, which in ranks.items()]

@@ -1,0 +1,89 @@
+"""What the ranks of a group have said to each other, from which each knows what the others expect next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from ..communicators import Communicator
+from .identity import Identity
+
+if TYPE_CHECKING:
+    from .agreement import Raised
+
+# What a group remembers; all its ranks forget at the same call.
+_MOST_NODES = 2**14
+
+
+class _Node:
+    """What was said in a group since the first forward after a backward."""
+
+    __slots__ = ("after", "expected", "following")
+
+    following: _Node  # where what is expected leads
+
+    def __init__(self) -> None:
+        self.after: dict[tuple[int, int], _Node] = {}
+        self.expected: Identity | None = None  # what was said next, the last time
+
+
+class Conversation:
+    """What the ranks of one group have said to each other: the same on all of them, but for what failed."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.device: torch.device | None = None  # of the messages; None before the first one
+        self.failure: str | None = None  # the call after which this rank does not know what others expect
+        self.raised: Raised | None = None  # in case that is an error of its own, which others may have raised too
+        self.node = self._root = _Node()
+        self._nodes = 0
+        self._after: dict[tuple[int, int], Identity] = {}
+        self.last: Identity | None = None
+
+    def expected(self) -> Identity | None:
+        """What comes next: what did after the same calls of this step, else after the same last call."""
+        if self.node.expected is not None or self.last is None:
+            return self.node.expected
+        return self._after.get(self.last.key)
+
+    def learn(self, identity: Identity) -> None:
+        """Has ``identity`` be what is expected next, and all that is known to come after it follow."""
+        node = self.node
+        if node.expected is not None and node.expected.key == identity.key:
+            return
+        last, start = self.last, node
+        if last is not None and last.message[0] and not identity.message[0]:
+            start = self._root
+        following = start.after.get(identity.key)
+        if following is None:
+            if self._nodes == _MOST_NODES:
+                start = self._root = _Node()
+                self._nodes = 0
+                self._after.clear()
+            following = start.after[identity.key] = _Node()
+            self._nodes += 1
+        if last is not None:
+            self._after[last.key] = identity
+        node.expected, node.following = identity, following
+
+
+_conversations: dict[int, tuple[Any, Conversation]] = {}
+
+
+def conversation_in(communicator: Communicator) -> Conversation:
+    group = getattr(communicator, "group", communicator)
+    number = id(group)
+    known = _conversations.get(number)
+    if known is None:
+
+        def forget(_: Any) -> None:
+            _conversations.pop(number, None)
+
+        try:
+            held: Any = ref(group, forget)
+        except TypeError:
+            held = group
+        known = _conversations[number] = held, Conversation()
+    return known[1]
