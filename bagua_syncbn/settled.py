@@ -76,17 +76,22 @@ _attributes = attrgetter(
 )
 
 
-def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, list[Tensor]]:
-    """Returns the facts of a call and its tensors, of which none is known where not all are in their places."""
+def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, tuple[Tensor, ...]]:
+    """Returns the facts of a call, and its tensors: ``input`` where there is none, nothing where not all are known."""
     parameters, buffers = layer._parameters, layer._buffers
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     except KeyError:  # as of a parametrized layer
-        return (), []
-    tensors = [input]
-    for tensor in (weight, bias, mean, var, batches):
-        if tensor is not None:
-            tensors.append(tensor)
-    # The options hold the buffers.
-    return (_attributes(layer), weight is None, bias is None, id(mean), id(var), id(batches)), tensors
+        return (), ()
+    return (
+        (_attributes(layer), id(mean), id(var), id(batches)),  # the options hold the buffers
+        (
+            input,
+            input if weight is None else weight,
+            input if bias is None else bias,
+            input if mean is None else mean,
+            input if var is None else var,
+            input if batches is None else batches,
+        ),
+    )

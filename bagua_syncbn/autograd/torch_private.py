@@ -53,15 +53,17 @@ unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_i
 
 
 def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """Returns what tells whether other tensors are such as these, where ``input`` may have more samples and values.
+    """Returns what tells whether other tensors are such as these, each with its dimensions.
 
-    Of the same types, dtypes, devices and sizes, with the same of torch's features at work on and around them: as
-    torch.compile asks before it runs again what it has compiled. None where this torch has no such question.
+    Of the same types, dtypes, devices and sizes, but for those of ``input``, of which the channels count alone, with
+    the same of torch's features at work on and around them: as torch.compile asks before it runs again what it has
+    compiled. None where this torch has no such question.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
         return None
-    sizes = [[None, input.size(1)] + [None] * (input.dim() - 2), *(list(tensor.size()) for tensor in tensors)]
+    any_batch = [None, input.size(1), *[None] * (input.dim() - 2)]
+    sizes = [any_batch if tensor is input else list(tensor.size()) for tensor in (input, *tensors)]
     strides = [[None] * tensor.dim() for tensor in (input, *tensors)]
     check: Callable[..., bool] = guards(input, *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check

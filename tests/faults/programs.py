@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
-from bagua_syncbn.autograd import exchange
+from bagua_syncbn.autograd import conversation
 from bagua_syncbn.communicators import TorchCommunicator
 from benchmarks.core.waiting import CollectiveClock
 
@@ -153,13 +153,13 @@ def count_messages(programs: Sequence[str], most_nodes: int) -> tuple[list[int],
     communicator = TorchCommunicator(group)
     model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
     counts = []
-    before, exchange._MOST_NODES = exchange._MOST_NODES, most_nodes
+    before, conversation._MOST_NODES = conversation._MOST_NODES, most_nodes
     for program in programs:
         with CollectiveClock().installed() as clock:
             model.run(program)
         counts.append(clock.collectives.total())
-    exchange._MOST_NODES = before
-    nodes = exchange._conversation_in(communicator)._nodes
+    conversation._MOST_NODES = before
+    nodes = conversation.conversation_in(communicator)._nodes
     dist.destroy_process_group(group)
     return counts, nodes
 
