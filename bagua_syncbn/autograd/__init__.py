@@ -7,7 +7,7 @@
 ``differentiable``     the same step in parts that can be differentiated any number of times and in both directions
 ``checkpointing``      which call activation checkpointing repeats, and what that call gathered
 ``exchange``           what goes between ranks, and that no two sizes meet
-``conversation``       what was said in a group, from which each rank knows what the others expect
+``conversation``       what was said in a group, from which each rank knows what its peers expect
 ``agreement``          what is sent in place of that: a question, an error
 ``identity``           who speaks in a message, and of what
 ``faults``             what the ops found wrong, where no host waits for them

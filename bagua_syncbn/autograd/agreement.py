@@ -1,4 +1,4 @@
-"""What a rank sends in place of the message that the others expect: a question, or that it has raised an error."""
+"""What a rank sends in place of the message that its peers expect: a question, or that it has raised an error."""
 
 from __future__ import annotations
 

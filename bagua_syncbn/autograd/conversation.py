@@ -1,4 +1,4 @@
-"""What the ranks of a group have said to each other, from which each knows what the others expect next."""
+"""What the ranks of a group have said to each other, from which each knows what its peers expect next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What goes between ranks in a step, and that no two ranks ever send messages of different kinds or sizes.
 
 Backends end the process, or give values of no meaning, where sizes or kinds of collectives differ between ranks. So a
-rank never sends what the others do not expect. All that was said in a group is known to all its ranks, and from that
+rank sends only what its peers expect. All that was said in a group is known to all its ranks, and from that
 each expects the same next message: what followed the last time. A rank that comes with a call of another message sends
 one of the expected kind and size in its place, which holds only the words of its call. If all ranks came with that
 call, all know it now and its message goes next; else all know that they differ. In a loop that repeats its calls

@@ -15,7 +15,7 @@ class Masking(NamedTuple):
 
     @property
     def zeroed(self) -> Tensor | None:
-        """The positions, where the others are 0 in the output; None where they are not."""
+        """The positions that count, if all other ones are 0 in the output; None if they are not."""
         return self.positions if self.zeroes else None
 
     def clear(self, values: Tensor) -> Tensor:

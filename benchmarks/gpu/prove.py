@@ -3,7 +3,7 @@
     python3 benchmarks/gpu/prove.py --output build/gpu
 
 Needs a CUDA build of torch, nvcc and a C++ compiler, and no network; names what is missing. pytest is used where it is.
-Each part has a time limit, and none hides the others; all take less than eight minutes together, and longer only where
+Each part has a time limit, and none hides another; all take less than eight minutes together, and longer only where
 torch takes long to be imported. ``results.json``, made anew after each case, has all that is known by then, and
 ``log.txt`` all that was printed. Exits with 0 if every part passed, 1 if one did not, 2 if something was missing.
 """

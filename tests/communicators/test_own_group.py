@@ -14,7 +14,7 @@ CHANNELS, SAMPLES = 16, 5
 class Skipping(nn.Module):
     """A norm between a block that some ranks skip and another layer; the block's gradients are in the first bucket.
 
-    On a rank that skips it this bucket is sent before the norm's sums, on the others after them.
+    On a rank that skips it this bucket is sent before the norm's sums, on all other ranks after them.
     """
 
     def __init__(self, width):

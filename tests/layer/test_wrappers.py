@@ -202,7 +202,7 @@ def test_sharded_mixed_precision(pool, kind):
 
 def train_with_bagua(sizes):
     rank = dist.get_rank()
-    model = make_model(seed=rank)  # rank 0's parameters are to reach the others
+    model = make_model(seed=rank)  # rank 0's parameters are to reach the other ranks
     if rank:
         for buffer in model.buffers():
             buffer.add_(rank)
