@@ -104,21 +104,12 @@ class _Call(NamedTuple):
         return [tensor for tensor in self[1:5] if isinstance(tensor, Tensor)]
 
 
-def _call_of_aten(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> _Call:
-    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-BATCH_NORMS: Mapping[Any, Callable[..., _Call]] = {F.batch_norm: _Call, torch.batch_norm: _call_of_aten}
+BATCH_NORMS: Mapping[Any, Callable[..., _Call]] = {
+    F.batch_norm: _Call,
+    torch.batch_norm: lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: (
+        _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    ),
+}
 
 
 class _Redirect(TorchFunctionMode):
