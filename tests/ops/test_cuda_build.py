@@ -16,7 +16,7 @@ BUDGET = Path(__file__).with_name("registers.json")
 LOOPS = Path(__file__).with_name("loops.json")  # what machine_code.Work has
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-LONGER = re.compile("act_|masked_")  # of these files and kernels there are more, which take longer to compile
+LONGER = re.compile("act_|masked_|backward_")  # files and kernels that are compiled weekly: each takes seconds
 # Blocks of 256 threads of which a multiprocessor with 65536 registers holds two still.
 MOST_REGISTERS = 128
 # Of machine code, for all kernels of a file. What W-fold inlining can do to it: 1.7 MB of elemt.cu once, 30000

@@ -92,7 +92,7 @@ def tensors(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_planar(emulated, dtype):
-    for shape in PLANAR:
+    for shape in PLANAR[:: 3 if dtype == torch.float16 else 1]:  # of bfloat16 there are as many values in a slot
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
 
 
@@ -110,7 +110,7 @@ def test_groups_of_channels(emulated, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_interleaved(emulated, dtype):
-    for shape in [*INTERLEAVED, MANY_PARTS] if dtype == torch.float32 else INTERLEAVED:
+    for shape in {torch.float32: [*INTERLEAVED, MANY_PARTS], torch.float16: INTERLEAVED[::3]}.get(dtype, INTERLEAVED):
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
 
 

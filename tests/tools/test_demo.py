@@ -8,10 +8,10 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from workers import WorkerPool
 
 for _package in ("matplotlib", "sklearn", "tqdm"):
     pytest.importorskip(_package, reason=f"the examples need {_package}: pip install -e '.[demo]'")
@@ -34,28 +34,22 @@ def run_script(port, arguments):
     """On each rank, as torchrun starts it."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, CUDA_VISIBLE_DEVICES="")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    sys.argv[1:] = arguments
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launched["CUDA_VISIBLE_DEVICES"] = ""
+    with patch.dict(os.environ, launched), patch.object(sys, "argv", [str(SCRIPT), *arguments]):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-@pytest.fixture
-def ranks():
-    workers = WorkerPool()
-    yield workers
-    workers.close()
-
-
-def test_the_demo(demo, ranks, monkeypatch, capsys, tmp_path):
+def test_the_demo(demo, pool, monkeypatch, capsys, tmp_path):
     """Synchronized ranks train like one process, others do not; two in place of four."""
 
     def train(name):
         output = tmp_path / f"{name}.json"
         arguments = [*ARGUMENTS, *demo.RUNS[name][2], "--output", str(output)]
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        ranks.run(run_script, 1 if name == "reference" else 2, store.port, arguments)
-        ranks.forget_job()
+        pool.run(run_script, 1 if name == "reference" else 2, store.port, arguments)
+        pool.forget_job()
         return json.loads(output.read_text())
 
     monkeypatch.setattr(demo, "train", train)

@@ -17,13 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake_packages import PACKAGES, stand_in_for
 from torch import nn
-from workers import WorkerPool
 
 import bagua_syncbn
 from bagua_syncbn.conversion import registry
@@ -74,17 +74,18 @@ def test_blocks_of_one_process(page, tmp_path, monkeypatch):
 
 def run_scripts(ports: list[int], directory: str) -> list[str]:
     """Runs on each rank; a store for each script, since they initialize and destroy the same default group."""
-    os.chdir(directory)
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", CUDA_VISIBLE_DEVICES="")
-    done = []
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    launched |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": ""}
+    done, before = [], Path.cwd()
+    os.chdir(directory)
     for block, port in zip(scripts(), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        exec(block.code, {"__name__": "__main__"})
+        with patch.dict(os.environ, launched, MASTER_PORT=str(port)):
+            exec(block.code, {"__name__": "__main__"})
         assert not dist.is_initialized(), f"{block.name} leaves its process group behind"
         done.append(block.name)
+    os.chdir(before)
     return done
 
 
@@ -92,13 +93,10 @@ def scripts() -> list[Block]:
     return [block for page in PAGES for block in read_blocks(page) if block.marker == TWO_RANKS]
 
 
-def test_scripts_of_two_ranks(tmp_path):
+def test_scripts_of_two_ranks(pool, tmp_path):
     stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in scripts()]
-    workers = WorkerPool()
-    try:
-        done = workers.run(run_scripts, 2, [store.port for store in stores], str(tmp_path))
-    finally:
-        workers.close()
+    done = pool.run(run_scripts, 2, [store.port for store in stores], str(tmp_path))
+    pool.forget_job()
     assert done[0] == done[1] == [block.name for block in scripts()] != []
 
 
