@@ -22,6 +22,17 @@ namespace bagua_syncbn {
 constexpr int64_t kActivations = 0 BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ONE);
 #undef BAGUA_SYNCBN_ONE
 
+#define BAGUA_SYNCBN_CODE(name) k##name,
+enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
+#undef BAGUA_SYNCBN_CODE
+
+// Whether it is a few operations, which take less time than memory: then CPUs compute it anew and do not store it. As
+// in bagua_syncbn/ops/activations.py.
+constexpr bool is_cheap(int64_t code) {
+  const auto c = static_cast<Code>(code);
+  return c == Code::kRelu || c == Code::kRelu6 || c == Code::kLeakyRelu || c == Code::kHardswish;
+}
+
 // An activation of this code. The parameter is that of leaky_relu and elu, and unused in all others.
 template <typename A>
 struct Act {

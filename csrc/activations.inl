@@ -2,7 +2,8 @@
 // CPU and CUDA. Derivatives at a kink are torch's. Included inside of a namespace that has, for V,
 //
 //   of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V), which is the integral of
-//   exp(-t^2 / 2) / sqrt(2 pi), and exp_between(V), which need not know numbers next to 0 and to infinity
+//   exp(-t^2 / 2) / sqrt(2 pi), exp_between(V), which need not know numbers next to 0 and to infinity,
+//   times_sigmoid(a, V), which is a * sigmoid_of(V), and sigmoid_slope(V), its derivative
 //
 // `p` is the parameter.
 
@@ -45,7 +46,7 @@ struct Elu {
 };
 
 struct Silu {
-  BAGUA_SYNCBN_VALUE { return z * sigmoid_of(z); }
+  BAGUA_SYNCBN_VALUE { return times_sigmoid(z, z); }
   BAGUA_SYNCBN_DERIVATIVE {
     const V s = sigmoid_of(z);
     return s * (of<V>(1) + z * (of<V>(1) - s));
@@ -80,7 +81,7 @@ struct Hardswish {
 
 struct Sigmoid {
   BAGUA_SYNCBN_VALUE { return sigmoid_of(z); }
-  BAGUA_SYNCBN_DERIVATIVE { return sigmoid_of(z) * sigmoid_of(-z); }
+  BAGUA_SYNCBN_DERIVATIVE { return sigmoid_slope(z); }
 };
 
 struct Tanh {

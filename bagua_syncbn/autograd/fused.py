@@ -2,8 +2,8 @@
 
 Backward keeps x, the residual and the statistics, and makes ``z = bn(x) + residual`` from them once more. With
 ``g = grad_output * act'(z)``, which is the gradient of the residual, it is the step without activation for ``g``. The
-pass that adds up gradients makes ``g``. Without a residual it is not stored on CUDA, where the second pass makes it
-once more; on CPU, where that would take longer, the gradient of x takes its place in memory. Without an activation
+pass that adds up gradients makes ``g``. Without a residual it is not stored but made once more by the second pass,
+where that is faster; elsewhere the gradient of x takes its place in memory on CPU. Without an activation
 ``g`` is ``grad_output``, and not even the residual is kept.
 """
 
@@ -82,7 +82,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if code == 0:
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
     else:
-        twice = residual is None and exchange.masking is None and ops.wait_for_memory(input)
+        twice = residual is None and exchange.masking is None and ops.outrun_memory(input, ctx.activation)
         sums, grad_weight, grad_bias, stored = ops.batch_norm_act_backward_reduce(
             grad, input, mean, invstd, weight, bias, residual, code, parameter, words, not twice
         )

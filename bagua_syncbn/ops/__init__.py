@@ -8,7 +8,7 @@ from .fallback import cuda_problem
 from .layout import laid_out_as
 from .masking import Masking
 from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
-from .native import KERNELS, beat_torch, wait_for_memory
+from .native import KERNELS, beat_torch, outrun_memory
 from .reference import of_positions, per_channel, reduced_dims
 from .schemas import accumulate_dtype
 
@@ -56,8 +56,8 @@ __all__ = [
     "laid_out_as",
     "merge_stats",
     "of_positions",
+    "outrun_memory",
     "per_channel",
     "reduced_dims",
     "reference",
-    "wait_for_memory",
 ]

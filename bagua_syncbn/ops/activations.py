@@ -15,16 +15,17 @@ class _Formula(NamedTuple):
     value: Callable[[Tensor, float], Tensor]  # in operations that can be differentiated any number of times
     gradient: Callable[[Tensor, Tensor, float], Tensor]  # grad_output times the derivative
     parameter: float | None = None  # as torch has it where none is given; None for activations without
+    is_cheap: bool = False  # a few operations, which take a CPU less time than memory takes; is_cheap in csrc too
 
 
 _aten = torch.ops.aten
 # The gradients are torch's, so that kinks and all else are.
 _FORMULAS = {
     "identity": _Formula(lambda z, _: z, lambda dy, z, _: dy),
-    "relu": _Formula(lambda z, _: F.relu(z), lambda dy, z, _: _aten.threshold_backward(dy, z, 0)),
-    "relu6": _Formula(lambda z, _: F.relu6(z), lambda dy, z, _: _aten.hardtanh_backward(dy, z, 0, 6)),
+    "relu": _Formula(lambda z, _: F.relu(z), lambda dy, z, _: _aten.threshold_backward(dy, z, 0), is_cheap=True),
+    "relu6": _Formula(lambda z, _: F.relu6(z), lambda dy, z, _: _aten.hardtanh_backward(dy, z, 0, 6), is_cheap=True),
     "leaky_relu": _Formula(
-        lambda z, p: F.leaky_relu(z, p), lambda dy, z, p: _aten.leaky_relu_backward(dy, z, p, False), 0.01
+        lambda z, p: F.leaky_relu(z, p), lambda dy, z, p: _aten.leaky_relu_backward(dy, z, p, False), 0.01, True
     ),
     "elu": _Formula(lambda z, p: F.elu(z, p), lambda dy, z, p: _aten.elu_backward(dy, p, 1, 1, False, z), 1.0),
     "silu": _Formula(lambda z, _: F.silu(z), lambda dy, z, _: _aten.silu_backward(dy, z)),
@@ -32,7 +33,7 @@ _FORMULAS = {
     "gelu_tanh": _Formula(
         lambda z, _: F.gelu(z, approximate="tanh"), lambda dy, z, _: _aten.gelu_backward(dy, z, approximate="tanh")
     ),
-    "hardswish": _Formula(lambda z, _: F.hardswish(z), lambda dy, z, _: _aten.hardswish_backward(dy, z)),
+    "hardswish": _Formula(lambda z, _: F.hardswish(z), lambda dy, z, _: _aten.hardswish_backward(dy, z), is_cheap=True),
     "sigmoid": _Formula(lambda z, _: torch.sigmoid(z), lambda dy, z, _: _aten.sigmoid_backward(dy, torch.sigmoid(z))),
     "tanh": _Formula(lambda z, _: torch.tanh(z), lambda dy, z, _: _aten.tanh_backward(dy, torch.tanh(z))),
 }
@@ -68,6 +69,11 @@ class Activation(NamedTuple):
     def code(self) -> int:
         """Its number in the schemas of the ops."""
         return _NAMES.index(self.name)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a CPU computes it faster than memory gives and takes."""
+        return _FORMULAS[self.name].is_cheap
 
     def __call__(self, z: Tensor) -> Tensor:
         return _FORMULAS[self.name].value(z, self.parameter)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from .activations import Activation
+
 _LIBRARY = "bagua_syncbn._C"
 _WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 
@@ -49,9 +51,10 @@ def beat_torch(input: Tensor) -> bool:
     return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
 
 
-def wait_for_memory(input: Tensor) -> bool:
-    """Whether the ops on ``input`` take as long as memory does, so that what can be computed anew is not stored.
+def outrun_memory(input: Tensor, activation: Activation) -> bool:
+    """Whether the ops compute ``activation`` of values like those of ``input`` faster than memory gives and takes them.
 
-    Those on CPU take as long as an activation does.
+    Then the gradient through it is made twice in a backward pass, and not stored between.
     """
-    return KERNELS.endswith("cuda") and input.device.type == "cuda"
+    on_gpu = KERNELS.endswith("cuda") and input.device.type == "cuda"
+    return on_gpu or (KERNELS != "reference" and input.device.type == "cpu" and activation.is_cheap)

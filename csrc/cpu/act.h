@@ -1,6 +1,9 @@
 // What the ops with an activation know besides those without.
 #pragma once
 
+#include <tuple>
+#include <vector>
+
 #include "../geometry.h"
 #include "channels.h"
 #include "work.h"
@@ -45,5 +48,11 @@ class Normalization {
   const ChannelArray<A> means_, shifts_;
   std::vector<A> scales_;
 };
+
+// See backward_reduce.cpp.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    int64_t activation, double parameter, const std::vector<int64_t>& values, bool with_grad);
 
 }  // namespace bagua_syncbn::cpu

@@ -1,11 +1,12 @@
 // batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks; batch_norm_backward_elemt_ puts it
 // in the place of the gradient of the output; batch_norm_masked_backward_elemt lets it pass through the statistics only
-// where a position counts.
+// where a position counts; batch_norm_act_backward_elemt goes through an activation first.
 
 #include <limits>
 
 #include "../checks.h"
 #include "../geometry.h"
+#include "act.h"
 #include "channels.h"
 #include "mask.h"
 #include "work.h"
@@ -17,6 +18,12 @@ namespace {
 struct Outside {
   const Mask* mask = nullptr;
   bool zeroes = false;
+};
+
+// A cheap activation of what is normalized with this bias.
+struct Before {
+  const std::optional<Tensor>& bias;
+  const Activation activation;
 };
 
 // Planar, the rows [begin, end) of (batch, channels).
@@ -38,7 +45,8 @@ void masked_gradient(const T* dy, const T* x, T* dx, const Outside& outside, con
 
 Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                       const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
-                      int64_t call, const std::optional<Tensor>& fault, bool in_place, const Outside& outside) {
+                      int64_t call, const std::optional<Tensor>& fault, bool in_place, const Outside& outside,
+                      const Before* before = nullptr) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
@@ -67,18 +75,26 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     T* dx = static_cast<T*>(grad_input.mutable_data_ptr());
+    const ChannelArray<A> shifts(before ? before->bias : std::nullopt, g.channels, A(0));
+    const Act<A> act = before ? before->activation.act<A>() : Act<A>{};
+    const Loops<T>& loop = loops<T>();
     if (g.interleaved) {
       parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
         const int64_t o = begin * g.channels, rows = end - begin;
+        if (before) {
+          return loop.act_input_grad_columns(dy + o, x + o, dx + o, rows, g.channels, factors, shifts.data(), act);
+        }
         Made made;
         const uint8_t* valid = outside.mask ? positions_at(*outside.mask, begin, rows, made) : nullptr;
-        loops<T>().grad_columns(dy + o, x + o, dx + o, valid, rows, g.channels, factors, outside.zeroes);
+        loop.grad_columns(dy + o, x + o, dx + o, valid, rows, g.channels, factors, outside.zeroes);
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
         if (outside.mask) return masked_gradient(dy, x, dx, outside, g, factors, begin, end);
-        const int64_t o = begin * g.inner;
-        loops<T>().grad_rows(dy + o, x + o, dx + o, end - begin, g.inner, begin % g.channels, g.channels, factors);
+        const int64_t o = begin * g.inner, rows = end - begin, channel = begin % g.channels;
+        if (!before) return loop.grad_rows(dy + o, x + o, dx + o, rows, g.inner, channel, g.channels, factors);
+        loop.act_input_grad_rows(dy + o, x + o, dx + o, rows, g.inner, channel, g.channels, factors, shifts.data(),
+                                 act);
       });
     }
   });
@@ -110,10 +126,28 @@ Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor&
                         {&mask, zeroes});
 }
 
+Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
+                                     const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
+                                     const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
+                                     int64_t activation, double parameter, int64_t ranks, int64_t call,
+                                     const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
+  check_act(input, weight, bias, std::nullopt, activation);
+  if (is_cheap(activation)) {
+    const Before before{bias, {std::nullopt, activation, parameter}};
+    return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {},
+                          &before);
+  }
+  const Tensor grad = std::get<3>(batch_norm_act_backward_reduce(grad_output, input, mean, invstd, weight, bias,
+                                                                 std::nullopt, activation, parameter, {}, true));
+  return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault);
+}
+
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt));
   m.impl("batch_norm_backward_elemt_", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt_));
+  m.impl("batch_norm_act_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_backward_elemt));
   m.impl("batch_norm_masked_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_backward_elemt));
 }

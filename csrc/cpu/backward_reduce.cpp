@@ -1,6 +1,6 @@
 // batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
 // and bias of this rank. batch_norm_masked_backward_reduce: of the positions that count.
-// batch_norm_act_backward_reduce: of dy * act'(z), which it makes by tiles and returns.
+// batch_norm_act_backward_reduce: of dy * act'(z), which it also returns, if asked.
 
 #include <memory>
 #include <tuple>
@@ -12,7 +12,7 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// The way through an activation: gradients = dy * act'(z), by tiles, which are in the cache when they are added up.
+// The way through an activation: gradients = dy * act'(z), which may be null, and their sums.
 template <typename T, typename A = Accumulate<T>>
 class Through {
  public:
@@ -24,21 +24,22 @@ class Through {
         residual_(activation.residual_data<T>()),
         gradients_(gradients) {}
 
-  const T* rows(const T* dy, const T* x, int64_t start, int64_t rows, int64_t n, int64_t stride,
+  GradSums rows(const T* dy, const T* x, int64_t start, int64_t rows, int64_t n, int64_t stride,
                 int64_t channel) const {
-    loops<T>().act_grad_rows(dy + start, x + start, residual_at(start), gradients_ + start, rows, n, stride, channel,
-                             factors_, act_);
-    return gradients_ + start;
+    return loops<T>().act_grad_sums(dy + start, x + start, from(residual_, start), from(gradients_, start), rows, n,
+                                    stride, channel, factors_, act_);
   }
 
-  const T* columns(const T* dy, const T* x, int64_t start, int64_t rows, int64_t channels) const {
-    loops<T>().act_grad_columns(dy + start, x + start, residual_at(start), gradients_ + start, rows, channels, factors_,
-                                act_);
-    return gradients_ + start;
+  void columns(const T* dy, const T* x, int64_t start, int64_t rows, int64_t channels, A* scratch, double* out) const {
+    loops<T>().act_grad_sums_columns(dy + start, x + start, from(residual_, start), from(gradients_, start), rows,
+                                     channels, scratch, out, factors_, act_);
   }
 
  private:
-  const T* residual_at(int64_t start) const { return residual_ ? residual_ + start : nullptr; }
+  template <typename P>
+  static P* from(P* p, int64_t start) {
+    return p ? p + start : nullptr;
+  }
 
   const Normalization<A> normalization_;
   const NormalizeFactors<A> factors_;
@@ -46,6 +47,17 @@ class Through {
   const T* const residual_;
   T* const gradients_;
 };
+
+// Of rows of one channel, from `start` on; `through` and `valid` may be null.
+template <typename T, typename A = Accumulate<T>>
+GradSums sums_of_rows(const T* dy, const T* x, const A* mean, int64_t start, int64_t rows, int64_t values,
+                      int64_t stride, int64_t channel, const Through<T>* through, const uint8_t* valid) {
+  if (through) return through->rows(dy, x, start, rows, values, stride, channel);
+  if (valid == nullptr || all(valid, rows * values)) {
+    return loops<T>().grad_sums(dy + start, x + start, mean[channel], rows, values, stride);
+  }
+  return loops<T>().masked_grad_sums(dy + start, x + start, mean[channel], valid, rows, values, stride);
+}
 
 // `through` and `mask` may be null.
 template <typename T, typename A = Accumulate<T>>
@@ -59,12 +71,8 @@ void planar_sums(const T* dy, const T* x, const A* mean, const Geometry& g, doub
       const int64_t channel = unit / parts.count(), stride = g.channels * g.inner;
       parts.for_each_span(unit % parts.count(), [&](int64_t sample, int64_t offset, int64_t rows, int64_t values) {
         const int64_t start = channel * g.inner + sample * stride + offset;
-        const T* grads = through ? through->rows(dy, x, start, rows, values, stride, channel) : dy + start;
         const uint8_t* valid = mask ? positions_at(*mask, sample * g.inner + offset, rows * values, made) : nullptr;
-        const GradSums span =
-            valid == nullptr || all(valid, rows * values)
-                ? loops<T>().grad_sums(grads, x + start, mean[channel], rows, values, stride)
-                : loops<T>().masked_grad_sums(grads, x + start, mean[channel], valid, rows, values, stride);
+        const GradSums span = sums_of_rows(dy, x, mean, start, rows, values, stride, channel, through, valid);
         results[unit].dy += span.dy;
         results[unit].dy_xmu += span.dy_xmu;
       });
@@ -91,10 +99,13 @@ void interleaved_sums(const T* dy, const T* x, const A* mean, const Geometry& g,
     for (int64_t part = begin; part < end; ++part) {
       parts.for_each_tile(part, [&](int64_t row, int64_t rows) {
         const int64_t offset = row * g.channels;
-        const T* grads = through ? through->columns(dy, x, offset, rows, g.channels) : dy + offset;
-        const int64_t count = list.fill(row, rows);
-        loops<T>().grad_sums_columns(grads, x + offset, mean, list.data(), count, g.channels, scratch.data(),
-                                     tile.data());
+        if (through) {
+          through->columns(dy, x, offset, rows, g.channels, scratch.data(), tile.data());
+        } else {
+          const int64_t count = list.fill(row, rows);
+          loops<T>().grad_sums_columns(dy + offset, x + offset, mean, list.data(), count, g.channels, scratch.data(),
+                                       tile.data());
+        }
         for (int64_t c = 0; c < width; ++c) results[part * width + c] += tile[c];
       });
     }
@@ -173,10 +184,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
   check_act(input, weight, bias, residual, activation);
   const Laid laid = lay_out(input);
   const Activation act = activation_of(residual, activation, parameter, laid);
-  const Tensor grad = allocate_like(laid.tensor);
+  const bool is_made = with_grad || !is_cheap(activation);
+  const Tensor grad = is_made ? allocate_like(laid.tensor) : allocate_vector(0, scalar_type(input), input);
   const auto start = [&](auto storage) {
     using T = typename decltype(storage)::type;
-    T* const gradients = static_cast<T*>(grad.mutable_data_ptr());
+    T* const gradients = is_made ? static_cast<T*>(grad.mutable_data_ptr()) : nullptr;
     return std::make_unique<Through<T>>(weight, bias, mean, invstd, laid.geometry, act, gradients);
   };
   const auto [sums, grad_weight, grad_bias] =

@@ -80,15 +80,19 @@ struct Loops {
                        GradientFactors<A>, bool zeroes);
 
   // With an activation of z = (x - mean) * scale + shift + residual, which may be null: y = act(z), as normalize_rows
-  // and normalize_columns; and g = dy * act'(z), of rows that are `stride` apart and of one channel, and of all
-  // channels.
+  // and normalize_columns; the sums of g = dy * act'(z), as grad_sums and grad_sums_columns, where g is written too,
+  // unless it is null, as it may be if the activation is cheap; and dx of g, of a cheap one without a residual.
   void (*act_rows)(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
                    NormalizeFactors<A>, Act<A>);
   void (*act_columns)(const T* x, const T* residual, T* y, int64_t rows, int64_t channels, NormalizeFactors<A>, Act<A>);
-  void (*act_grad_rows)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
-                        int64_t channel, NormalizeFactors<A>, Act<A>);
-  void (*act_grad_columns)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
-                           NormalizeFactors<A>, Act<A>);
+  GradSums (*act_grad_sums)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
+                            int64_t channel, NormalizeFactors<A>, Act<A>);
+  void (*act_grad_sums_columns)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
+                                A* columns, double* out, NormalizeFactors<A>, Act<A>);
+  void (*act_input_grad_rows)(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel,
+                              int64_t channels, GradientFactors<A>, const A* shift, Act<A>);
+  void (*act_input_grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A>,
+                                 const A* shift, Act<A>);
 
   // Planar, where not all positions count: see loops/masked.inl. Rows that are added up have masks one after
   // another; those of the element-wise loops have the same.

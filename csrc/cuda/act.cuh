@@ -54,6 +54,15 @@ __device__ __forceinline__ double normal_cdf(double z) {
   return 0.5 * erfc(z * -0.7071067811865476);
 }
 
+template <typename V>
+__device__ __forceinline__ V times_sigmoid(V a, V x) {
+  return a * sigmoid_of(x);
+}
+template <typename V>
+__device__ __forceinline__ V sigmoid_slope(V x) {
+  return sigmoid_of(x) * sigmoid_of(-x);
+}
+
 #include "../activations.inl"
 
 #define BAGUA_SYNCBN_CODE(name) k##name,

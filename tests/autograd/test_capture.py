@@ -39,13 +39,19 @@ def with_fewer_outputs(model, input):
     return recompute_outputs(fuse_activations(model))(input).square().mean()
 
 
+def with_residual(model, input):
+    model[1].fused_activation = "silu"
+    y = model[0](input)
+    return model[1](y, y.cos()).square().mean()
+
+
 def with_padding(model, input):
     lengths = torch.full(input.shape[:1], 4)
     with masked(model, lengths=lengths, rule=lambda lengths, shape: lengths, zero_masked=True):
         return model(input).square().mean()
 
 
-LOSSES = [plain, checkpointed, gradient_penalty, with_fewer_outputs, with_padding]
+LOSSES = [plain, checkpointed, gradient_penalty, with_fewer_outputs, with_residual, with_padding]
 
 
 def step(loss, batch):

@@ -134,10 +134,14 @@ def little_model(momentum):
     ).cuda()  # fmt: skip
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_captured_training_step(nccl, momentum):
-    """Forward, backward and optimizer under one graph, replayed, end where the same steps end without one."""
+@pytest.mark.parametrize(("momentum", "fused"), [(0.1, False), (None, False), (None, True)])
+def test_a_captured_training_step(nccl, momentum, fused):
+    """Forward, backward and optimizer under one graph, replayed, end where the same steps end without one; with an
+    activation of the layer and outputs that are made anew too.
+    """
     converted = bagua_syncbn.convert_sync_batchnorm(little_model(momentum), nccl)
+    if fused:
+        converted = bagua_syncbn.recompute_outputs(bagua_syncbn.fuse_activations(converted))
     eager = bagua_syncbn.convert_sync_batchnorm(little_model(momentum), nccl)
     batches = torch.randn(7, 4, 3, 64, 64, device="cuda")
     labels = torch.randint(4, (7, 4), device="cuda")

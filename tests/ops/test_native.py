@@ -205,6 +205,10 @@ def bits(threads):
             results.append(ops.batch_norm_act_elemt(x, *arguments[:2], mean, invstd, *arguments[2:]))
             results += ops.batch_norm_act_backward_reduce(dy, x, mean, invstd, *arguments)
             ops.batch_norm_backward_elemt_(results[-1], x, mean, mean, invstd, sums, count)
+            without = (mean, None, code, 0.3, [], False)
+            results += ops.batch_norm_act_backward_reduce(dy, x, mean, invstd, mean, *without)
+            factors = (mean, mean, invstd, sums, count, mean)
+            results.append(ops.batch_norm_act_backward_elemt(dy, x, *factors, code, 0.3))
         for result in results:
             digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

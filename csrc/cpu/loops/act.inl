@@ -89,54 +89,52 @@ struct Line {
 template <typename Activation, typename... Some>
 constexpr bool kIsOneOf = (std::is_same_v<Activation, Some> || ...);
 
+// Activations of a few operations, see is_cheap in ../../activations.h.
+template <typename Activation>
+constexpr bool kCheap = kIsOneOf<Activation, Relu, Relu6, LeakyRelu, Hardswish>;
+
 // Activations that are computed where z is.
 template <typename Activation, typename A>
-constexpr bool kDirect = kIsOneOf<Activation, Identity, Relu, Relu6, LeakyRelu, Hardswish> ||
-                         (std::is_same_v<A, float> && kIsOneOf<Activation, Silu, Gelu>);
+constexpr bool kDirect = kCheap<Activation> || std::is_same_v<Activation, Identity> ||
+                         (std::is_same_v<A, float> && kIsOneOf<Activation, Silu, Gelu, Sigmoid>);
 
-template <typename Activation, bool kStream, typename T, typename A, typename Factors>
-void value_of_line(const Line<T, A, Factors>& line, T* y, A parameter) {
+template <bool kColumns, typename A>
+using FactorsOf = std::conditional_t<kColumns, ColumnFactors<A>, RowFactors<A>>;
+
+// Of rows of n values: each is of the next channel, or has one value for each channel.
+template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
+void values_of_rows(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                    const NormalizeFactors<A>& factors, A parameter) {
   const Vec<A> p = broadcast(parameter);
-  line.for_each([&](int64_t j, Vec<A> z) { narrow<kStream>(y + j, Activation::value(z, p)); },
-                [&](int64_t j, Vec<A> z, int64_t count) { narrow_part(y + j, Activation::value(z, p), count); });
-}
-
-template <typename Activation, typename T, typename A, typename Factors>
-void gradient_of_line(const Line<T, A, Factors>& line, const T* dy, T* g, A parameter) {
-  const Vec<A> p = broadcast(parameter);
-  line.for_each(
-      [&](int64_t j, Vec<A> z) {
-        prefetch(dy + j + kAhead);
-        narrow(g + j, widen(dy + j) * Activation::derivative(z, p));
-      },
-      [&](int64_t j, Vec<A> z, int64_t count) {
-        narrow_part(g + j, widen_part(dy + j, count) * Activation::derivative(z, p), count);
-      });
-}
-
-// The functions of an activation: of a line if it is direct, of a chunk if not, and null for the other.
-template <typename T, typename A, typename Factors>
-struct Functions {
-  void (*value)(const Line<T, A, Factors>&, T*, A);
-  void (*streamed_value)(const Line<T, A, Factors>&, T*, A);
-  void (*gradient)(const Line<T, A, Factors>&, const T*, T*, A);
-  void (*values)(A*, int64_t, A);
-  void (*derivatives)(A*, int64_t, A);
-};
-
-template <typename Activation, typename T, typename A, typename Factors>
-constexpr Functions<T, A, Factors> functions_of() {
-  if constexpr (kDirect<Activation, A>) {
-    return {value_of_line<Activation, false, T, A, Factors>, value_of_line<Activation, true, T, A, Factors>,
-            gradient_of_line<Activation, T, A, Factors>, nullptr, nullptr};
-  } else {
-    return {nullptr, nullptr, nullptr, activate<Activation, false, A>, activate<Activation, true, A>};
+  for (int64_t row = 0; row < rows; ++row, y += n) {
+    const FactorsOf<kColumns, A> own(factors, kColumns ? 0 : channel);
+    Line<T, A, FactorsOf<kColumns, A>>(x, residual, row * n, n, own)
+        .for_each([&](int64_t j, Vec<A> z) { narrow<kStream>(y + j, Activation::value(z, p)); },
+                  [&](int64_t j, Vec<A> z, int64_t count) { narrow_part(y + j, Activation::value(z, p), count); });
+    if (++channel == channels) channel = 0;
   }
 }
 
-#define BAGUA_SYNCBN_FUNCTIONS(Activation) functions_of<Activation, T, A, Factors>(),
-template <typename T, typename A, typename Factors>
-constexpr Functions<T, A, Factors> kFunctions[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_FUNCTIONS)};
+// The functions of an activation: of rows if it is direct, of a chunk if not, and null for the other.
+template <bool kColumns, typename T, typename A>
+struct Functions {
+  decltype(&values_of_rows<Identity, false, kColumns, T, A>) rows, streamed_rows;
+  decltype(&activate<Identity, false, A>) values, derivatives;
+};
+
+template <typename Activation, bool kColumns, typename T, typename A>
+constexpr Functions<kColumns, T, A> functions_of() {
+  if constexpr (kDirect<Activation, A>) {
+    return {values_of_rows<Activation, false, kColumns, T, A>, values_of_rows<Activation, true, kColumns, T, A>,
+            nullptr, nullptr};
+  } else {
+    return {nullptr, nullptr, activate<Activation, false, A>, activate<Activation, true, A>};
+  }
+}
+
+#define BAGUA_SYNCBN_FUNCTIONS(Activation) functions_of<Activation, kColumns, T, A>(),
+template <bool kColumns, typename T, typename A>
+constexpr Functions<kColumns, T, A> kFunctions[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_FUNCTIONS)};
 #undef BAGUA_SYNCBN_FUNCTIONS
 
 template <bool kStream, typename T, typename A>
@@ -169,80 +167,204 @@ inline __attribute__((always_inline)) void for_each_chunk(int64_t rows, int64_t 
   }
 }
 
-// Rows of n values that follow each other; `factors_of(row, begin)` are those of a row from its value `begin` on.
-template <typename Factors, typename T, typename A, typename FactorsOf>
-inline void act_lines(const T* x, const T* residual, T* y, int64_t rows, int64_t n, const FactorsOf& factors_of,
-                      bool stream, Act<A> act) {
-  const Functions<T, A, Factors>& functions = kFunctions<T, A, Factors>[act.code];
-  if (const auto value = stream ? functions.streamed_value : functions.value) {
-    for (int64_t row = 0; row < rows; ++row) {
-      value({x, residual, row * n, n, factors_of(row, 0)}, y + row * n, act.parameter);
-    }
+// Rows of n values that follow each other, as for values_of_rows.
+template <bool kColumns, typename T, typename A>
+inline void act_lines(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                      const NormalizeFactors<A>& factors, Act<A> act) {
+  const Functions<kColumns, T, A>& functions = kFunctions<kColumns, T, A>[act.code];
+  if (const auto values = factors.stream ? functions.streamed_rows : functions.rows) {
+    values(x, residual, y, rows, n, channel, channels, factors, act.parameter);
   } else {
     Chunk<A> chunk;
     for_each_chunk(rows, n, [&](int64_t row, int64_t some, int64_t begin, int64_t count) {
       const int64_t offset = row * n + begin;
       for (int64_t r = 0; r < some; ++r) {
-        const Line<T, A, Factors> line(x, residual, offset + r * n, count, factors_of(row + r, begin));
-        line.write_to(chunk.values + r * count);
+        const FactorsOf<kColumns, A> own(factors, kColumns ? begin : (channel + row + r) % channels);
+        Line<T, A, FactorsOf<kColumns, A>>(x, residual, offset + r * n, count, own).write_to(chunk.values + r * count);
       }
       functions.values(chunk.values, some * count, act.parameter);
-      (stream ? write<true, T, A> : write<false, T, A>)(chunk.values, y + offset, some * count);
+      (factors.stream ? write<true, T, A> : write<false, T, A>)(chunk.values, y + offset, some * count);
     });
   }
-  if (stream) end_streaming();
+  if (factors.stream) end_streaming();
 }
 
-// Rows of n values that are `stride` apart.
-template <typename Factors, typename T, typename A, typename FactorsOf>
+// Writes g = dy * act'(z), of rows that are `stride` apart, of one channel or of one value for each channel.
+template <bool kColumns, typename T, typename A>
 inline void act_grad_lines(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
-                           const FactorsOf& factors_of, Act<A> act) {
-  const Functions<T, A, Factors>& functions = kFunctions<T, A, Factors>[act.code];
-  if (const auto gradient = functions.gradient) {
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t offset = row * stride;
-      gradient({x, residual, offset, n, factors_of(0)}, dy + offset, g + offset, act.parameter);
-    }
-    return;
-  }
+                           int64_t channel, const NormalizeFactors<A>& factors, Act<A> act) {
   Chunk<A> chunk;
   for_each_chunk(rows, n, [&](int64_t row, int64_t some, int64_t begin, int64_t count) {
     const int64_t offset = row * stride + begin;
+    const FactorsOf<kColumns, A> own(factors, kColumns ? begin : channel);
     for (int64_t r = 0; r < some; ++r) {
-      const Line<T, A, Factors> line(x, residual, offset + r * stride, count, factors_of(begin));
+      const Line<T, A, FactorsOf<kColumns, A>> line(x, residual, offset + r * stride, count, own);
       line.write_to(chunk.values + r * count);
     }
-    functions.derivatives(chunk.values, some * count, act.parameter);
+    kFunctions<kColumns, T, A>[act.code].derivatives(chunk.values, some * count, act.parameter);
     for (int64_t r = 0; r < some; ++r) {
       write_gradient(chunk.values + r * count, dy + offset + r * stride, g + offset + r * stride, count);
     }
   });
 }
 
+// A factor of a channel: one for a row, or one for each column.
+template <bool kColumns, typename A>
+struct Factor {
+  const A* all;
+  Vec<A> one;
+  Factor(const A* all, int64_t channel) : all(all), one(broadcast(all[channel])) {}
+
+  template <typename Load>
+  inline __attribute__((always_inline)) Vec<A> at(int64_t column, const Load& load) const {
+    if constexpr (kColumns) return load(all + column);
+    return one;
+  }
+};
+
+// dy * act'(z), for grad_sums_of; also written to `g` unless that is null.
+template <typename Activation, bool kColumns, typename T, typename A>
+struct GradientOf {
+  const T* residual;
+  T* g;
+  Factor<kColumns, A> mean, scale, shift;
+  Vec<A> p;
+  GradientOf(const T* residual, T* g, const NormalizeFactors<A>& factors, int64_t channel, A parameter)
+      : residual(residual),
+        g(g),
+        mean(factors.mean, channel),
+        scale(factors.scale, channel),
+        shift(factors.shift, channel),
+        p(broadcast(parameter)) {}
+
+  template <typename Load, typename Store>
+  inline __attribute__((always_inline)) Vec<A> operator()(Vec<A> dy, Vec<A> x, int64_t offset, int64_t column,
+                                                          const Load& load, const Store& store) const {
+    Vec<A> z = (x - mean.at(column, load)) * scale.at(column, load) + shift.at(column, load);
+    if (residual != nullptr) z += load(residual + offset);
+    const Vec<A> gradient = dy * Activation::derivative(z, p);
+    if (g != nullptr) store(g + offset, gradient);
+    return gradient;
+  }
+};
+
+template <typename Activation, typename T, typename A>
+GradSums gradient_sums(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
+                       int64_t channel, const NormalizeFactors<A>& factors, A parameter) {
+  const GradientOf<Activation, false, T, A> gradient(residual, g, factors, channel, parameter);
+  return grad_sums_of(dy, x, factors.mean[channel], rows, n, stride, gradient);
+}
+
+template <typename Activation, typename T, typename A>
+void gradient_sums_columns(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels, A* columns,
+                           double* out, const NormalizeFactors<A>& factors, A parameter) {
+  const auto every = [](int64_t row) { return row; };
+  const GradientOf<Activation, true, T, A> gradient(residual, g, factors, 0, parameter);
+  grad_sums_columns_of(dy, x, factors.mean, every, rows, channels, columns, out, gradient);
+}
+
+// The gradient of the input, of rows as for values_of_rows.
+template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
+void input_gradient(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                    const GradientFactors<A>& factors, const A* shifts, A parameter) {
+  const Vec<A> p = broadcast(parameter);
+  for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
+    const Factor<kColumns, A> mean(factors.mean, channel), mean_dy(factors.mean_dy, channel),
+        projection(factors.projection, channel), scale(factors.scale, channel), shift(shifts, channel);
+    const auto gradient = [&](int64_t j, const auto& load) {
+      const Vec<A> deviation = load(x + j) - mean.at(j, load), scaled = scale.at(j, load);
+      const Vec<A> g = load(dy + j) * Activation::derivative(deviation * scaled + shift.at(j, load), p);
+      return ((g - mean_dy.at(j, load)) - deviation * projection.at(j, load)) * scaled;
+    };
+    for_each_column<A>(
+        n,
+        [&](int64_t j) {
+          prefetch(dy + j + kAhead);
+          prefetch(x + j + kAhead);
+          narrow<kStream>(dx + j, gradient(j, [](const auto* at) { return widen(at); }));
+        },
+        [&](int64_t j, int64_t count) {
+          narrow_part(dx + j, gradient(j, [=](const auto* at) { return widen_part(at, count); }), count);
+        });
+    if (++channel == channels) channel = 0;
+  }
+}
+
+// The functions of backward of an activation: sums if it is direct, gradients of the input if it is cheap, or null.
+template <typename T, typename A>
+struct BackwardFunctions {
+  decltype(&gradient_sums<Identity, T, A>) sums;
+  decltype(&gradient_sums_columns<Identity, T, A>) sums_columns;
+  decltype(&input_gradient<Identity, false, false, T, A>) rows, streamed_rows, columns, streamed_columns;
+};
+
+template <typename Activation, typename T, typename A>
+constexpr BackwardFunctions<T, A> backward_functions_of() {
+  BackwardFunctions<T, A> functions = {};
+  if constexpr (kDirect<Activation, A>) {
+    functions.sums = gradient_sums<Activation, T, A>;
+    functions.sums_columns = gradient_sums_columns<Activation, T, A>;
+  }
+  if constexpr (kCheap<Activation>) {
+    functions.rows = input_gradient<Activation, false, false, T, A>;
+    functions.streamed_rows = input_gradient<Activation, true, false, T, A>;
+    functions.columns = input_gradient<Activation, false, true, T, A>;
+    functions.streamed_columns = input_gradient<Activation, true, true, T, A>;
+  }
+  return functions;
+}
+
+#define BAGUA_SYNCBN_FUNCTIONS(Activation) backward_functions_of<Activation, T, A>(),
+template <typename T, typename A>
+constexpr BackwardFunctions<T, A> kBackward[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_FUNCTIONS)};
+#undef BAGUA_SYNCBN_FUNCTIONS
+
 template <typename T, typename A = Accumulate<T>>
 void act_rows(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
               NormalizeFactors<A> factors, Act<A> act) {
-  const auto factors_of = [&](int64_t row, int64_t) { return RowFactors<A>(factors, (channel + row) % channels); };
-  act_lines<RowFactors<A>>(x, residual, y, rows, n, factors_of, factors.stream, act);
+  act_lines<false>(x, residual, y, rows, n, channel, channels, factors, act);
 }
 
 template <typename T, typename A = Accumulate<T>>
 void act_columns(const T* x, const T* residual, T* y, int64_t rows, int64_t channels, NormalizeFactors<A> factors,
                  Act<A> act) {
-  const auto factors_of = [&](int64_t, int64_t begin) { return ColumnFactors<A>(factors, begin); };
-  act_lines<ColumnFactors<A>>(x, residual, y, rows, channels, factors_of, factors.stream, act);
+  act_lines<true>(x, residual, y, rows, channels, 0, channels, factors, act);
 }
 
 template <typename T, typename A = Accumulate<T>>
-void act_grad_rows(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
-                   int64_t channel, NormalizeFactors<A> factors, Act<A> act) {
-  const auto factors_of = [&](int64_t) { return RowFactors<A>(factors, channel); };
-  act_grad_lines<RowFactors<A>>(dy, x, residual, g, rows, n, stride, factors_of, act);
+GradSums act_grad_sums(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
+                       int64_t channel, NormalizeFactors<A> factors, Act<A> act) {
+  if (const auto sums = kBackward<T, A>[act.code].sums) {
+    return sums(dy, x, residual, g, rows, n, stride, channel, factors, act.parameter);
+  }
+  act_grad_lines<false>(dy, x, residual, g, rows, n, stride, channel, factors, act);
+  return grad_sums(g, x, factors.mean[channel], rows, n, stride);
 }
 
 template <typename T, typename A = Accumulate<T>>
-void act_grad_columns(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
-                      NormalizeFactors<A> factors, Act<A> act) {
-  const auto factors_of = [&](int64_t begin) { return ColumnFactors<A>(factors, begin); };
-  act_grad_lines<ColumnFactors<A>>(dy, x, residual, g, rows, channels, channels, factors_of, act);
+void act_grad_sums_columns(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels, A* columns,
+                           double* out, NormalizeFactors<A> factors, Act<A> act) {
+  if (const auto sums = kBackward<T, A>[act.code].sums_columns) {
+    return sums(dy, x, residual, g, rows, channels, columns, out, factors, act.parameter);
+  }
+  act_grad_lines<true>(dy, x, residual, g, rows, channels, channels, 0, factors, act);
+  grad_sums_columns(g, x, factors.mean, nullptr, rows, channels, columns, out);
+}
+
+template <typename T, typename A = Accumulate<T>>
+void act_input_grad_rows(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                         GradientFactors<A> factors, const A* shift, Act<A> act) {
+  const BackwardFunctions<T, A>& functions = kBackward<T, A>[act.code];
+  (factors.stream ? functions.streamed_rows : functions.rows)(dy, x, dx, rows, n, channel, channels, factors, shift,
+                                                              act.parameter);
+  if (factors.stream) end_streaming();
+}
+
+template <typename T, typename A = Accumulate<T>>
+void act_input_grad_columns(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A> factors,
+                            const A* shift, Act<A> act) {
+  const BackwardFunctions<T, A>& functions = kBackward<T, A>[act.code];
+  (factors.stream ? functions.streamed_columns : functions.columns)(dy, x, dx, rows, channels, 0, channels, factors,
+                                                                    shift, act.parameter);
+  if (factors.stream) end_streaming();
 }

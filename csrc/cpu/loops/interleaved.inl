@@ -107,10 +107,11 @@ void moments_columns(const T* x, const int64_t* list, int64_t rows, int64_t chan
   moments_columns_of(x, [=](int64_t row) { return list[row]; }, rows, channels, columns, out);
 }
 
-template <typename T, typename A, typename RowAt>
+// `gradient` as in grad_sums_of.
+template <typename T, typename A, typename RowAt, typename Gradient>
 inline __attribute__((always_inline)) void grad_sums_columns_of(const T* dy, const T* x, const A* mean,
                                                                 const RowAt& row_at, int64_t rows, int64_t channels,
-                                                                A* columns, double* out) {
+                                                                A* columns, double* out, const Gradient& gradient) {
   A* const dy_sums = columns;
   A* const dy_xmu_sums = columns + channels;
   const int64_t ahead = group_ahead(channels);
@@ -132,9 +133,10 @@ inline __attribute__((always_inline)) void grad_sums_columns_of(const T* dy, con
           const int64_t offset = start + j + v * kWidth<A>;
           prefetch(dy + offset + ahead);
           prefetch(x + offset + ahead);
-          const Vec<A> grad = load(dy + offset);
+          const Vec<A> value = load(x + offset);
+          const Vec<A> grad = gradient(load(dy + offset), value, offset, j + v * kWidth<A>, load, store);
           sum_dy[v] += grad;
-          sum_dy_xmu[v] += grad * (load(x + offset) - means[v]);
+          sum_dy_xmu[v] += grad * (value - means[v]);
         }
       }
 #pragma GCC unroll 4
@@ -151,9 +153,11 @@ template <typename T, typename A = Accumulate<T>>
 void grad_sums_columns(const T* dy, const T* x, const A* mean, const int64_t* list, int64_t rows, int64_t channels,
                        A* columns, double* out) {
   if (list == nullptr) {
-    return grad_sums_columns_of(dy, x, mean, [](int64_t row) { return row; }, rows, channels, columns, out);
+    const auto every = [](int64_t row) { return row; };
+    return grad_sums_columns_of(dy, x, mean, every, rows, channels, columns, out, AsGiven());
   }
-  grad_sums_columns_of(dy, x, mean, [=](int64_t row) { return list[row]; }, rows, channels, columns, out);
+  const auto listed = [=](int64_t row) { return list[row]; };
+  grad_sums_columns_of(dy, x, mean, listed, rows, channels, columns, out, AsGiven());
 }
 
 // The vectors of a row: body(j) for each, and tail(j, count) for the last count < kWidth values. Row by row: going down

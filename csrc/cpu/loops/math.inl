@@ -76,15 +76,24 @@ inline Vec<float> sigmoid_of(Vec<float> x) {
   return 1.0f / (1.0f + exp_between(-x));
 }
 
+inline Vec<float> times_sigmoid(Vec<float> a, Vec<float> x) {
+  return a / (1.0f + exp_between(-x));
+}
+
+inline Vec<float> magnitude(Vec<float> x) {
+  return (Vec<float>)((Mask<float>)x & 0x7fffffff);
+}
+
+inline Vec<float> sigmoid_slope(Vec<float> x) {
+  const Vec<float> e = exp_between(-magnitude(x)), s = 1.0f / (1.0f + e);
+  return e * s * s;
+}
+
 // For x up to 0.
 inline Vec<float> expm1_of(Vec<float> x) {
   const Reduced reduced(clamp(x, -80.0f, 0.0f));
   const Vec<float> power = power_of_two(reduced.k);
   return reduced.expm1 * power + (power - 1.0f);
-}
-
-inline Vec<float> magnitude(Vec<float> x) {
-  return (Vec<float>)((Mask<float>)x & 0x7fffffff);
 }
 
 inline Vec<float> tanh_of(Vec<float> x) {
@@ -116,6 +125,12 @@ inline double exp_between(double x) {
 }
 inline double sigmoid_of(double x) {
   return 1.0 / (1.0 + __builtin_exp(-x));
+}
+inline double times_sigmoid(double a, double x) {
+  return a / (1.0 + __builtin_exp(-x));
+}
+inline double sigmoid_slope(double x) {
+  return sigmoid_of(x) * sigmoid_of(-x);
 }
 inline double tanh_of(double x) {
   return __builtin_tanh(x);

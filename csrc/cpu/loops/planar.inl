@@ -98,8 +98,20 @@ Moments moments(const T* x, int64_t rows, int64_t n, int64_t stride) {
   return {pivot + shift, m2 < 0 ? 0 : m2};
 }
 
-template <typename T, typename A = Accumulate<T>>
-GradSums grad_sums(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride) {
+// The gradients that are added up: dy itself.
+struct AsGiven {
+  template <typename V, typename Load, typename Store>
+  V operator()(V dy, V, int64_t, int64_t, const Load&, const Store&) const {
+    return dy;
+  }
+};
+
+// `gradient(dy, x, offset, column, load, store)` makes what is added up, of values at `offset` from the first.
+template <typename T, typename A, typename Gradient>
+inline __attribute__((always_inline)) GradSums grad_sums_of(const T* dy, const T* x, A mean, int64_t rows, int64_t n,
+                                                            int64_t stride, const Gradient& gradient) {
+  const auto load = [](const auto* p) { return widen(p); };
+  const auto store = [](auto* p, Vec<A> v) { narrow(p, v); };
   const Vec<A> means = broadcast<A>(mean);
   const Ahead next(n, stride);
   Lanes<A> sum_dy, sum_dy_xmu;
@@ -109,19 +121,28 @@ GradSums grad_sums(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int
         [&](int v, int64_t j) {
           prefetch(dy + next(j));
           prefetch(x + next(j));
-          const Vec<A> grad = widen(dy + j);
+          const Vec<A> value = widen(x + j);
+          const Vec<A> grad = gradient(widen(dy + j), value, row * stride + j, 0, load, store);
           sum_dy.part[v] += grad;
-          sum_dy_xmu.part[v] += grad * (widen(x + j) - means);
+          sum_dy_xmu.part[v] += grad * (value - means);
         },
         [&](int v, int64_t j, int64_t count) {
+          const auto load_part = [=](const auto* p) { return widen_part(p, count); };
+          const auto store_part = [=](auto* p, Vec<A> v) { narrow_part(p, v, count); };
+          const Vec<A> value = widen_part(x + j, count);
+          const Vec<A> grad = gradient(widen_part(dy + j, count), value, row * stride + j, 0, load_part, store_part);
           // dy is 0 beyond the row, but an infinite mean would make that a NaN.
-          const Vec<A> grad = widen_part(dy + j, count);
-          const Vec<A> deviation = keep<A>(lanes_below<A>(count), widen_part(x + j, count) - means);
+          const Vec<A> deviation = keep<A>(lanes_below<A>(count), value - means);
           sum_dy.part[v] += grad;
           sum_dy_xmu.part[v] += grad * deviation;
         });
   }
   return {sum_dy.total(), sum_dy_xmu.total()};
+}
+
+template <typename T, typename A = Accumulate<T>>
+GradSums grad_sums(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride) {
+  return grad_sums_of(dy, x, mean, rows, n, stride, AsGiven());
 }
 
 template <bool kStream, typename T, typename A>

@@ -27,10 +27,24 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 template <typename T>
 const Loops<T>& table() {
   static constexpr Loops<T> loops = {
-      moments<T>,         grad_sums<T>,         normalize_rows<T>,        grad_rows<T>,
-      moments_columns<T>, grad_sums_columns<T>, normalize_columns<T>,     grad_columns<T>,
-      act_rows<T>,        act_columns<T>,       act_grad_rows<T>,         act_grad_columns<T>,
-      masked_moments<T>,  masked_grad_sums<T>,  masked_normalize_rows<T>, masked_grad_rows<T>,
+      moments<T>,
+      grad_sums<T>,
+      normalize_rows<T>,
+      grad_rows<T>,
+      moments_columns<T>,
+      grad_sums_columns<T>,
+      normalize_columns<T>,
+      grad_columns<T>,
+      act_rows<T>,
+      act_columns<T>,
+      act_grad_sums<T>,
+      act_grad_sums_columns<T>,
+      act_input_grad_rows<T>,
+      act_input_grad_columns<T>,
+      masked_moments<T>,
+      masked_grad_sums<T>,
+      masked_normalize_rows<T>,
+      masked_grad_rows<T>,
   };
   return loops;
 }
