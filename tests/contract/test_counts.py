@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from counted_step import count_step
+from dispatched import DispatchCounter
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from benchmarks.core.dispatch import DispatchCounter
-from benchmarks.core.step import count_step
 from benchmarks.core.waiting import CollectiveClock
 
 CHANNELS = 6

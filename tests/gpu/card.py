@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from dispatched import reads_on_host
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.core.dispatch import reads_on_host
 from benchmarks.gpu import aten, counts, shapes
 
 CARD = torch.device("cuda", 0)

@@ -3,9 +3,9 @@
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from dispatched import reads_on_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.core.dispatch import reads_on_host
 from benchmarks.core.waiting import CollectiveClock
 
 # c10d's methods that a forward and a backward pass call, the first by the name that this torch has for it.

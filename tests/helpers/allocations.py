@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.profiler import profile, record_function
 
-_MARK = "bagua_syncbn_benchmarks::second"
+_MARK = "bagua_syncbn_tests::second"
 
 
 class Allocations(NamedTuple):

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from allocations import record_allocations
+from dispatched import DispatchCounter
 from torch import Tensor, nn
 
-from .dispatch import DispatchCounter
-from .memory import record_allocations
-from .waiting import CollectiveClock
+from benchmarks.core.waiting import CollectiveClock
 
 
 class Counts(NamedTuple):
