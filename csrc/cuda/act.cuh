@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../activations.h"
+#include "batch.cuh"
 #include "factors.cuh"
 
 namespace bagua_syncbn::cuda {
@@ -102,56 +103,13 @@ __device__ __forceinline__ V take(V (&items)[K]) {
   return first;
 }
 
-// What the two layouts differ in: the next slot, whether all of it can be loaded, and the factors of its channels.
-template <int W>
-__device__ __forceinline__ Slot<W> next_slot(PlanarWalk<W>& walk) {
-  return walk.next();
-}
-template <int W>
-__device__ __forceinline__ Slot<W> next_slot(InterleavedWalk<W>& walk) {
-  const int64_t offset = walk.next();
-  return {offset, 0, offset >= 0 ? W : 0};
-}
-
-template <int W>
-__device__ __forceinline__ bool whole(const PlanarWalk<W>& walk) {
-  return walk.whole();
-}
-template <int W>
-__device__ __forceinline__ bool whole(const InterleavedWalk<W>&) {
-  return true;
-}
-
-template <typename F, int W, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, const Read& read) {
-  factors[0] = share_factors<F>([&] { return read(walk.channel); });
-}
-
-// The slots that a thread loads at once, of channels of which it has `kLanes`.
-template <typename Plan, int W>
-struct Batch {
-  static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
-  static constexpr int kLanes = kPlanar ? 1 : W;
-
-  std::conditional_t<kPlanar, PlanarWalk<W>, InterleavedWalk<W>> walk;
-  Slot<W> slots[kPairs<W>];
-  bool any;
-
-  __device__ __forceinline__ Batch(const Plan& plan, bool reversed) : walk(plan, reversed) {}
-  __device__ __forceinline__ void next() {
-    any = !walk.done();
-#pragma unroll
-    for (int u = 0; u < kPairs<W>; ++u) slots[u] = next_slot(walk);
-  }
-};
-
 // What a batch has of a tensor, as it was loaded.
 template <typename T, int W>
 struct Loaded {
   Bits<T, W> bits[kPairs<W>];
 
   template <typename Plan>
-  __device__ __forceinline__ void load(const T* tensor, const Batch<Plan, W>& batch) {
+  __device__ __forceinline__ void load(const T* tensor, const Batch<Plan, W, kPairs<W>>& batch) {
 #pragma unroll
     for (int u = 0; u < kPairs<W>; ++u) bits[u] = load_slot(tensor, batch.slots[u], whole(batch.walk));
   }

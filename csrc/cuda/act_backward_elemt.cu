@@ -33,8 +33,8 @@ template <typename T, int W, typename Plan, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 2)
     act_backward_elemt(Plan plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
                        BackwardElemtArguments arguments, PerChannel bias, Act<A> act) {
-  constexpr int kLanes = Batch<Plan, W>::kLanes;
-  Batch<Plan, W> batch(plan, true);
+  constexpr int kLanes = Batch<Plan, W, kPairs<W>>::kLanes;
+  Batch<Plan, W, kPairs<W>> batch(plan, true);
   Loaded<T, W> grads, values;
   const auto load = [&] {
     batch.next();

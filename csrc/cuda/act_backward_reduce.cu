@@ -14,8 +14,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 2)
     act_backward_reduce(Plan plan, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ residual,
                         T* __restrict__ grad, ElemtArguments normalization, BackwardReduceArguments arguments,
                         Act<A> act, Scratch scratch) {
-  constexpr int kLanes = Batch<Plan, W>::kLanes;
-  Batch<Plan, W> batch(plan, false);
+  constexpr int kLanes = Batch<Plan, W, kPairs<W>>::kLanes;
+  Batch<Plan, W, kPairs<W>> batch(plan, false);
   Loaded<T, W> grads, values, residuals;
   const auto load = [&] {
     batch.next();

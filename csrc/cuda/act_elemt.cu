@@ -11,8 +11,8 @@ template <typename T, int W, typename Plan, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     act_elemt(Plan plan, const T* __restrict__ x, const T* __restrict__ residual, T* __restrict__ y,
               ElemtArguments arguments, Act<A> act) {
-  constexpr int kLanes = Batch<Plan, W>::kLanes;
-  Batch<Plan, W> batch(plan, true);
+  constexpr int kLanes = Batch<Plan, W, kPairs<W>>::kLanes;
+  Batch<Plan, W, kPairs<W>> batch(plan, true);
   Loaded<T, W> values, residuals;
   const auto load = [&] {
     batch.next();

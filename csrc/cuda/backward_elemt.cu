@@ -22,13 +22,14 @@ __global__ void __launch_bounds__(kThreads)
   };
   bool more = !walk.done();
   load();
-  const auto factors = gradient_factors<A>(walk, plan.channels, arguments);  // waited for with the first batch
+  GradientFactors<A> factors[1];  // waited for together with the first batch
+  gradient_factors(factors, walk, plan.channels, arguments);
   while (more) {
 #pragma unroll
     for (int u = 0; u < kPairs<W>; ++u) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        values[u].values[j] = narrow<T>(factors.gradient(widen(grads[u].values[j]), widen(values[u].values[j])));
+        values[u].values[j] = narrow<T>(factors[0].gradient(widen(grads[u].values[j]), widen(values[u].values[j])));
       }
       store_slot(dx, slots[u], values[u]);
     }

@@ -69,25 +69,16 @@ struct GradientFactors {
 };
 
 // Those of the channel, or channels, of this thread; not numbers, which no gradient survives, where the ranks did not
-// speak of the same. All threads of the block must call these.
-template <typename A, int W>
-__device__ __forceinline__ GradientFactors<A> gradient_factors(const PlanarWalk<W>& walk, int64_t channels,
-                                                               const BackwardElemtArguments& arguments) {
-  const Agreement agreement(arguments, channels);
-  auto factors =
-      share_factors<GradientFactors<A>>([&] { return GradientFactors<A>(arguments, channels, walk.channel); });
-  if (!agreement.holds()) factors.scale = static_cast<A>(NAN);
-  return factors;
-}
-
-template <typename A, int W>
-__device__ __forceinline__ void gradient_factors(GradientFactors<A> (&factors)[W], const InterleavedWalk<W>& walk,
-                                                 int64_t channels, const BackwardElemtArguments& arguments) {
+// speak of the same. All threads of the block must call this.
+template <typename A, int K, typename Walk>
+__device__ __forceinline__ void gradient_factors(GradientFactors<A> (&factors)[K], const Walk& walk, int64_t channels,
+                                                 const BackwardElemtArguments& arguments) {
   const Agreement agreement(arguments, channels);
   share_factors(factors, walk, [&](int64_t c) { return GradientFactors<A>(arguments, channels, c); });
-  if (agreement.holds()) return;
+  if (!agreement.holds()) {
 #pragma unroll
-  for (int w = 0; w < W; ++w) factors[w].scale = static_cast<A>(NAN);
+    for (int k = 0; k < K; ++k) factors[k].scale = static_cast<A>(NAN);
+  }
 }
 
 template <typename A>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../mask.h"
-#include "walk.cuh"
+#include "batch.cuh"
 
 namespace bagua_syncbn::cuda {
 
@@ -43,57 +43,71 @@ __device__ __forceinline__ unsigned counting(const Mask& mask, const Planar& pla
   return bits;
 }
 
-// Planar: the next K slots of a walk, and the samples that they are of.
-template <int K, int W>
-struct MaskedSlots {
-  Slot<W> slots[K];
-  int64_t samples[K];
-
-  __device__ __forceinline__ void next(PlanarWalk<W>& walk, int64_t samples_end) {
-#pragma unroll
-    for (int u = 0; u < K; ++u) {
-      samples[u] = samples_end - walk.left();
-      slots[u] = walk.next();
-    }
-  }
-  __device__ __forceinline__ unsigned bits(const Mask& mask, const Planar& plan, int64_t channel) const {
-    unsigned valid = 0;
-#pragma unroll
-    for (int u = 0; u < K; ++u) valid |= counting(mask, plan, channel, samples[u], slots[u]) << (u * W);
-    return valid;
-  }
-};
-
-// Where the samples of the part of this block end.
-__device__ __forceinline__ int64_t samples_end(const Planar& plan, bool reversed) {
-  return plan.samples_of_part.begin_of(Place(reversed).z + 1);
+// Interleaved: whether a row counts.
+__device__ __forceinline__ bool counting(const Mask& mask, int64_t row) {
+  return mask.positions != nullptr ? mask.positions[row] != 0 : row % mask.length < mask.lengths[row / mask.inner];
 }
 
-// Interleaved: the next K rows of a walk.
-template <int K, int W>
-struct MaskedRows {
-  int64_t offsets[K];
-  int64_t rows[K];
+// A batch, and which of its values count.
+template <typename Plan, int W, int K>
+class MaskedBatch : public Batch<Plan, W, K> {
+ public:
+  using Batch<Plan, W, K>::kPlanar, Batch<Plan, W, K>::walk, Batch<Plan, W, K>::slots, Batch<Plan, W, K>::any;
 
-  __device__ __forceinline__ void next(InterleavedWalk<W>& walk) {
+  __device__ __forceinline__ MaskedBatch(const Plan& plan, const Mask& mask, bool reversed)
+      : Batch<Plan, W, K>(plan, reversed), plan_(plan), mask_(mask) {
+    if constexpr (kPlanar) samples_end_ = plan.samples_of_part.begin_of(Place(reversed).z + 1);
+  }
+
+  // The next slots, loaded from one tensor, or from two.
+  template <typename T>
+  __device__ __forceinline__ void load(const T* x, Pack<T, W> (&packs)[K]) {
+    next();
+    load_slots(walk, x, slots, packs);
+    read_mask();
+  }
+  template <typename T>
+  __device__ __forceinline__ void load(const T* x, const T* y, Pack<T, W> (&x_packs)[K], Pack<T, W> (&y_packs)[K]) {
+    next();
+    load_pairs(walk, x, y, slots, x_packs, y_packs);
+    read_mask();
+  }
+
+  // Whether value w of slot u counts.
+  __device__ __forceinline__ bool counts(int u, int w) const { return (valid_ >> (kPlanar ? u * W + w : u) & 1) != 0; }
+  // Of a channel, so many values of this batch do.
+  __device__ __forceinline__ int found() const { return __popc(valid_); }
+
+ private:
+  __device__ __forceinline__ void next() {
+    any = !walk.done();
 #pragma unroll
     for (int u = 0; u < K; ++u) {
-      rows[u] = walk.row();
-      offsets[u] = walk.next();
+      if constexpr (kPlanar) {
+        places_[u] = samples_end_ - walk.left();
+      } else {
+        places_[u] = walk.row();
+      }
+      slots[u] = next_slot(walk);
     }
   }
-  // A bit for each that there is and that counts.
-  __device__ __forceinline__ unsigned bits(const Mask& mask) const {
-    unsigned valid = 0;
+  __device__ __forceinline__ void read_mask() {
+    valid_ = 0;
 #pragma unroll
     for (int u = 0; u < K; ++u) {
-      if (offsets[u] < 0) continue;
-      const bool counts = mask.positions != nullptr ? mask.positions[rows[u]] != 0
-                                                    : rows[u] % mask.length < mask.lengths[rows[u] / mask.inner];
-      valid |= static_cast<unsigned>(counts) << u;
+      if constexpr (kPlanar) {
+        valid_ |= counting(mask_, plan_, walk.channel, places_[u], slots[u]) << (u * W);
+      } else if (slots[u].offset >= 0) {
+        valid_ |= static_cast<unsigned>(counting(mask_, places_[u])) << u;
+      }
     }
-    return valid;
   }
+
+  const Plan& plan_;
+  const Mask& mask_;
+  int64_t samples_end_;  // planar: of the part
+  int64_t places_[K];    // samples or rows
+  unsigned valid_;       // a bit for each value, or row, that counts
 };
 
 }  // namespace bagua_syncbn::cuda

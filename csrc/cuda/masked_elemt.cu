@@ -6,72 +6,33 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    planar_masked_elemt(Planar plan, const T* __restrict__ x, T* __restrict__ y, Mask mask, ElemtArguments arguments) {
-  PlanarWalk<W> walk(plan, true);
-  const int64_t end = samples_end(plan, true);
-  MaskedSlots<kSlots<W>, W> at;
+template <typename T, int W, typename Plan, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, std::is_same_v<Plan, Planar> ? 1 : 3)
+    masked_elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, Mask mask, ElemtArguments arguments) {
+  MaskedBatch<Plan, W, kSlots<W>> batch(plan, mask, true);
   Pack<T, W> packs[kSlots<W>];
-  const auto load = [&] {
-    at.next(walk, end);
-    load_slots(walk, x, at.slots, packs);
-    return at.bits(mask, plan, walk.channel);
-  };
-  bool more = !walk.done();
-  unsigned valid = load();
-  const auto factors = share_factors<NormalizeFactors<A>>([&] { return NormalizeFactors<A>(arguments, walk.channel); });
-  while (more) {
+  batch.load(x, packs);
+  NormalizeFactors<A> factors[batch.kLanes];  // waited for together with the first batch
+  share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
+  while (batch.any) {
 #pragma unroll
     for (int u = 0; u < kSlots<W>; ++u) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        const A value = factors.normalize(widen(packs[u].values[j]));
-        packs[u].values[j] = narrow<T>((valid >> (u * W + j) & 1) != 0 ? value : A(0));
-      }
-      store_slot(y, at.slots[u], packs[u]);
-    }
-    more = !walk.done();
-    valid = load();
-  }
-}
-
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, 3)
-    interleaved_masked_elemt(Interleaved plan, const T* __restrict__ x, T* __restrict__ y, Mask mask,
-                             ElemtArguments arguments) {
-  InterleavedWalk<W> walk(plan, true);
-  MaskedRows<kSlots<W>, W> at;
-  Pack<T, W> packs[kSlots<W>];
-  const auto load = [&] {
-    at.next(walk);
-    load_offsets(x, at.offsets, packs);
-    return at.bits(mask);
-  };
-  bool more = !walk.done();
-  unsigned valid = load();
-  NormalizeFactors<A> factors[W];
-  share_factors(factors, walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
-  while (more) {
-#pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) {
-      if (at.offsets[u] < 0) break;
+      if (batch.ends_before(u)) break;
 #pragma unroll
       for (int w = 0; w < W; ++w) {
-        const A value = factors[w].normalize(widen(packs[u].values[w]));
-        packs[u].values[w] = narrow<T>((valid >> u & 1) != 0 ? value : A(0));
+        const A value = factors[w % batch.kLanes].normalize(widen(packs[u].values[w]));
+        packs[u].values[w] = narrow<T>(batch.counts(u, w) ? value : A(0));
       }
-      store_pack(y + at.offsets[u], packs[u]);
+      batch.store(y, u, packs[u]);
     }
-    more = !walk.done();
-    valid = load();
+    batch.load(x, packs);
   }
 }
 
 template <typename T, int W>
 struct MaskedElemt {
-  static constexpr auto planar = planar_masked_elemt<T, W>;
-  static constexpr auto interleaved = interleaved_masked_elemt<T, W>;
+  static constexpr auto planar = masked_elemt<T, W, Planar>;
+  static constexpr auto interleaved = masked_elemt<T, W, Interleaved>;
 };
 
 }  // namespace

@@ -26,6 +26,14 @@ __device__ __forceinline__ void leave(const Scratch& scratch, int64_t entry, con
   scratch.partials[2 * entry + 1] = {count, 0};
 }
 
+template <typename A>
+__device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, const Moments<double>& moments,
+                                            double count, const Words& words) {
+  packed[c] = static_cast<A>(moments.mean);
+  packed[channels + c] = static_cast<A>(count > 0 ? moments.m2 / count : 0);
+  if (c == 0) pack_count(packed, channels, static_cast<int64_t>(count), words);
+}
+
 // Merges those of the parts from `first` on, every `step`-th.
 __device__ __forceinline__ void take(Moments<double>& moments, double& count, const Scratch& scratch, int64_t channels,
                                      int64_t channel, int first, int step, int64_t parts) {
@@ -39,62 +47,21 @@ __device__ __forceinline__ void take(Moments<double>& moments, double& count, co
   }
 }
 
-template <typename A>
-__device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, const Moments<double>& moments,
-                                            double count, const Words& words) {
-  packed[c] = static_cast<A>(moments.mean);
-  packed[channels + c] = static_cast<A>(count > 0 ? moments.m2 / count : 0);
-  if (c == 0) pack_count(packed, channels, static_cast<int64_t>(count), words);
-}
-
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    planar_masked_stats(Planar plan, const T* x, Mask mask, A* packed, Words words, Scratch scratch) {
-  constexpr int kValues = kSlots<W> * W;
-  PlanarWalk<W> walk(plan, false);
-  const int64_t end = samples_end(plan, false);
-  MaskedSlots<kSlots<W>, W> at;
-  Pack<T, W> packs[kSlots<W>];
-  const auto load = [&] {
-    at.next(walk, end);
-    load_slots(walk, x, at.slots, packs);
-    return at.bits(mask, plan, walk.channel);
-  };
-  bool more = !walk.done();
-  unsigned valid = load();
-  A center = 0;
-  Sums<A> sums{0, 0};
-  int found = 0;
-  while (more) {
-    if (found == 0) {
-#pragma unroll
-      for (int i = kValues - 1; i >= 0; --i) {
-        if ((valid >> i & 1) != 0) center = widen(packs[i / W].values[i % W]);
-      }
-    }
-    Sums<A> batch{0, 0};
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const A deviation = (valid >> i & 1) != 0 ? widen(packs[i / W].values[i % W]) - center : A(0);
-      batch.add(deviation, deviation * deviation);
-    }
-    sums.add(batch.first, batch.second);
-    found += __popc(valid);
-    more = !walk.done();
-    valid = load();
-  }
-  double count = found;
-  Moments<double> moments = moments_about(center, sums, count);
-  reduce_block(moments, count);
+// Merges what the threads of a block have, and then, in the last block, what its parts have left. Whether this thread
+// has the result: for the one channel of the block; for channel t of the tile, thread t.
+template <int W>
+__device__ __forceinline__ bool merge(Moments<double>& moments, double& count, Moments<double> (&own)[1],
+                                      const Planar& plan, const PlanarWalk<W>& walk, const Scratch& scratch) {
+  moments = own[0];
+  reduce_block<true>(moments, count);
+  const bool first = thread_index() == 0;
   const int64_t parts = plan.parts();
-  if (parts > 1) {
-    if (thread_index() == 0) leave(scratch, walk.part * plan.channels + walk.channel, moments, count);
-    if (!arrives_last(scratch.tickets + walk.channel, parts)) return;
-    const int threads = blockDim.x * blockDim.y;
-    take(moments, count, scratch, plan.channels, walk.channel, thread_index(), threads, parts);
-    reduce_block(moments, count);
-  }
-  if (thread_index() == 0) write_stats(packed, plan.channels, walk.channel, moments, count, words);
+  if (parts == 1) return first;
+  if (first) leave(scratch, walk.part * plan.channels + walk.channel, moments, count);
+  if (!arrives_last(scratch.tickets + walk.channel, parts)) return false;
+  take(moments, count, scratch, plan.channels, walk.channel, thread_index(), blockDim.x * blockDim.y, parts);
+  reduce_block<true>(moments, count);
+  return first;
 }
 
 // Of the last block of a tile: merges what the parts have left. The result for channel t of the tile is that of thread
@@ -121,63 +88,64 @@ __device__ inline void take_tile(Moments<double>& moments, double& count, const 
   }
 }
 
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    interleaved_masked_stats(Interleaved plan, const T* x, Mask mask, A* packed, Words words, Scratch scratch) {
-  InterleavedWalk<W> walk(plan, false);
-  MaskedRows<kSlots<W>, W> at;
-  Pack<T, W> packs[kSlots<W>];
-  const auto load = [&] {
-    at.next(walk);
-    load_offsets(x, at.offsets, packs);
-    return at.bits(mask);
-  };
-  bool more = !walk.done();
-  unsigned valid = load();
-  A centers[W] = {};
-  Sums<A> sums[W] = {};
-  int found = 0;
-  while (more) {
-#pragma unroll
-    for (int w = 0; w < W; ++w) {
-      if (found == 0) {
-#pragma unroll
-        for (int u = kSlots<W> - 1; u >= 0; --u) {
-          if ((valid >> u & 1) != 0) centers[w] = widen(packs[u].values[w]);
-        }
-      }
-      Sums<A> batch{0, 0};
-#pragma unroll
-      for (int u = 0; u < kSlots<W>; ++u) {
-        const A deviation = (valid >> u & 1) != 0 ? widen(packs[u].values[w]) - centers[w] : A(0);
-        batch.add(deviation, deviation * deviation);
-      }
-      sums[w].add(batch.first, batch.second);
-    }
-    found += __popc(valid);
-    more = !walk.done();
-    valid = load();
-  }
-  double count = found;
-  Moments<double> all[W];
-#pragma unroll
-  for (int w = 0; w < W; ++w) all[w] = moments_about(centers[w], sums[w], count);
-  Moments<double> moments = reduce_rows<W>(all, count);
+template <int W>
+__device__ __forceinline__ bool merge(Moments<double>& moments, double& count, Moments<double> (&own)[W],
+                                      const Interleaved& plan, const InterleavedWalk<W>& walk, const Scratch& scratch) {
+  moments = reduce_rows<W>(own, count);
   const int tile = blockDim.x * W;
   const int64_t channel = walk.tile_begin + thread_index();
   const bool has_channel = thread_index() < tile && channel < plan.channels;
-  if (plan.parts() > 1) {
-    if (has_channel) leave(scratch, walk.part * plan.channels + channel, moments, count);
-    if (!arrives_last(scratch.tickets + walk.tile_begin / tile, plan.parts())) return;
-    take_tile(moments, count, plan, walk.tile_begin, tile, scratch);
+  if (plan.parts() == 1) return has_channel;
+  if (has_channel) leave(scratch, walk.part * plan.channels + channel, moments, count);
+  if (!arrives_last(scratch.tickets + walk.tile_begin / tile, plan.parts())) return false;
+  take_tile(moments, count, plan, walk.tile_begin, tile, scratch);
+  return has_channel;
+}
+
+template <typename T, int W, typename Plan, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, 2)
+    masked_stats(Plan plan, const T* x, Mask mask, A* packed, Words words, Scratch scratch) {
+  MaskedBatch<Plan, W, kSlots<W>> batch(plan, mask, false);
+  constexpr int kLanes = batch.kLanes;
+  Pack<T, W> packs[kSlots<W>];
+  A centers[kLanes] = {};
+  Sums<A> sums[kLanes] = {};
+  int found = 0;
+  batch.load(x, packs);
+  while (batch.any) {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (found == 0) {
+#pragma unroll
+        for (int i = kSlots<W> * W / kLanes - 1; i >= 0; --i) {
+          const int u = i * kLanes / W, w = i * kLanes % W + lane;
+          if (batch.counts(u, w)) centers[lane] = widen(packs[u].values[w]);
+        }
+      }
+      Sums<A> added{0, 0};
+#pragma unroll
+      for (int i = 0; i < kSlots<W> * W / kLanes; ++i) {
+        const int u = i * kLanes / W, w = i * kLanes % W + lane;
+        const A deviation = batch.counts(u, w) ? widen(packs[u].values[w]) - centers[lane] : A(0);
+        added.add(deviation, deviation * deviation);
+      }
+      sums[lane].add(added.first, added.second);
+    }
+    found += batch.found();
+    batch.load(x, packs);
   }
-  if (has_channel) write_stats(packed, plan.channels, channel, moments, count, words);
+  double count = found;
+  Moments<double> own[kLanes], moments;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) own[lane] = moments_about(centers[lane], sums[lane], count);
+  if (!merge(moments, count, own, plan, batch.walk, scratch)) return;
+  write_stats(packed, plan.channels, batch.walk.first_channel() + thread_index(), moments, count, words);
 }
 
 template <typename T, int W>
 struct MaskedStats {
-  static constexpr auto planar = planar_masked_stats<T, W>;
-  static constexpr auto interleaved = interleaved_masked_stats<T, W>;
+  static constexpr auto planar = masked_stats<T, W, Planar>;
+  static constexpr auto interleaved = masked_stats<T, W, Interleaved>;
 };
 
 }  // namespace

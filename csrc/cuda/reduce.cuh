@@ -58,28 +58,46 @@ struct Sums {
   }
 };
 
-// Merges `values`, W sums over `count` values each, of every `stride`-th lane; the results are those of the first
-// `stride` lanes. All lanes of the warp take part.
+// Merges `values`, W sums over `count` values each, with those of the lane `distance` after.
+template <int W, typename S, typename A>
+__device__ __forceinline__ void merge_lanes(S (&values)[W], A& count, int distance) {
+  const A other = S::kCounted ? from_lane_after(count, distance) : A(0);
+  const Shares<A> shares(count, other);
+#pragma unroll
+  for (int w = 0; w < W; ++w) values[w].merge(values[w].of_lane_after(distance), shares);
+  count += other;
+}
+
+// Merges those of every `stride`-th lane; the results are those of the first `stride` lanes. All lanes of the warp take
+// part.
 template <int W, typename S, typename A>
 __device__ __forceinline__ void reduce_warp(S (&values)[W], A& count, int stride) {
-  for (int distance = kWarp / 2; distance >= stride; distance /= 2) {
-    const A other = S::kCounted ? from_lane_after(count, distance) : A(0);
-    const Shares<A> shares(count, other);
-#pragma unroll
-    for (int w = 0; w < W; ++w) values[w].merge(values[w].of_lane_after(distance), shares);
-    count += other;
-  }
+  for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
+}
+
+// The same of all lanes, in less machine code: for sums that divide in double.
+template <typename S, typename A>
+__device__ __forceinline__ void reduce_warp_in_a_loop(S (&values)[1], A& count) {
+#pragma unroll 1
+  for (int distance = kWarp / 2; distance >= 1; distance /= 2) merge_lanes(values, count, distance);
 }
 
 // Merges the sums of all threads of the block; the result is that of thread 0.
-template <typename S, typename A>
+template <bool kInALoop = false, typename S, typename A>
 __device__ void reduce_block(S& value, A& count) {
+  const auto reduce = [](S(&values)[1], A& values_count) {
+    if constexpr (kInALoop) {
+      reduce_warp_in_a_loop(values, values_count);
+    } else {
+      reduce_warp(values, values_count, 1);
+    }
+  };
   __shared__ S values[kThreads / kWarp];
   __shared__ A counts[kThreads / kWarp];
   const int thread = thread_index(), lane = thread % kWarp, warp = thread / kWarp;
   const int warps = blockDim.x * blockDim.y / kWarp;
   S single[1] = {value};
-  reduce_warp(single, count, 1);
+  reduce(single, count);
   if (lane == 0) {
     values[warp] = single[0];
     counts[warp] = count;
@@ -88,7 +106,7 @@ __device__ void reduce_block(S& value, A& count) {
   if (warp == 0) {
     single[0] = lane < warps ? values[lane] : S{};
     count = lane < warps ? counts[lane] : 0;
-    reduce_warp(single, count, 1);
+    reduce(single, count);
   }
   value = single[0];
   __syncthreads();  // before the next call writes there

@@ -98,6 +98,7 @@ class PlanarWalk {
  public:
   int64_t channel, part;
 
+  __device__ __forceinline__ int64_t first_channel() const { return channel; }  // of the block
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
     channel = place.x;
@@ -182,6 +183,7 @@ class InterleavedWalk {
   }
 
   __device__ __forceinline__ int64_t channels() const { return plan_.channels; }
+  __device__ __forceinline__ int64_t first_channel() const { return tile_begin; }  // of the block
   __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
 
   // That of the next slot.
@@ -267,6 +269,11 @@ __device__ __forceinline__ F share_factors(const Read& read) {
   return factors;
 }
 
+template <typename F, int W, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, const Read& read) {
+  factors[0] = share_factors<F>([&] { return read(walk.channel); });
+}
+
 // Slots of a batch of W values each, such that a scalar batch is not too small.
 template <int W>
 constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
@@ -336,6 +343,22 @@ template <int K, int W, typename T>
 __device__ __forceinline__ void load_offsets(const T* x, const int64_t (&offsets)[K], Pack<T, W> (&packs)[K]) {
 #pragma unroll
   for (int u = 0; u < K; ++u) packs[u] = load_at<W>(x, offsets[u]);
+}
+
+// The same of slots, as planar tensors have them: all of such a slot is there, or none.
+template <int K, int W, typename T>
+__device__ __forceinline__ void load_slots(const InterleavedWalk<W>&, const T* x, const Slot<W> (&slots)[K],
+                                           Pack<T, W> (&packs)[K]) {
+#pragma unroll
+  for (int u = 0; u < K; ++u) packs[u] = load_at<W>(x, slots[u].offset);
+}
+
+template <int K, int W, typename T>
+__device__ __forceinline__ void load_pairs(const InterleavedWalk<W>& walk, const T* x, const T* y,
+                                           const Slot<W> (&slots)[K], Pack<T, W> (&x_packs)[K],
+                                           Pack<T, W> (&y_packs)[K]) {
+  load_slots(walk, x, slots, x_packs);
+  load_slots(walk, y, slots, y_packs);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -21,7 +21,7 @@ LONGER = re.compile("act_|masked_|backward_")  # files and kernels that are comp
 MOST_REGISTERS = 128
 # Of machine code, for all kernels of a file. What W-fold inlining can do to it: 1.7 MB of elemt.cu once, 30000
 # instructions in one kernel, where 500 do.
-MOST_BYTES = 1_000_000
+MOST_BYTES = 800_000
 
 REPORT = re.compile(
     r"Compiling entry function '(?P<name>[^']+)'.*?"
