@@ -1,4 +1,8 @@
-"""Whole layers on a group of one rank, sync path forced: ours, and torch.nn.SyncBatchNorm's own autograd function."""
+"""Whole layers on a group of one rank, sync path forced: ours, and torch.nn.SyncBatchNorm's own autograd function.
+
+Of three kinds: ``layer``; ``fused``, with SiLU and a residual, beside torch's layer and what torch has for these;
+``masked``, ours with a mask beside ours without, as torch has none.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +24,20 @@ from .shapes import Case
 from .timer import measure
 
 Layer = Callable[[Tensor], Tensor]
+Made = tuple[Layer, list[Tensor]]  # with its parameters
+EXTRA_KINDS = ("fused", "masked")
 
 
-def make_ours(channels: int, device: torch.device, communicator: OneRankGroup) -> tuple[Layer, list[Tensor]]:
-    layer = bagua_syncbn.SyncBatchNorm(channels, EPS, MOMENTUM, device=device, process_group=communicator)
+def make_ours(
+    channels: int, device: torch.device, communicator: OneRankGroup, activation: str | None = None
+) -> tuple[bagua_syncbn.SyncBatchNorm, list[Tensor]]:
+    layer = bagua_syncbn.SyncBatchNorm(
+        channels, EPS, MOMENTUM, device=device, process_group=communicator, activation=activation
+    )
     return layer, list(layer.parameters())
 
 
-def make_torchs(channels: int, device: torch.device) -> tuple[Layer, list[Tensor]]:
+def make_torchs(channels: int, device: torch.device) -> Made:
     """As torch.nn.SyncBatchNorm.forward does with several ranks; on a CPU, where it does not run, F.batch_norm."""
     layer = torch.nn.SyncBatchNorm(channels, EPS, MOMENTUM, device=device)
     parameters = list(layer.parameters())
@@ -50,7 +60,26 @@ def make_torchs(channels: int, device: torch.device) -> tuple[Layer, list[Tensor
     return synced if device.type == "cuda" else stand_in, parameters
 
 
-def measure_layer(case: Case, pool: Pool, communicator: OneRankGroup, seconds: float) -> dict[str, Any]:
+def make_layers(kind: str, x: Tensor, residual: Tensor, communicator: OneRankGroup) -> dict[str, Made]:
+    """Returns two layers for inputs like ``x``, ours first."""
+    arguments = x.size(1), x.device
+    if kind == "layer":
+        return {"ours": make_ours(*arguments, communicator), "torch": make_torchs(*arguments)}
+    ours, parameters = make_ours(*arguments, communicator, "silu" if kind == "fused" else None)
+    if kind == "masked":
+        mask = torch.rand(x.size(0), 1, *x.shape[2:], device=x.device) < 0.75
+        unmasked, others = make_ours(*arguments, communicator)
+        return {"ours": (lambda x: ours(x, mask=mask), parameters), "unmasked": (unmasked, others)}
+    theirs, others = make_torchs(*arguments)
+    return {
+        "ours": (lambda x: ours(x, residual), parameters),
+        "torch": (lambda x: F.silu(theirs(x) + residual), others),
+    }
+
+
+def measure_layer(
+    case: Case, pool: Pool, communicator: OneRankGroup, seconds: float, kind: str = "layer"
+) -> dict[str, Any]:
     """Returns the samples of forward passes and of whole steps. The host's work is part of what is compared."""
     cycle = Cycle([(x.detach().requires_grad_(), dy) for x, dy in pool.sets(case)])
 
@@ -65,14 +94,11 @@ def measure_layer(case: Case, pool: Pool, communicator: OneRankGroup, seconds: f
         return run
 
     functions: dict[str, Function] = {}
-    for name, (layer, parameters) in {
-        "ours": make_ours(case.channels, pool.device, communicator),
-        "torch": make_torchs(case.channels, pool.device),
-    }.items():
+    for name, (layer, parameters) in make_layers(kind, *cycle.first, communicator).items():
         functions[f"{name} forward"] = forward(layer)
         functions[f"{name} step"] = step(layer, parameters)
     samples, _ = measure(functions, pool.device, runs_ahead=False, seconds=seconds)
-    return {"kind": "layer", **case.record(), "microseconds": samples}
+    return {"kind": kind, **case.record(), "microseconds": samples}
 
 
 def count_layer(case: Case, pool: Pool, communicator: OneRankGroup) -> dict[str, Any]:
@@ -81,10 +107,7 @@ def count_layer(case: Case, pool: Pool, communicator: OneRankGroup) -> dict[str,
     x = x.detach().requires_grad_()
     wait = torch.cuda.synchronize if x.is_cuda else no_wait
     counted = {}
-    for name, (layer, parameters) in {
-        "ours": make_ours(case.channels, x.device, communicator),
-        "torch": make_torchs(case.channels, x.device),
-    }.items():
+    for name, (layer, parameters) in make_layers("layer", x, dy, communicator).items():
         for _ in range(3):  # memory, counters of the stream, kernels, and what the ranks expect after each message
             layer(x)
             torch.autograd.grad(layer(x), (x, *parameters), dy)

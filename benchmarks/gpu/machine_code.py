@@ -28,6 +28,7 @@ class Work(NamedTuple):
     loop: int  # once through the loop
     loads: int  # of 16 bytes, in the loop
     end: int  # after it, where the block has all of a channel and the warp is not the first
+    again: int = 0  # once more through a loop in the loop, which goes over the slots of a batch
     waits: bool = False  # whether a value is used before all loads of a batch are under way, the first one or another
 
 
@@ -71,7 +72,10 @@ def work_of(text: str) -> Work | None:
         if loads:
             after = max(i for i, (target, _) in jumps.items() if target == head) + 1
             begin, end = _way(code, jumps, 0, head, (_LOAD,)), _way(code, jumps, after, None, ())
-            return Work(len(begin), len(executed), loads, len(end), _waits(begin) or _waits(executed))
+            inner = [to for i, (to, _) in jumps.items() if head < to < i < after]
+            again = _way(code, jumps, min(inner), min(inner), (_STORE, _ARITHMETIC)) if inner else []
+            waits = _waits(begin) or _waits(executed)
+            return Work(len(begin), len(executed), loads, len(end), len(again), waits)
     return None
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from . import shapes
 from .inputs import Pool
-from .layer_cases import count_layer, measure_layer
+from .layer_cases import EXTRA_KINDS, count_layer, measure_layer
 from .one_rank import OneRankGroup
 from .op_cases import measure_copy, measure_ops
 
@@ -58,7 +58,8 @@ def plan(networks: dict[str, Any], device: torch.device, store: str, seconds: fl
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**16
     largest = max(case.size for case in cases)
     pool = Pool(device, cache, largest)
-    each = seconds / (2 * len(cases))
+    network = cases[0].network  # of which layers with an activation and with a mask are measured too
+    each = seconds / (2 * len(cases) + len(EXTRA_KINDS) * sum(case.network == network for case in cases))
     yield "copy", partial(measure_copy, device, max(8 * cache, largest), seconds / 50)
     # Made by the first case that needs it: a failure is then that case's, and the ops are measured still.
     alone = cache_result(partial(join_alone, device, store))
@@ -66,7 +67,8 @@ def plan(networks: dict[str, Any], device: torch.device, store: str, seconds: fl
         yield f"counts {case}", lambda case=case: count_layer(case, pool, alone())  # type: ignore[misc]
     for case in cases:
         yield f"ops {case}", partial(measure_ops, case, pool, each)
-        yield f"layer {case}", lambda case=case: measure_layer(case, pool, alone(), each)  # type: ignore[misc]
+        for kind in ("layer", *(EXTRA_KINDS if case.network == network else ())):
+            yield f"{kind} {case}", lambda case=case, kind=kind: measure_layer(case, pool, alone(), each, kind)  # type: ignore[misc]
 
 
 def run(works: Iterator[Work], deadline: float, output: TextIO) -> int:

@@ -10,7 +10,8 @@ last block, and the share of the bandwidth of copying that an op can reach. Noth
 - Beside that an op takes three latencies to begin and to end, as copying does, two more to hand over to the block that
   merges parts, and half of one for each round of eight parts that a thread of it loads.
 - A thread begins, goes through its loop for each batch and ends, by the instructions on the shortest way; where rows
-  are not aligned, all batches have ends of rows in them.
+  are not aligned, all batches have ends of rows in them. Kernels with an activation have a
+  residual, where it goes in, and the least work for a slot with 64 arithmetic instructions.
 """
 
 import json
@@ -34,6 +35,11 @@ _SLOT, _WARP = 16, 32
 _REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32  # of a multiprocessor
 _MERGED_AHEAD = 8
 _REDUCTIONS = ("stats", "backward_reduce")
+# Sizes of the input that are moved, with a residual; of a mask, a byte for all channels of a position is not counted.
+FUSED = {"act_elemt": 3, "act_backward_reduce": 4, "act_backward_elemt": 3}
+MASKED = {f"masked_{op}": passes for op, passes in PASSES.items()}
+_MOVED = PASSES | FUSED | MASKED
+_STORED = {"elemt": 1, "backward_elemt": 1, "act_backward_reduce": 1}
 # Instructions more for a batch with ends of rows, for each value of a slot; read off the machine code, not tested.
 _ENDS_OF_ROWS = {"stats": 5, "backward_reduce": 12, "elemt": 12, "backward_elemt": 6}
 
@@ -79,17 +85,23 @@ def compile_geometry(directory: Path, csrc: Path = ROOT / "csrc") -> Path:
     return program
 
 
-def launches(program: Path, cases: Iterable[Case]) -> dict[tuple[Case, str], Launch]:
+def plain(op: str) -> str:
+    """The op without activation or mask."""
+    return op.removeprefix("act_").removeprefix("masked_")
+
+
+def launches(
+    program: Path, cases: Iterable[Case], ops: Iterable[str] = tuple(PASSES)
+) -> dict[tuple[Case, str], Launch]:
     """Returns how each op that touches every value is launched on each input."""
-    asked = [(case, op) for case in cases for op in PASSES]
+    asked = [(case, op) for case in cases for op in ops]
     lines = []
     for case, op in asked:
         batch, channels = case.shape[:2]
-        numbers = case.layout == "interleaved", shapes.VALUE_BYTES[case.dtype], batch, channels
         inner = case.values // (batch * channels)
-        lines.append(
-            " ".join(str(int(number)) for number in (*numbers, inner, op not in _REDUCTIONS, op in _REDUCTIONS))
-        )
+        numbers: tuple[int, ...] = case.layout == "interleaved", shapes.VALUE_BYTES[case.dtype], batch, channels
+        numbers += inner, plain(op) not in _REDUCTIONS, op in _REDUCTIONS
+        lines.append(" ".join(str(int(number)) for number in numbers))
     said = subprocess.run([str(program)], input="\n".join(lines), capture_output=True, text=True, check=True).stdout
     answers = (line.split() for line in said.splitlines())
     return {key: Launch(kernel, *map(int, n)) for key, (kernel, *n) in zip(asked, answers, strict=True)}
@@ -103,38 +115,38 @@ def _recorded(name: str) -> dict[str, Any]:
 
 def predict(case: Case, op: str, launch: Launch, card: Card) -> Prediction:
     kernel = f"{launch.kernel}_{op} {case.dtype} x {launch.width}"
-    begin, loop, loads, end = _recorded("loops.json")[kernel]
+    begin, loop, loads, end, *again = _recorded("loops.json")[kernel]
     fit = min(_REGISTERS // (_recorded("registers.json")[kernel] * launch.threads), _THREADS // launch.threads, _BLOCKS)
     fullest = ceil(launch.blocks / card.multiprocessors)
     resident = min(fit, fullest)
-    tensors = 1 if op in ("stats", "elemt") else 2
+    tensors = _MOVED[op] - _STORED.get(op, _STORED.get(plain(op), 0))
+    loop += sum(again)  # a batch has two slots
     in_flight = resident * launch.threads * min(loads, launch.slots * tensors) * _SLOT
-    moved = PASSES[op] * case.size / card.bandwidth
+    moved = _MOVED[op] * case.size / card.bandwidth
     slots = tensors * case.size / _SLOT * fullest / launch.blocks  # that the fullest multiprocessor loads
     if launch.kernel == "planar" and prod(case.shape[2:]) % launch.width != 0:
-        loop += _ENDS_OF_ROWS[op] * launch.width
+        loop += _ENDS_OF_ROWS[plain(op)] * launch.width
     instructions = begin + ceil(launch.slots * tensors / loads) * loop + end
     computing = fullest * launch.threads / _WARP * instructions / (0.75 * 4 * card.clock)
     busy = max(moved, slots * _SLOT / in_flight * LATENCY, computing)
-    merging = op in _REDUCTIONS and launch.parts > 1
+    merging = plain(op) in _REDUCTIONS and launch.parts > 1
     rounds = ceil(launch.parts / launch.groups / _MERGED_AHEAD) if merging else 0
     seconds = busy + (_ENDS + (2 + rounds / 2 if merging else 0)) * LATENCY
     return Prediction(resident, in_flight, rounds, moved / seconds, (moved + _ENDS * LATENCY) / seconds)
 
 
-def prediction_table(cases: list[Case], program: Path) -> str:
-    found = launches(program, cases)
+def prediction_table(cases: list[Case], program: Path, ops: tuple[str, ...] = tuple(PASSES)) -> str:
+    found = launches(program, cases, ops)
     rows = []
     for case in cases:
-        predicted = {op: [predict(case, op, found[case, op], card) for card in CARDS] for op in PASSES}
-        first = found[case, "stats"]
-        h200 = predicted["stats"][-1]
-        shares = [" / ".join(f"{100 * predicted[op][i].share:.0f}" for op in PASSES) for i in range(len(CARDS))]
+        predicted = {op: [predict(case, op, found[case, op], card) for card in CARDS] for op in ops}
+        h200 = predicted[ops[0]][-1]
+        shares = [" / ".join(f"{100 * predicted[op][i].share:.0f}" for op in ops) for i in range(len(CARDS))]
         size = "x".join(map(str, case.shape))
-        beside = " / ".join(f"{100 * predicted[op][-1].of_copy:.0f}" for op in PASSES)
-        of_stats = first.blocks, h200.in_flight // 1024, h200.rounds
-        rows.append([f"{size} {case.dtype} {case.layout}", *of_stats, *shares, beside])
-    header = ["input", "blocks of stats", "KB in flight", "rounds", *(f"{card.name}: %" for card in CARDS)]
+        beside = " / ".join(f"{100 * predicted[op][-1].of_copy:.0f}" for op in ops)
+        of_first = found[case, ops[0]].blocks, h200.in_flight // 1024, h200.rounds
+        rows.append([f"{size} {case.dtype} {case.layout}", *of_first, *shares, beside])
+    header = ["input", f"blocks of {ops[0]}", "KB in flight", "rounds", *(f"{card.name}: %" for card in CARDS)]
     header.append("H200: % of a copy of as much")
     return table(header, rows)
 
@@ -143,8 +155,10 @@ def main() -> None:
     cases = list(shapes.cases(shapes.NETWORKS))
     chosen = [case for case in cases if case.dtype in (sys.argv[1:] or ["float16"])]
     with tempfile.TemporaryDirectory() as directory:
-        print(f"predicted share of copying: {' / '.join(PASSES)}\n")
-        print(prediction_table(chosen, compile_geometry(Path(directory))))
+        program = compile_geometry(Path(directory))
+        for ops in (PASSES, FUSED, MASKED):
+            print(f"predicted share of copying: {' / '.join(ops)}\n")
+            print(prediction_table(chosen, program, tuple(ops)) + "\n")
 
 
 if __name__ == "__main__":

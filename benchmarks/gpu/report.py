@@ -48,9 +48,9 @@ def ratio_to_aten(case: Case) -> float:
     return sum(median(times[f"aten {op}"]) for op in OPS) / sum(median(times[f"ours {op}"]) for op in OPS)
 
 
-def ratio_to_torch(case: Case) -> float:
+def ratio_to_torch(case: Case, other: str = "torch") -> float:
     """How many times as long a step of torch's layer takes."""
-    return median(case["microseconds"]["torch step"]) / median(case["microseconds"]["ours step"])
+    return median(case["microseconds"][f"{other} step"]) / median(case["microseconds"]["ours step"])
 
 
 class Target(NamedTuple):
@@ -152,13 +152,13 @@ def ops_table(results: Results) -> str:
     return table(["input", *(f"{op}: ours; ATen's" for op in OPS), "ATen's / ours", ""], rows)
 
 
-def layers_table(results: Results) -> str:
+def layers_table(results: Results, kind: str = "layer", other: str = "torch") -> str:
     rows = []
-    for case in of_kind(results, "layer"):
+    for case in of_kind(results, kind):
         times = {key: median(samples) for key, samples in case["microseconds"].items()}
-        cells = [f"{times[f'{side} {part}']:.1f}" for part in ("forward", "step") for side in ("ours", "torch")]
-        rows.append([name(case), *cells, f"{ratio_to_torch(case):.2f}"])
-    return table(["layer on", "forward, us", "torch's", "step, us", "torch's", "torch's / ours"], rows)
+        cells = [f"{times[f'{side} {part}']:.1f}" for part in ("forward", "step") for side in ("ours", other)]
+        rows.append([name(case), *cells, f"{ratio_to_torch(case, other):.2f}"])
+    return table([f"{kind} on", "forward, us", other, "step, us", other, f"{other} / ours"], rows)
 
 
 def counts_table(results: Results) -> str:
@@ -193,7 +193,8 @@ def short(results: Results) -> str:
 
 
 def full(results: Results) -> str:
-    return "\n\n".join([short(results), ops_table(results), layers_table(results), counts_table(results)])
+    layers = [layers_table(results), layers_table(results, "fused"), layers_table(results, "masked", "unmasked")]
+    return "\n\n".join([short(results), ops_table(results), *layers, counts_table(results)])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ def run(case: Case, device: torch.device) -> float:
     x, dy = (lay_out(torch.randn(case.values).to(dtype), case) for _ in range(2))
     weight, bias, mean, var = torch.rand(4, case.channels, dtype=ops.accumulate_dtype(dtype)).unbind()
     buffers = mean, var, torch.tensor(0)
+    mask = torch.rand(x.size(0), *x.shape[2:]) < 0.5
+    lengths = torch.randint(x.size(-1) + 1, x.shape[:1])
 
     def step(kernels: Any, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
         a, b, w, c, *running = (to(t) for t in (x, dy, weight, bias, *buffers))
@@ -45,7 +47,13 @@ def run(case: Case, device: torch.device) -> float:
         output_act = kernels.batch_norm_act_elemt(a, w, c, mean, invstd, b, *act)
         sums, *grads_act = kernels.batch_norm_act_backward_reduce(b, a, mean, invstd, w, c, b, *act)
         grad_input_act = kernels.batch_norm_act_backward_elemt(b, a, w, mean, invstd, sums, count, c, *act)
-        results = (output, grad_input, *grads, output_act, grad_input_act, *grads_act, *running)
+        results = [output, grad_input, *grads, output_act, grad_input_act, *grads_act, *running]
+        for m in (to(mask), to(lengths)):
+            packed = kernels.batch_norm_masked_stats(a, m)
+            output = kernels.batch_norm_masked_elemt(a, w, c, mean, invstd, m)
+            sums, *grads = kernels.batch_norm_masked_backward_reduce(b, a, mean, invstd, w, m)
+            grad_input = kernels.batch_norm_masked_backward_elemt(b, a, w, mean, invstd, sums, count, m)
+            results += packed, output, grad_input, *grads
         return [t.cpu().double() for t in results]
 
     actual = step(ops, lambda t: t.clone().to(device))

@@ -60,6 +60,16 @@ def test_predictions(launches):
             assert predicted[case, op].share >= bound, (op, case)
 
 
+def test_kernels_with_an_activation_and_with_a_mask(tmp_path):
+    """Beside copying as many bytes, in half precision from 8 MB on."""
+    least = {"act_elemt": 0.70, "act_backward_reduce": 0.73, "act_backward_elemt": 0.70}
+    least |= {"masked_stats": 0.51, "masked_elemt": 0.77, "masked_backward_reduce": 0.66, "masked_backward_elemt": 0.93}
+    chosen = [case for case in shapes.cases(shapes.NETWORKS) if case.dtype == "float16" and case.size >= 8e6]
+    program = model.compile_geometry(tmp_path)
+    for (case, op), launch in model.launches(program, chosen, least).items():
+        assert model.predict(case, op, launch, H200).of_copy >= least[op], (op, case)
+
+
 def test_a_worse_geometry_is_predicted_to_be_slower(launches):
     for (case, op), launch in launches.items():
         share = model.predict(case, op, launch, H200).share

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import counts, op_cases, prove, report, runner, shapes
+from benchmarks.gpu.layer_cases import EXTRA_KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,7 @@ def test_a_dry_run(tmp_path):
     cases = recorded["cases"]
     assert (cases[0]["kind"], cases[-1]) == ("copy", {"kind": "end", "left_out": 0, "errors": 0})
     wanted = [case.record() for case in shapes.cases(shapes.TINY)]
-    for kind in ("ops", "layer"):
+    for kind in ("ops", "layer", *EXTRA_KINDS):
         assert [{key: case[key] for key in wanted[0]} for case in report.of_kind(recorded, kind)] == wanted
     assert [case["disagreements"] for case in report.of_kind(recorded, "ops")] == [[]] * len(wanted)
     for case in report.of_kind(recorded, "counts"):
@@ -154,6 +155,7 @@ def test_the_report_of_recorded_cases():
     launches = {"forward": 3, "backward": 4}
     passes = {f"{side} {p}": {"kernels": n, **counted} for side in ("ours", "torch") for p, n in launches.items()}
     steps = {"ours step": [10.0], "torch step": [29.0], "ours forward": [1.0], "torch forward": [2.0]}
+    masked = {"ours step": [8.0], "unmasked step": [7.0], "ours forward": [1.0], "unmasked forward": [1.0]}
     recorded = {
         "machine": {"l2_bytes": 1_000_000},
         "parts": [runner.Outcome("op tests", "timed out", 12.3, "no\n" * 9 + "the last line").record()],
@@ -161,6 +163,7 @@ def test_the_report_of_recorded_cases():
             {"kind": "copy", "bytes": 3_000_000, "microseconds": {"copy": [1.0, 2.0, 9.0]}},
             {"kind": "ops", **case, "microseconds": times, "behind": ["ours stats"], "disagreements": ["elemt"]},
             {"kind": "layer", **small, "microseconds": steps},
+            {"kind": "masked", **small, "microseconds": masked},
             {"kind": "counts", **small, "counts": passes},
             {"kind": "error", "what": "ops of something", "error": "OutOfMemoryError: no"},
         ],
@@ -174,6 +177,7 @@ def test_the_report_of_recorded_cases():
     shown = report.full(recorded)
     for what in ("timed out", "the last line", "8x64x100x100 float32 planar: elemt", "OutOfMemoryError", "host-bound"):
         assert what in shown
+    assert "| 0.88" in shown  # of the time with a mask that without
     for counted in passes.values():
         counted["runtime"] = 0
     assert "Launches could not be counted" in report.short(recorded)
