@@ -72,10 +72,14 @@ enum Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 
 }  // namespace activations
 
-template <typename T>
-Act<Accumulate<T>> act_of(const Act<double>& act) {
-  return {act.code, static_cast<Accumulate<T>>(act.parameter)};
-}
+// As an argument of a kernel.
+struct ActOf {
+  const Act<double>& act;
+  template <typename A>
+  operator Act<A>() const {
+    return {act.code, static_cast<A>(act.parameter)};
+  }
+};
 
 // Sets all of `z` to the activation there, or to its derivative.
 template <bool kDerivative, typename A, int N>

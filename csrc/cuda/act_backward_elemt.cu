@@ -74,12 +74,8 @@ struct ActBackwardElemt {
 const char* act_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                                const BackwardElemtArguments& arguments, const PerChannel& bias, const Act<double>& act,
                                Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_elementwise<ActBackwardElemt, T>(g, {dy, x, dx}, stream, static_cast<const T*>(dy),
-                                                   static_cast<const T*>(x), static_cast<T*>(dx), arguments, bias,
-                                                   act_of<T>(act));
-  });
+  return launch_elementwise<ActBackwardElemt>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx}, arguments, bias,
+                                              ActOf{act});
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -65,12 +65,8 @@ const char* act_backward_reduce(const void* dy, const void* x, const void* resid
                                 Stream stream) {
   const std::initializer_list<const void*> tensors = {dy, x, residual == nullptr ? x : residual,
                                                       grad == nullptr ? x : grad};
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_reduction<ActBackwardReduce, T>(g, tensors, workspace, stream, static_cast<const T*>(dy),
-                                                  static_cast<const T*>(x), static_cast<const T*>(residual),
-                                                  static_cast<T*>(grad), normalization, arguments, act_of<T>(act));
-  });
+  return launch_reduction<ActBackwardReduce>(dtype, g, tensors, workspace, stream, In{dy}, In{x}, In{residual},
+                                             Out{grad}, normalization, arguments, ActOf{act});
 }
 
 }  // namespace bagua_syncbn::cuda

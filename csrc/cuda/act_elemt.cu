@@ -45,12 +45,8 @@ struct ActElemt {
 
 const char* act_elemt(const void* x, const void* residual, void* y, DType dtype, const Geometry& g,
                       const ElemtArguments& arguments, const Act<double>& act, Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_elementwise<ActElemt, T>(g, {x, y, residual == nullptr ? x : residual}, stream,
-                                           static_cast<const T*>(x), static_cast<const T*>(residual),
-                                           static_cast<T*>(y), arguments, act_of<T>(act));
-  });
+  return launch_elementwise<ActElemt>(dtype, g, {x, y, residual == nullptr ? x : residual}, stream, In{x}, In{residual},
+                                      Out{y}, arguments, ActOf{act});
 }
 
 }  // namespace bagua_syncbn::cuda

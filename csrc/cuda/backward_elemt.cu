@@ -79,11 +79,7 @@ struct BackwardElemt {
 
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                            const BackwardElemtArguments& arguments, Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_elementwise<BackwardElemt, T>(g, {dy, x, dx}, stream, static_cast<const T*>(dy),
-                                                static_cast<const T*>(x), static_cast<T*>(dx), arguments);
-  });
+  return launch_elementwise<BackwardElemt>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx}, arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

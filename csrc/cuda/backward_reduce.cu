@@ -94,11 +94,7 @@ struct BackwardReduce {
 
 const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g,
                             const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_reduction<BackwardReduce, T>(g, {dy, x}, workspace, stream, static_cast<const T*>(dy),
-                                               static_cast<const T*>(x), arguments);
-  });
+  return launch_reduction<BackwardReduce>(dtype, g, {dy, x}, workspace, stream, In{dy}, In{x}, arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -70,10 +70,7 @@ struct Elemt {
 
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
                   Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_elementwise<Elemt, T>(g, {x, y}, stream, static_cast<const T*>(x), static_cast<T*>(y), arguments);
-  });
+  return launch_elementwise<Elemt>(dtype, g, {x, y}, stream, In{x}, Out{y}, arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -95,12 +95,30 @@ const char* start_variant(const Geometry& g, std::initializer_list<const void*> 
   return start_layout<Kernels<T, W>, T, W>(g, first, pass, start);
 }
 
-// Launches an element-wise op on `tensors`, which are among the arguments.
-template <template <typename, int> class Kernels, typename T, typename... Arguments>
-const char* launch_elementwise(const Geometry& g, std::initializer_list<const void*> tensors, Stream stream,
-                               Arguments... arguments) {
-  return start_variant<Kernels, T>(g, tensors, Pass::kElementwise, [&](auto kernel, const auto& plan) {
-    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments...);
+// Arguments that become of the type that the kernel takes.
+struct In {
+  const void* data;
+  template <typename T>
+  operator const T*() const {
+    return static_cast<const T*>(data);
+  }
+};
+struct Out {
+  void* data;
+  template <typename T>
+  operator T*() const {
+    return static_cast<T*>(data);
+  }
+};
+
+// Launches an element-wise op on `tensors`, of values of type `dtype`, which are among the arguments.
+template <template <typename, int> class Kernels, typename... Arguments>
+const char* launch_elementwise(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors,
+                               Stream stream, const Arguments&... arguments) {
+  return dispatch(dtype, [&](auto value) {
+    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kElementwise, [&](auto kernel, const auto& plan) {
+      return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments...);
+    });
   });
 }
 
@@ -118,12 +136,14 @@ struct Scratch {
 
 // Launches a reduction over `tensors`, which are among the arguments; its kernels take a Scratch at the end, of so many
 // entries for each channel of a part.
-template <template <typename, int> class Kernels, typename T, int kEntries = 1, typename... Arguments>
-const char* launch_reduction(const Geometry& g, std::initializer_list<const void*> tensors, Workspace& workspace,
-                             Stream stream, Arguments... arguments) {
-  return start_variant<Kernels, T>(g, tensors, Pass::kReduction, [&](auto kernel, const auto& plan) {
-    const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
-    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
+template <template <typename, int> class Kernels, int kEntries = 1, typename... Arguments>
+const char* launch_reduction(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors,
+                             Workspace& workspace, Stream stream, const Arguments&... arguments) {
+  return dispatch(dtype, [&](auto value) {
+    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kReduction, [&](auto kernel, const auto& plan) {
+      const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
+      return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
+    });
   });
 }
 

@@ -48,12 +48,8 @@ struct MaskedBackwardElemt {
 const char* masked_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                                   const Mask& mask, bool zeroes, const BackwardElemtArguments& arguments,
                                   Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_elementwise<MaskedBackwardElemt, T>(g, {dy, x, dx}, stream, static_cast<const T*>(dy),
-                                                      static_cast<const T*>(x), static_cast<T*>(dx), mask, zeroes,
-                                                      arguments);
-  });
+  return launch_elementwise<MaskedBackwardElemt>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx}, mask, zeroes,
+                                                 arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -46,11 +46,7 @@ struct MaskedBackwardReduce {
 
 const char* masked_backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g, const Mask& mask,
                                    const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_reduction<MaskedBackwardReduce, T>(g, {dy, x}, workspace, stream, static_cast<const T*>(dy),
-                                                     static_cast<const T*>(x), mask, arguments);
-  });
+  return launch_reduction<MaskedBackwardReduce>(dtype, g, {dy, x}, workspace, stream, In{dy}, In{x}, mask, arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

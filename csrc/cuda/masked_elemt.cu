@@ -39,11 +39,7 @@ struct MaskedElemt {
 
 const char* masked_elemt(const void* x, void* y, DType dtype, const Geometry& g, const Mask& mask,
                          const ElemtArguments& arguments, Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_elementwise<MaskedElemt, T>(g, {x, y}, stream, static_cast<const T*>(x), static_cast<T*>(y), mask,
-                                              arguments);
-  });
+  return launch_elementwise<MaskedElemt>(dtype, g, {x, y}, stream, In{x}, Out{y}, mask, arguments);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -152,11 +152,7 @@ struct MaskedStats {
 
 const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
                          const Words& words, Workspace& workspace, Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_reduction<MaskedStats, T, 2>(g, {x}, workspace, stream, static_cast<const T*>(x), mask,
-                                               static_cast<Accumulate<T>*>(packed), words);
-  });
+  return launch_reduction<MaskedStats, 2>(dtype, g, {x}, workspace, stream, In{x}, mask, Out{packed}, words);
 }
 
 }  // namespace bagua_syncbn::cuda

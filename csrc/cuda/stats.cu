@@ -202,11 +202,7 @@ struct Stats {
 
 const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
                   Stream stream) {
-  return dispatch(dtype, [&](auto value) {
-    using T = decltype(value);
-    return launch_reduction<Stats, T>(g, {x}, workspace, stream, static_cast<const T*>(x),
-                                      static_cast<Accumulate<T>*>(packed), words);
-  });
+  return launch_reduction<Stats>(dtype, g, {x}, workspace, stream, In{x}, Out{packed}, words);
 }
 
 }  // namespace bagua_syncbn::cuda
