@@ -22,8 +22,11 @@ from bagua_syncbn.ops import reference
 from .inputs import lay_out
 from .shapes import Case
 
-# Rows that are aligned and rows that are not; channels that fill slots and channels that do not; more than one part.
-SHAPES = ((3, 2, 16, 16), (2, 3, 7, 7), (2, 8, 64, 64), (1, 2, 150, 151), (40, 24, 5, 5), (3, 2500, 1, 2))
+# Rows that are aligned and rows that are not, also in groups of channels; channels that fill slots and channels that do
+# not; more than one part.
+SHAPES = (
+    (3, 2, 16, 16), (2, 3, 7, 7), (2, 1056, 3, 11), (2, 8, 64, 64), (1, 2, 150, 151), (40, 24, 5, 5), (3, 2500, 1, 2),
+)  # fmt: skip
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
