@@ -11,18 +11,18 @@ from torch import Tensor
 class Begun:
     """A collective that this rank has begun and does not wait for now, nor when the process ends."""
 
-    def __init__(self, group: Any, result: Tensor, work: Any) -> None:
-        self._group, self._result, self._work = ref(group), result, work
+    def __init__(self, group: Any, result: Tensor, work: Any, adds_up: bool = False) -> None:
+        self._group, self._result, self._work, self._adds_up = ref(group), result, work, adds_up
         if result.is_cpu:
             _keep_to_the_end(group)
 
     def wait(self) -> Tensor:
-        """Waits for the other ranks, and returns the result."""
+        """Waits for the other ranks, and returns the result, or the sum of its rows."""
         group = self._group()
         wait_in_slices(self._work, group)
         if self._result.is_cpu:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
-        return self._result
+        return self._result.sum(0) if self._adds_up else self._result
 
 
 def wait_in_slices(work: Any, group: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from formula import EPS, draw, normalize
-from observed import REDUCE, collectives
+from observed import GATHER, collectives
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
@@ -173,10 +173,10 @@ def counted_backward(create_graph):
 
 def test_collectives(pool):
     for first, second in pool.run(counted_backward, 2, True):
-        assert first == {REDUCE: 1}
-        assert second == {REDUCE: 2}  # of the sums, and of the moments
+        assert first == {GATHER: 1}
+        assert second == {GATHER: 2}  # of the sums, and of the moments
     for first, second in pool.run(counted_backward, 2, False):
-        assert (first, second) == ({REDUCE: 1}, {})
+        assert (first, second) == ({GATHER: 1}, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from observed import GATHER, collectives
 from own_groups import communicator_of, forget_groups, mean_over
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -345,6 +346,27 @@ def exchange(process_group):
     packed = torch.arange(3.0) + 10 * communicator.rank
     gathered = communicator.all_gather(packed)
     return communicator.size, communicator.rank, gathered.tolist(), communicator.all_reduce(packed.clone()).tolist()
+
+
+def add_up(values, begins):
+    """Returns what one of several ranks gets of a sum, and by which collectives."""
+    communicator = TorchCommunicator(dist.new_group())
+    torch.manual_seed(dist.get_rank())
+    packed = torch.randn(values)
+    with collectives() as called:
+        total = communicator.begin_all_reduce(packed).wait() if begins else communicator.all_reduce(packed)
+    return total, called
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(("values", "by"), [(4096, GATHER), (4097, "allreduce")])
+def test_short_sums_are_gathered_and_added_up_by_each_rank(pool, values, by, begins):
+    rows = [torch.randn(values, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    for total, called in pool.run(add_up, 3, values, begins):
+        assert called == {by: 1}
+        if by == GATHER:
+            assert torch.equal(total, rows[0] + rows[1] + rows[2])
+        torch.testing.assert_close(total, sum(rows))
 
 
 def exchange_where_single_all_gather_raises(message):

@@ -48,8 +48,8 @@ class Case(NamedTuple):
 
 
 # Forward: stats, room for what is gathered and a view of it, the collective, merge, normalize.
-# Backward: sums, the collective, gradient.
-FORWARD, BACKWARD = Pass(6, (PACKED,), 1), Pass(3, (SUMS,), 1)
+# Backward: sums, room for what is gathered and a view of it, the collective, their total, gradient.
+FORWARD, BACKWARD = Pass(6, (PACKED,), 1), Pass(6, (SUMS,), 1)
 
 CASES = {
     "float32": Case(FORWARD, BACKWARD),
@@ -61,7 +61,7 @@ CASES = {
     "no statistics": Case(FORWARD, BACKWARD, options={"track_running_stats": False}),
     "first layer": Case(FORWARD, Pass(1, (), 0), peak=1, input_grad=False),
     # Made contiguous once, for the two kernels that read it.
-    "expanded gradient": Case(FORWARD, Pass(5, (SUMS,), 2), peak=3, plain_grad=False),
+    "expanded gradient": Case(FORWARD, Pass(8, (SUMS,), 2), peak=3, plain_grad=False),
 }
 
 
@@ -125,7 +125,7 @@ def test_no_count_grows(pool, name, world_size):
 
 
 # Of this package, from the layer to the wait for the answer of each collective, and back.
-CALLS = 33
+CALLS = 36
 
 
 def count_calls():

@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.core.waiting import CollectiveClock
 
-# c10d's methods that a forward and a backward pass call, the first by the name that this torch has for it.
+# c10d's method that a forward and a backward pass of few channels call, by the name that this torch has for it.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
-REDUCE = "allreduce"
 
 
 class ForbidHostReads(TorchDispatchMode):
