@@ -8,6 +8,7 @@ from torch import Tensor
 
 import bagua_syncbn
 from bagua_syncbn import ops
+from bagua_syncbn.communicators import Communicator
 
 from ..core import timing
 from ..core.batches import Shape
@@ -23,7 +24,14 @@ class BareStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, batches: Tensor, peer: Twin
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        batches: Tensor,
+        peer: Communicator,
     ) -> Tensor:
         gathered = peer.all_gather(ops.batch_norm_stats(x))
         moments = ops.batch_norm_gather_stats(gathered, mean, var, batches, 0.1, 1e-5)

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bagua_syncbn import ops
-from bagua_syncbn.communicators import peers_of
+from bagua_syncbn.communicators import Communicator, peers_of
 
 from ..core.batches import Shape, layouts, make_batch
 from ..core.machine import thread_counts
 from ..core.timing import Workload
 from ..core.waiting import CollectiveClock
+from ..cpu.host import BareStep
 from ..peers import Maker
 from .gathering import time_on_ranks
 
@@ -55,6 +56,18 @@ def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
         threads = [1] if simple or job["device"] != "cpu" else thread_counts(world_size)
         chosen += itertools.product([shape], chosen_layouts, threads)
     return chosen
+
+
+class Bare(nn.BatchNorm1d):
+    """A layer in as little Python as can be: the five ops and the two messages."""
+
+    def __init__(self, channels: int, communicator: Communicator) -> None:
+        super().__init__(channels)
+        self._communicator = communicator
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = BareStep.apply(input, *self.parameters(), *self.buffers(), self._communicator)
+        return output
 
 
 class TimedStep:
@@ -108,9 +121,10 @@ def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.devi
     grad_output = make_batch(shape, layout).to(device)
     copy, source = torch.empty_like(grad_output), x.detach()
     layers = {name: maker(shape[1], len(shape)).to(device) for name, maker in makers.items()}
+    communicator = peers_of(None).communicator()
+    layers["bare"] = Bare(shape[1], communicator).to(device)
     workload: Workload = {name: TimedStep(layer, x, grad_output, clock) for name, layer in layers.items()}
     workload["copy"] = lambda: copy.copy_(source)
-    communicator = peers_of(None).communicator()
     packed, sums = torch.zeros(2 * shape[1] + 2, device=device), torch.zeros(2 * shape[1], device=device)
     workload["collectives"] = lambda: (communicator.all_gather(packed), communicator.all_reduce(sums))
     workload["ops"] = make_ops(source, grad_output)

@@ -60,7 +60,7 @@ def layers_table(results: Results) -> str:
 
 def phases_table(results: Results) -> str:
     """Forward + backward in milliseconds, and the share of both that the host spent in collectives. Last, what of our
-    step is neither in them nor in the five ops on their own.
+    step, and of a bare autograd function's, is neither in them nor in the five ops on their own.
     """
     peers = ["local", *measured_peers(results)]
 
@@ -80,21 +80,21 @@ def phases_table(results: Results) -> str:
     def row(case: Case) -> list[str]:
         alone = milliseconds(case, "collectives") if case["ranks"] > 1 else ""
         shown = [cell(case, name) for name in peers]
-        return [_marked(case["ranks"], results), shape_of(case), case["layout"], *shown, alone, _rest(case)]
+        last = [alone, _rest(case, "ours"), _rest(case, "bare")]
+        return [_marked(case["ranks"], results), shape_of(case), case["layout"], *shown, *last]
 
     single = [case for case in of_section(results, "layers") if case["threads"] == 1]
-    return table(
-        ["ranks", "input of each", "layout", *peers, "our collectives alone", "ours: neither, ms"], map(row, single)
-    )
+    names = ["our collectives alone", "ours: neither, ms", "bare: neither, ms"]
+    return table(["ranks", "input of each", "layout", *peers, *names], map(row, single))
 
 
-def _rest(case: Case) -> str:
-    """Milliseconds of our step in neither collectives nor ops: from the layer's call to the backend's and back."""
+def _rest(case: Case, name: str) -> str:
+    """Milliseconds of a step in neither collectives nor ops: from the layer's call to the backend's and back."""
     times = case["microseconds"]
-    if "ops" not in times or case["ranks"] == 1:
+    if not {"ops", name} <= times.keys() or case["ranks"] == 1:
         return ""
-    names = ("ours forward collectives", "ours backward collectives", "ops")
-    rest = [total - sum(parts) for total, *parts in zip(times["ours"], *(times[n] for n in names), strict=True)]
+    names = (f"{name} forward collectives", f"{name} backward collectives", "ops")
+    rest = [total - sum(parts) for total, *parts in zip(times[name], *(times[n] for n in names), strict=True)]
     return f"{median(rest) / 1e3:.3f} ({min(rest) / 1e3:.3f})"
 
 

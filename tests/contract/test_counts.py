@@ -54,7 +54,7 @@ FORWARD, BACKWARD = Pass(6, (PACKED,), 1), Pass(6, (SUMS,), 1)
 CASES = {
     "float32": Case(FORWARD, BACKWARD),
     "channels_last": Case(FORWARD, BACKWARD, memory_format=torch.channels_last),
-    "float64": Case(Pass(6, (2 * PACKED,), 1), Pass(3, (2 * SUMS,), 1), dtype=torch.float64),
+    "float64": Case(Pass(6, (2 * PACKED,), 1), Pass(6, (2 * SUMS,), 1), dtype=torch.float64),
     "bfloat16": Case(FORWARD, BACKWARD, dtype=torch.bfloat16),
     "momentum=None": Case(FORWARD, BACKWARD, options={"momentum": None}),
     "not affine": Case(FORWARD, BACKWARD, options={"affine": False}),
