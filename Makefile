@@ -63,12 +63,13 @@ test: $(VENV)/installed-test
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 	BAGUA_SYNCBN_KERNELS=reference $(PYTEST) -q -m 'reference_too and not gpu and not slow' $(ARGS) $(REFERENCE_TOO)
 
-# What is left out above: many ranks, the real launcher, all planted bugs, tensors of 2^31 values and tens of gigabytes.
+# What is left out above: many ranks, the real launcher, all planted bugs, all CUDA kernels in all dtypes, tensors of
+# 2^31 values and tens of gigabytes.
 test-slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine.
-SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/installed-test
 	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
 		build --build-lib build/sanitize/lib
@@ -76,7 +77,7 @@ sanitize: $(VENV)/installed-test
 
 sanitize-%:
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$* PYTHONPATH=build/sanitize/lib \
+		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$* PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive \
 		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/ops/test_native.py \
 			-k 'not instruction_set and not temporaries and not streamed'
 
