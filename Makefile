@@ -96,6 +96,7 @@ bench-results: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json --charts docs/charts
+	$(BIN)/python -m benchmarks --sections anew --output $(RESULTS)/anew.json
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json \
 		--charts docs/charts
 	$(MAKE) bench-docs

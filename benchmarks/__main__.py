@@ -32,7 +32,7 @@ from .ranks import jobs, layers, training
 OUTPUT = records.ROOT / "build" / "bench" / "results.json"
 
 ON_RANKS = ("layers", "training")
-SECTIONS = ("ops", "local", "host", "stored", *ON_RANKS)
+SECTIONS = ("ops", "local", "host", "stored", "anew", *ON_RANKS)
 
 # A first impression: input of which a step is mostly messages, and mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .core.disturbance import QUIET_CORES
 from .core.tables import Results, quartiles, table
-from .cpu.report import host_table, local_table, ops_table, process_table, stored_table
+from .cpu.report import anew_table, host_table, local_table, ops_table, process_table, stored_table
 from .ranks.report import headline_table, layers_table, peers_table, phases_table, training_table
 
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -48,6 +48,7 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "process": ("local", process_table),
     "host": ("host", host_table),
     "stored": ("stored", stored_table),
+    "anew": ("anew", anew_table),
     "ops": ("ops", ops_table),
     "local": ("local", local_table),
     "peers": ("peers", peers_table),

@@ -16,7 +16,7 @@ _VARIANTS = {
 
 
 def draw(figure: Figure, results: dict[str, Any]) -> bool:
-    cases = of_section(results, "stored")
+    cases = [case for case in of_section(results, "stored") if "bytes" in case]
     if not cases:
         return False
     axes = figure.subplots()

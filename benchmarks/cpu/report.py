@@ -1,4 +1,4 @@
-"""Tables of the sections ops, local, host and stored."""
+"""Tables of the sections ops, local, host, stored and anew."""
 
 from statistics import median
 
@@ -61,27 +61,39 @@ def host_table(results: Results) -> str:
 
 
 def stored_table(results: Results) -> str:
-    """What a forward pass stores for the backward pass, over that of the network with torch's layers, and the time of a
-    step where outputs are made anew, over that where they are stored: of the least times, and median (minimum;
-    quartiles) of the ratios in a round.
+    """What a forward pass stores for the backward pass, and the peak of what is resident in a step: MiB with torch's
+    layers, and shares of it with activations in place, with those that the layers compute, and with outputs that are
+    made anew.
+    """
+
+    def shares(measured: dict[str, int | None]) -> list[str]:
+        plain, *others = measured.values() or [None] * 4
+        if plain is None:
+            return [""] * 4
+        return [f"{plain / 2**20:.1f}", *(f"{(other or 0) / plain:.2f}" for other in others)]
+
+    def row(case: Case) -> list[str]:
+        if "skipped" in case:
+            return [case["network"], case["skipped"], *[""] * 8]
+        return [case["network"], shape_of(case), *shares(case["bytes"]), *shares(case["peaks"])]
+
+    variants = ["in place", "fused", "recomputed"]
+    header = ["network", "batch", "stored, MiB", *variants, "peak, MiB", *variants]
+    return table(header, map(row, of_section(results, "stored")))
+
+
+def anew_table(results: Results) -> str:
+    """The time of a step where outputs are made anew, over that where they are stored: of the least times, and median
+    (minimum; quartiles) of the ratios in a round.
     """
 
     def row(case: Case) -> list[str]:
-        stored, times = case["bytes"], case["microseconds"]
-        shares = [f"{stored[name] / stored['plain']:.2f}" for name in ("ours", "fused", "recomputed")]
+        times = case["microseconds"]
         least = min(times["recomputed"]) / min(times["fused"])
-        return [
-            case["network"],
-            shape_of(case),
-            f"{stored['plain'] / 2**20:.1f}",
-            *shares,
-            f"{least:.2f}",
-            spread(ratios(case, "recomputed", "fused")),
-        ]
+        return [case["network"], shape_of(case), f"{least:.2f}", spread(ratios(case, "recomputed", "fused"))]
 
-    header = ["network", "batch", "plain, MiB", "ours / plain", "fused / plain", "recomputed / plain"]
-    header += ["step recomputed / fused", "in a round"]
-    return table(header, map(row, of_section(results, "stored")))
+    header = ["network", "batch", "step recomputed / fused", "in a round"]
+    return table(header, map(row, of_section(results, "anew")))
 
 
 def process_table(results: Results) -> str:

@@ -1,9 +1,20 @@
-"""Section stored: what a forward pass leaves in memory for the backward pass, and what a step takes."""
+"""Section stored: what a forward pass leaves in memory for the backward pass, and the peak of a step. Section anew:
+what a step takes where outputs are made anew.
+
+The peak is that of a process which runs nothing else, one for each network and variant:
+
+    python -m benchmarks.cpu.stored NETWORK VARIANT
+"""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,74 +24,30 @@ from torch.utils._pytree import tree_leaves
 
 import bagua_syncbn
 
-from ..core import timing
+from ..core import machine, records, timing
+from .networks import NETWORKS, QUICK, TIMED
 
-CHANNELS = 16
 GIGABYTES = 16  # of a GPU, in which samples are to fit
+QUICK_SIDE = 48
 
 
-class Bottleneck(nn.Module):
-    """Of ResNet-50: the sum at its end is stored in any case."""
-
-    def __init__(self, channels: int, narrow: int, stride: int = 1) -> None:
-        super().__init__()
-        wide = 4 * narrow
-        self.conv1, self.bn1 = nn.Conv2d(channels, narrow, 1, bias=False), nn.BatchNorm2d(narrow)
-        self.conv2, self.bn2 = nn.Conv2d(narrow, narrow, 3, stride, 1, bias=False), nn.BatchNorm2d(narrow)
-        self.conv3, self.bn3 = nn.Conv2d(narrow, wide, 1, bias=False), nn.BatchNorm2d(wide)
-        self.relu = nn.ReLU(inplace=True)
-        self.shortcut: nn.Module = nn.Identity()
-        if channels != wide:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.relu(self.bn2(self.conv2(y)))
-        output: Tensor = self.relu(self.bn3(self.conv3(y)) + self.shortcut(x))
-        return output
+def _in_place(model: nn.Module, in_place: bool = True) -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = in_place
+    return model
 
 
-def _resnet50() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
-    layers.append(nn.MaxPool2d(3, 2, 1))
-    channels = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(Bottleneck(channels, 64 << stage, stride))
-            channels = 256 << stage
-    return nn.Sequential(*layers, *_head(channels, 1000))
+def _fused(model: nn.Module) -> nn.Module:
+    return bagua_syncbn.fuse_activations(bagua_syncbn.convert_sync_batchnorm(model))
 
-
-def _chain(activation: Callable[[], nn.Module]) -> nn.Module:
-    layers = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), activation()
-    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4) for layer in layers), *_head(CHANNELS, 10))
-
-
-def _head(channels: int, classes: int) -> tuple[nn.Module, ...]:
-    return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
-
-
-class Network(NamedTuple):
-    make: Callable[[], nn.Module]
-    sample: tuple[int, int, int] = (CHANNELS, 48, 48)
-
-
-NETWORKS = {
-    "convolution, norm, ReLU": Network(partial(_chain, nn.ReLU)),
-    "the same, ReLU in place": Network(partial(_chain, partial(nn.ReLU, inplace=True))),
-    "convolution, norm, SiLU": Network(partial(_chain, nn.SiLU)),
-    "ResNet-50": Network(_resnet50, (3, 224, 224)),
-}
-BATCH, QUICK_SIDE = 4, 48
 
 VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda model: model,
-    "ours": bagua_syncbn.convert_sync_batchnorm,
-    "fused": lambda model: bagua_syncbn.fuse_activations(bagua_syncbn.convert_sync_batchnorm(model)),
+    "plain": lambda model: _in_place(model, False),
+    "in place": _in_place,
+    "fused": _fused,
+    "recomputed": lambda model: bagua_syncbn.recompute_outputs(_fused(model)),
 }
-# One after the other, as each needs what the one before it gives.
-VARIANTS["recomputed"] = lambda model: bagua_syncbn.recompute_outputs(VARIANTS["fused"](model))
 
 
 class _Storages(TorchDispatchMode):
@@ -119,27 +86,62 @@ def samples_that_fit(stored: int, batch: int) -> float:
     return GIGABYTES * 2**30 * batch / stored
 
 
-def cases(job: dict[str, Any]) -> list[str]:
-    return list(NETWORKS) if "stored" in job["sections"] else []
+def _step(model: nn.Module, batch: Tensor) -> None:
+    model(batch).square().mean().backward()
 
 
-def measure(name: str, job: dict[str, Any]) -> dict[str, Any]:
+def _resident(name: str) -> int:
+    """Returns VmRSS, what is resident now, or VmHWM, the most that was, in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
+
+
+def _print_peak(network: str, variant: str) -> None:
+    """What a second step adds to what is resident: the first has made gradients, and what libraries keep."""
     torch.set_num_threads(1)
+    batch, model = torch.randn(NETWORKS[network].shape()), VARIANTS[variant](NETWORKS[network].make())
+    _step(model, batch)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the most that was is what is
+    before = _resident("VmHWM")
+    _step(model, batch)
+    print(_resident("VmHWM") - before)
+
+
+def peak_bytes(network: str, variant: str) -> int | None:
+    """Returns what a step takes at its peak; None where the system does not say."""
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    command = [sys.executable, "-m", "benchmarks.cpu.stored", network, variant]
+    environment = {name: value for name, value in os.environ.items() if name not in machine.KEEP_MEMORY}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is larger goes back to the system when it is freed
+    return int(subprocess.run(command, env=environment, cwd=records.ROOT, stdout=-1, text=True, check=True).stdout)
+
+
+def cases(job: dict[str, Any]) -> list[tuple[str, str]]:
+    chosen = {"stored": QUICK if job["quick"] else NETWORKS, "anew": QUICK if job["quick"] else TIMED}
+    return [(section, name) for section, names in chosen.items() if section in job["sections"] for name in names]
+
+
+def measure(section: str, name: str, job: dict[str, Any]) -> dict[str, Any]:
     network = NETWORKS[name]
-    side = min(QUICK_SIDE, network.sample[1]) if job["quick"] else network.sample[1]
-    shape = (BATCH, network.sample[0], side, side)
+    if network.needs is not None and find_spec(network.needs) is None:
+        return {"section": section, "network": name, "skipped": f"needs {network.needs}: pip install -e '.[bench]'"}
+    torch.set_num_threads(1)
+    shape = network.shape(QUICK_SIDE if job["quick"] else None)
     batch, model = torch.randn(shape), network.make()
     models = {variant: prepare(copy.deepcopy(model)) for variant, prepare in VARIANTS.items()}
-    workload = {variant: lambda each=each: each(batch).square().mean().backward() for variant, each in models.items()}
-    return {
-        "section": "stored",
-        "network": name,
-        "shape": shape,
-        "bytes": {variant: stored_bytes(each, batch) for variant, each in models.items()},
-        **timing.time_alone(workload, job),
-    }
+    case = {"section": section, "network": name, "shape": shape}
+    if section == "anew":
+        workload = {variant: partial(_step, models[variant], batch) for variant in ("fused", "recomputed")}
+        return case | timing.time_alone(workload, job)
+    case["bytes"] = {variant: stored_bytes(each, batch) for variant, each in models.items()}
+    return case | {"peaks": {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}}
 
 
 def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for network in cases(job):
-        yield measure(network, job)
+    for section, network in cases(job):
+        yield measure(section, network, job)
+
+
+if __name__ == "__main__":
+    _print_peak(*sys.argv[1:])

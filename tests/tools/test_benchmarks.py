@@ -8,6 +8,7 @@ import statistics
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from benchmarks import charts, peers, report
 from benchmarks.core import timing
 from benchmarks.core.cases import elements, of_section, ratios
 from benchmarks.cpu import stored
+from benchmarks.cpu.networks import NETWORKS
+from benchmarks.cpu.report import stored_table
 from benchmarks.ranks import training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +35,9 @@ def smoke(tmp_path_factory):
     """Results of a run on tiny inputs, their file, and what was printed."""
     output, threads = tmp_path_factory.mktemp("bench") / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "host", "stored", "layers", "--output", str(output)]
+    arguments += ["--sections", "ops", "local", "host", "stored", "anew", "layers", "--output", str(output)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments])
-        patch.delitem(stored.NETWORKS, "ResNet-50")  # takes half of the time
         benchmarks.__main__.main()
     torch.set_num_threads(threads)
     return json.loads(output.read_text()), output, shown.getvalue()
@@ -69,12 +71,22 @@ def test_what_is_stored_for_backward(smoke):
     assert shares["convolution, norm, ReLU"] <= 0.55
     assert shares["convolution, norm, SiLU"] <= 0.40
 
-    model, batch = (
-        stored.NETWORKS["ResNet-50"].make(),
-        torch.randn(stored.BATCH, 3, stored.QUICK_SIDE, stored.QUICK_SIDE),
-    )
+    network = NETWORKS["ResNet-50"]
+    model, batch = network.make(), torch.randn(network.shape(stored.QUICK_SIDE))
     plain = stored.stored_bytes(model, batch)
     assert stored.stored_bytes(stored.VARIANTS["recomputed"](model), batch) <= 0.85 * plain  # sums are stored
+
+
+def test_a_network_without_its_package_is_skipped_by_name():
+    with patch.object(stored, "find_spec", lambda name: None):
+        case = stored.measure("stored", "MONAI's SegResNet", {"quick": True})
+    assert "needs monai: pip install -e '.[bench]'" in stored_table({"cases": [case]})
+
+
+@pytest.mark.slow
+def test_the_peak_falls_with_what_is_stored():
+    plain, recomputed = (stored.peak_bytes("convolution, norm, SiLU", name) for name in ("plain", "recomputed"))
+    assert 2**20 < recomputed < plain
 
 
 def test_parts_of_a_step(smoke):
