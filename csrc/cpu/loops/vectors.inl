@@ -64,12 +64,13 @@ inline Words to_half(Vec<float> v) {
   return (Words)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-inline Vec<float> widen(const HalfBits* p) {
+// Calls: within the loops they would be most of the code.
+__attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
   Vec<float> v;
   for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
   return v;
 }
-inline Words to_half(Vec<float> v) {
+__attribute__((noinline)) Words to_half(Vec<float> v) {
   Words words;
   for (int i = 0; i < kWidth<float>; ++i) words[i] = c10::detail::fp16_ieee_from_fp32_value(v[i]);
   return words;
