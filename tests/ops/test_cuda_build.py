@@ -16,7 +16,6 @@ BUDGET = Path(__file__).with_name("registers.json")
 LOOPS = Path(__file__).with_name("loops.json")  # what machine_code.Work has
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-LONGER = re.compile("act_|masked_|backward_")  # files and kernels that are compiled weekly: each takes seconds
 # Blocks of 256 threads of which a multiprocessor with 65536 registers holds two still.
 MOST_REGISTERS = 128
 # Of machine code, for all kernels of a file. What W-fold inlining can do to it: 1.7 MB of elemt.cu once, 30000
@@ -65,39 +64,32 @@ def report_on(cubin):
     return read_report(report)
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "longer"])
-def longer(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def compiled(longer):
+def compiled():
     """The machine code of each file, and the reports on all kernels. For sm_90."""
     if NVCC is None:
         pytest.skip("needs nvcc")
     with ThreadPoolExecutor(2) as pool:
-        compiled = list(pool.map(compile_cubin, (s for s in SOURCES if bool(LONGER.match(s.name)) == longer)))
+        compiled = list(pool.map(compile_cubin, SOURCES))
     return compiled, {name: report for cubin in compiled for name, report in report_on(cubin).items()}
 
 
-def recorded_in(file, longer):
-    return {name: value for name, value in json.loads(file.read_text()).items() if bool(LONGER.search(name)) == longer}
-
-
-def test_registers_and_local_memory(compiled, longer):
+@pytest.mark.slow
+def test_registers_and_local_memory(compiled):
     """The budget is what CUDA 13.0 takes and a margin of 8, which other versions may need."""
     _, kernels = compiled
     in_memory = {name: report for name, report in kernels.items() if report["stack"] + report["stores"] > 0}
     assert in_memory == {}
-    budget = recorded_in(BUDGET, longer)
+    budget = json.loads(BUDGET.read_text())
     assert sorted(kernels) == sorted(budget), "kernels have come or gone: record their registers"
     over = {name: report["registers"] for name, report in kernels.items() if report["registers"] > budget[name] + 8}
     assert over == {}
     assert max(budget.values()) <= MOST_REGISTERS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(machine_code.find_nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-def test_loops(compiled, longer):
+def test_loops(compiled):
     """No load of a batch waits for one before it, and instructions are at most a tenth more than recorded.
 
     Of kernels with an activation: of a short one.
@@ -109,7 +101,7 @@ def test_loops(compiled, longer):
     names = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
     kernels = dict(zip(map(short_name, names.splitlines()), mangled.values(), strict=True))
     assert [name for name, work in kernels.items() if work.waits] == []
-    recorded = {name: machine_code.Work(*work) for name, work in recorded_in(LOOPS, longer).items()}
+    recorded = {name: machine_code.Work(*work) for name, work in json.loads(LOOPS.read_text()).items()}
     assert {name: work.loads for name, work in kernels.items()} == {name: work.loads for name, work in recorded.items()}
     for what in ("begin", "loop", "end", "again"):
         found = {name: (getattr(work, what), getattr(recorded[name], what)) for name, work in kernels.items()}

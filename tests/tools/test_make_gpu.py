@@ -16,6 +16,7 @@ from benchmarks.gpu.layer_cases import EXTRA_KINDS
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_dry_run(tmp_path):
     """But for the build, and the tests, which a machine without a GPU skips."""
     chosen = ["--dry-run", "--parts", "memcheck", "bagua tests", "benchmarks", "--output", str(tmp_path)]
