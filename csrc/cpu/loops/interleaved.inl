@@ -116,7 +116,8 @@ inline __attribute__((always_inline)) void grad_sums_columns_of(const T* dy, con
   A* const dy_xmu_sums = columns + channels;
   const int64_t ahead = group_ahead(channels);
   for (int64_t c = 0; c < 2 * channels; ++c) columns[c] = 0;
-  for_each_group(rows, [&](int64_t begin, int64_t end) {
+  // Called instead, it would take a tenth longer.
+  for_each_group(rows, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
     for_each_block<A>(channels, [&](auto width, int64_t j, auto load, auto store) {
       constexpr int kVectors = decltype(width)::value;
       Vec<A> means[kVectors], sum_dy[kVectors], sum_dy_xmu[kVectors];
