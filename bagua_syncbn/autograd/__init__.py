@@ -8,7 +8,7 @@
 ``checkpointing``      which call activation checkpointing repeats, and what that call gathered
 ``exchange``           what goes between ranks, and that no two sizes meet
 ``conversation``       what was said in a group, from which each rank knows what its peers expect
-``agreement``          what is sent in place of that: a question, an error
+``agreement``          what a rank sends in place of the expected message: a question, an error
 ``identity``           who speaks in a message, and of what
 ``faults``             what the ops found wrong, where no host waits for them
 ``outputs``            outputs of layers that are not stored for backward but made anew
