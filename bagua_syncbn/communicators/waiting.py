@@ -1,6 +1,7 @@
 """How the host waits for a collective, so that Ctrl-C ends it; and how it leaves one that it does not wait for."""
 
 import ctypes
+from collections import deque
 from datetime import timedelta
 from typing import Any
 from weakref import ref
@@ -15,6 +16,7 @@ class Begun:
         self._group, self._result, self._work, self._adds_up = ref(group), result, work, adds_up
         if result.is_cpu:
             _keep_to_the_end(group)
+            _keep_to_the_end(work)
 
     def wait(self) -> Tensor:
         """Waits for the other ranks, and returns the result, or the sum of its rows."""
@@ -22,6 +24,7 @@ class Begun:
         wait_in_slices(self._work, group)
         if self._result.is_cpu:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._work))
         return self._result.sum(0) if self._adds_up else self._result
 
 
@@ -31,20 +34,30 @@ def wait_in_slices(work: Any, group: Any) -> None:
         while True:
             try:
                 work.wait(_SLICE)
+                _ended.append(work)
                 return
             except RuntimeError:
                 if work.is_completed():  # it has failed, or ended just after the slice
                     break
         work.wait()
+        _ended.append(work)
     except BaseException:
         if not work.is_completed():
             _keep_to_the_end(group)
+        _keep_to_the_end(work)
         raise
 
 
 _SLICE = timedelta(seconds=0.5)
 
+# The last collectives that have ended. A thread of gloo lets go of each some time after it has told us of the end: if
+# the tensors went with it while the interpreter ends, that thread would ask for the GIL, and abort the process.
+_ended: deque[Any] = deque(maxlen=4)
 
-def _keep_to_the_end(group: Any) -> None:
-    """Has ``group`` outlive the interpreter: its end would wait for a collective that the other ranks do not join."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+def _keep_to_the_end(kept: Any) -> None:
+    """Has ``kept`` outlive the interpreter.
+
+    The end of a group would wait for a collective that the other ranks do not join; for a collective, see above.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,5 +1,6 @@
-"""Nothing of this package keeps a process group alive that the user has destroyed."""
+"""A destroyed process group is kept alive by nothing here, and no thread of a live one aborts a process that ends."""
 
+import time
 from weakref import ref
 
 import pytest
@@ -63,3 +64,27 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(pool, kin
     pool.forget_job()
     for messages, _ in results:
         assert "destroyed" in messages[0] or (compiles and "resolve" in messages[0]), messages
+
+
+def messages_that_outlive_their_callers():
+    communicator = communicator_of(None)
+
+    def send(collective):
+        message = torch.ones(3)
+        collective(message)
+        return ref(message)
+
+    sent = [send(communicator.all_gather), send(communicator.all_reduce), send(communicator.begin_all_gather)]
+    time.sleep(0.2)  # in which the threads of gloo let go of them
+    held = [one() is not None for one in sent]
+    for _ in range(5):
+        send(communicator.all_gather)
+    time.sleep(0.2)
+    return held, [one() is not None for one in sent]
+
+
+def test_no_thread_of_gloo_is_the_last_to_hold_a_message(pool):
+    # One that was would ask for the GIL, and that aborts a process whose interpreter ends at that time.
+    for held, held_later in pool.run(messages_that_outlive_their_callers, 2):
+        assert held == [True, True, True]
+        assert held_later == [False, False, True]  # of the ones that have ended, only the last ones are kept
