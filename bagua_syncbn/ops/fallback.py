@@ -72,7 +72,6 @@ def _saying_so(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
     return computed_in_torch
 
 
-for _schema in SCHEMAS:
+for _name, _schema in SCHEMAS.items():
     _library.define(_schema)
-    _name = _schema.partition("(")[0]
     _library.impl(_name, _saying_so(getattr(reference, _name)), "CompositeExplicitAutograd")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import activations
-from .schemas import accumulate_dtype, library
+from .schemas import SCHEMAS, accumulate_dtype, library
 
 # What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
 COUNT_BASE = 2**24
@@ -308,19 +308,5 @@ def batch_norm_act_backward_elemt(
     return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault)
 
 
-for _kernel in (
-    batch_norm_stats,
-    batch_norm_gather_stats,
-    batch_norm_elemt,
-    batch_norm_backward_reduce,
-    batch_norm_backward_elemt,
-    batch_norm_masked_stats,
-    batch_norm_masked_elemt,
-    batch_norm_masked_backward_reduce,
-    batch_norm_masked_backward_elemt,
-    batch_norm_backward_elemt_,
-    batch_norm_act_elemt,
-    batch_norm_act_backward_reduce,
-    batch_norm_act_backward_elemt,
-):
-    library.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")
+for _name in SCHEMAS:
+    library.impl(_name, globals()[_name], "CompositeExplicitAutograd")

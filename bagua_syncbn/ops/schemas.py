@@ -72,7 +72,7 @@ from torch import Tensor
 _Shapes = TypeVar("_Shapes", bound=Callable[..., object])
 
 library = torch.library.Library("bagua_syncbn", "DEF")
-SCHEMAS: list[str] = []
+SCHEMAS: dict[str, str] = {}  # by name
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -82,16 +82,20 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
     """Declares an op that has ``schema``; what is decorated gives the shapes of its results."""
-    SCHEMAS.append(schema)
+    name = schema.partition("(")[0]
+    SCHEMAS[name] = schema
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    shapes: Callable[[_Shapes], _Shapes] = torch.library.register_fake(
-        f"bagua_syncbn::{schema.partition('(')[0]}", lib=library
-    )
+    shapes: Callable[[_Shapes], _Shapes] = torch.library.register_fake(f"bagua_syncbn::{name}", lib=library)
     return shapes
 
 
 @_op("batch_norm_stats(Tensor input, int[] words=[]) -> Tensor")
 def _(input: Tensor, words: Sequence[int] = ()) -> Tensor:
+    return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
+
+
+@_op("batch_norm_masked_stats(Tensor input, Tensor mask, int[] words=[]) -> Tensor")
+def _(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
     return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
 
 
@@ -102,22 +106,37 @@ def _(input: Tensor, words: Sequence[int] = ()) -> Tensor:
 )
 def _(
     gathered: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
+    running_mean: object,
+    running_var: object,
+    counter: object,
+    momentum: object,
     eps: float,
     words: int = 0,
-    skip_nonfinite: bool = False,
-    fault: Tensor | None = None,
+    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = (gathered.size(1) - 2 - words) // 2
     return gathered.new_empty(channels), gathered.new_empty(channels), gathered.new_empty((), dtype=torch.int64)
 
 
 @_op("batch_norm_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor")
+@_op(
+    "batch_norm_masked_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor mask) "
+    "-> Tensor"
+)
+@_op(
+    "batch_norm_act_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, "
+    "int activation, float parameter) -> Tensor"
+)
 def _(input: Tensor, *_: object) -> Tensor:
     return torch.empty_like(input)
+
+
+def _sums_and_gradients(
+    input: Tensor, mean: Tensor, weight: Tensor | None, words: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    like = mean if weight is None else weight
+    return mean.new_empty(2 * channels + len(words)), like.new_empty(channels), like.new_empty(channels)
 
 
 @_op(
@@ -125,32 +144,25 @@ def _(input: Tensor, *_: object) -> Tensor:
     "int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
 )
 def _(
+    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, words: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _sums_and_gradients(input, mean, weight, words)
+
+
+@_op(
+    "batch_norm_masked_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
+    "Tensor mask, int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
+)
+def _(
     grad_output: Tensor,
     input: Tensor,
     mean: Tensor,
     invstd: Tensor,
     weight: Tensor | None,
+    mask: Tensor,
     words: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    channels = input.size(1)
-    parameter = mean if weight is None else weight
-    return mean.new_empty(2 * channels + len(words)), parameter.new_empty(channels), parameter.new_empty(channels)
-
-
-@_op(
-    "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
-)
-def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
-
-
-@_op(
-    "batch_norm_act_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, "
-    "int activation, float parameter) -> Tensor"
-)
-def _(input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
+    return _sums_and_gradients(input, mean, weight, words)
 
 
 @_op(
@@ -171,53 +183,19 @@ def _(
     words: Sequence[int] = (),
     with_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    channels = input.size(1)
-    like = mean if weight is None else weight
-    sums = mean.new_empty(2 * channels + len(words))
     grad = torch.empty_like(input) if with_grad else input.new_empty(0)
-    return sums, like.new_empty(channels), like.new_empty(channels), grad
+    return *_sums_and_gradients(input, mean, weight, words), grad
 
 
+@_op(
+    "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
+)
 @_op(
     "batch_norm_act_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, Tensor? bias, int activation, float parameter, int ranks=1, int call=0, "
     "Tensor(a!)? fault=None) -> Tensor"
 )
-def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
-
-
-@_op("batch_norm_masked_stats(Tensor input, Tensor mask, int[] words=[]) -> Tensor")
-def _(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
-    return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
-
-
-@_op(
-    "batch_norm_masked_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor mask) "
-    "-> Tensor"
-)
-def _(input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
-
-
-@_op(
-    "batch_norm_masked_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "Tensor mask, int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
-)
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    mask: Tensor,
-    words: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    channels = input.size(1)
-    parameter = mean if weight is None else weight
-    return mean.new_empty(2 * channels + len(words)), parameter.new_empty(channels), parameter.new_empty(channels)
-
-
 @_op(
     "batch_norm_masked_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, Tensor mask, int ranks=1, int call=0, Tensor(a!)? fault=None, bool zeroes=False) "

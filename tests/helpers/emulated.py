@@ -1,6 +1,7 @@
 """The CUDA kernels on the CPU: builds ``tests/ops/emulator`` with the kernel sources, and calls the ops in it."""
 
 import ctypes
+import inspect
 import os
 import shutil
 import struct
@@ -16,7 +17,8 @@ import torch
 from compiled import ROOT, compile_once
 from torch import Tensor
 
-from bagua_syncbn.ops import accumulate_dtype, schemas
+from bagua_syncbn.ops import accumulate_dtype, reference
+from bagua_syncbn.ops.schemas import SCHEMAS
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
@@ -148,7 +150,7 @@ _definitions: list[torch.library.Library] = []  # they last as long as these obj
 @cache
 def load_library(path: Path) -> Library:
     _definitions.append(torch.library.Library("bagua_syncbn_emulated", "DEF"))
-    for schema in schemas.SCHEMAS:
+    for schema in SCHEMAS.values():
         _definitions[-1].define(schema)
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))
@@ -156,9 +158,90 @@ def load_library(path: Path) -> Library:
     emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
     emulate_support.argtypes = (ctypes.c_int32,)
     emulate_stream.restype = emulate_support.restype = None
-    names = [schema.partition("(")[0] for schema in schemas.SCHEMAS]
-    ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in names})
+    ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in SCHEMAS})
     return Library(path, ops, emulate_stream, emulate_support)
+
+
+# By op, in the order of their numbers in server.cpp: the integers behind those of every op, the buffers, and which of
+# these are results, in the order in which they are returned.
+SERVED = {
+    "stats": ("words", "input packed", "packed"),
+    "gather_stats": (
+        "averages words skip_nonfinite",
+        "gathered mean invstd count running_mean running_var num_batches_tracked fault",
+        "mean invstd count",
+    ),
+    "elemt": ("", "input output mean invstd weight bias", "output"),
+    "backward_reduce": (
+        "words",
+        "grad_output input mean invstd sums grad_weight grad_bias",
+        "sums grad_weight grad_bias",
+    ),
+    "backward_elemt": (
+        "said ranks call",
+        "grad_output input grad_input mean invstd weight sums count fault",
+        "grad_input",
+    ),
+    "act_elemt": ("activation", "input residual output mean invstd weight bias", "output"),
+    "act_backward_reduce": (
+        "activation words",
+        "grad_output input residual grad mean invstd weight bias sums grad_weight grad_bias",
+        "sums grad_weight grad_bias grad",
+    ),
+    "act_backward_elemt": (
+        "said ranks call activation",
+        "grad_output input grad_input mean invstd weight sums count fault bias",
+        "grad_input",
+    ),
+    "masked_stats": ("is_lengths line words", "input mask packed", "packed"),
+    "masked_elemt": ("is_lengths line", "input output mask mean invstd weight bias", "output"),
+    "masked_backward_reduce": (
+        "is_lengths line words",
+        "grad_output input mask mean invstd sums grad_weight grad_bias",
+        "sums grad_weight grad_bias",
+    ),
+    "masked_backward_elemt": (
+        "is_lengths line zeroes said ranks call",
+        "grad_output input grad_input mask mean invstd weight sums count fault",
+        "grad_input",
+    ),
+}
+# Buffers of the size of the input.
+LIKE_INPUT = ("input", "grad_output", "residual", "output", "grad_input", "grad")
+
+
+def channels_of(given: dict[str, Any]) -> int:
+    if "gathered" in given:
+        return int(given["gathered"].size(1) - 2 - given["words"]) // 2
+    return int(given["input"].size(1))
+
+
+def make_number(name: str, given: dict[str, Any]) -> Any:
+    """Returns what the server takes as ``name``; a list for words."""
+    if name == "averages":
+        return given["running_mean"] is not None and given["momentum"] is None
+    if name == "said":  # how many words
+        return given["sums"].numel() - 2 * channels_of(given)
+    if name == "is_lengths":
+        return given["mask"].dtype != torch.bool
+    if name == "line":
+        return given["input"].size(-1)
+    return list(given[name]) if isinstance(given[name], Sequence) else given[name]
+
+
+def make_result(name: str, given: dict[str, Any]) -> Tensor | None:
+    """Returns where the server is to put ``name``, full of NaN; None where it is not asked for."""
+    channels, like = channels_of(given), given.get("input", given.get("gathered"))
+    assert like is not None
+    if name in LIKE_INPUT:
+        return torch.empty_like(like).fill_(torch.nan) if given.get("with_grad", True) else None
+    if name == "count":
+        return torch.tensor(-1)
+    sizes = {"packed": 2 * channels + 2, "sums": 2 * channels}
+    words = len(given["words"]) if name in sizes else 0
+    weight = given.get("weight") if name.startswith("grad") else None
+    dtype = accumulate_dtype(like.dtype) if weight is None else weight.dtype
+    return torch.full((sizes.get(name, channels) + words,), torch.nan, dtype=dtype)
 
 
 class EmulationError(AssertionError):
@@ -166,7 +249,7 @@ class EmulationError(AssertionError):
 
 
 class EmulatedOps:
-    """The ops with CUDA kernels, of the signatures in ``bagua_syncbn.ops``, for CPU tensors in one of the two layouts.
+    """The ops with CUDA kernels, for CPU tensors in one of the two layouts.
 
     Attributes:
         seed: of the order of threads and blocks; another for each call.
@@ -224,209 +307,48 @@ class EmulatedOps:
             self.close()  # threads have stopped halfway
             raise EmulationError(error)
 
-    def _header(self, op: int, input: Tensor) -> list[int]:
+    def _header(self, op: int, given: dict[str, Any]) -> list[int]:
+        if "gathered" in given:
+            gathered = given["gathered"]
+            return [op, CODES[gathered.dtype], 0, 0, channels_of(given), 0, self.seed, gathered.size(0)]
+        input = given["input"]
         batch, channels = input.shape[:2]
         inner = input.numel() // (batch * channels)
         planar = input.is_contiguous() and inner > 1
         assert planar or memory(input).numel() == input.numel()
         return [op, CODES[input.dtype], int(not planar), batch, channels, inner, self.seed]
 
-    def batch_norm_stats(self, input: Tensor, words: Sequence[int] = ()) -> Tensor:
-        packed = poisoned(2 * input.size(1) + 2 + len(words), accumulate_dtype(input.dtype))
-        self._call([*self._header(0, input), *words], [], [(input, self.offset), (packed, 0)])
-        return packed
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Returns the op of this name, with the signature that it has in the reference."""
+        op = name.removeprefix("batch_norm_")
+        if op not in SERVED:
+            raise AttributeError(name)
+        signature = inspect.signature(getattr(reference, name))
 
-    def batch_norm_gather_stats(
-        self,
-        gathered: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
-        words: int = 0,
-        skip_nonfinite: bool = False,
-        fault: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        channels = (gathered.size(1) - 2 - words) // 2
-        averages = running_mean is not None and momentum is None
-        header = [1, CODES[gathered.dtype], 0, 0, channels, 0, self.seed, gathered.size(0), int(averages)]
-        header += [words, int(skip_nonfinite)]
-        mean, invstd = poisoned(channels, gathered.dtype), poisoned(channels, gathered.dtype)
-        count = torch.tensor(-1)
-        tensors = (gathered, mean, invstd, count, running_mean, running_var, num_batches_tracked, fault)
-        self._call(header, [momentum or 0.0, eps], [(tensor, 0) for tensor in tensors])
-        return mean, invstd, count
+        def run(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self._run(op, **bound.arguments)
 
-    def batch_norm_elemt(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
-    ) -> Tensor:
-        output = torch.empty_like(input).fill_(torch.nan)
-        factors = [(tensor, 0) for tensor in (mean, invstd, weight, bias)]
-        self._call(self._header(2, input), [], [(input, self.offset), (output, self.offset), *factors])
-        return output
+        return run
 
-    def batch_norm_backward_reduce(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        weight: Tensor | None,
-        words: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
-        sums = poisoned(2 * channels + len(words), accumulate)
-        grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
-        tensors = [(tensor, 0) for tensor in (mean, invstd, sums, *grads)]
-        self._call([*self._header(3, input), *words], [], [self._grad(grad_output), (input, self.offset), *tensors])
-        return sums, grads[0], grads[1]
+    def _run(self, op: str, **given: Any) -> Any:
+        numbers, names, returned = (text.split() for text in SERVED[op])
+        results = {name: make_result(name, given) for name in returned}
+        integers = self._header(list(SERVED).index(op), given)
+        for name in numbers:
+            value = make_number(name, given)
+            integers += value if isinstance(value, list) else [int(value)]
+        doubles = [given[name] or 0.0 for name in ("momentum", "eps", "parameter") if name in given]
+        tensors = given | results
+        self._call(integers, doubles, [(tensors[name], self._offset_of(name)) for name in names])
+        found = [given["input"].new_empty(0) if result is None else result for result in results.values()]
+        return found[0] if len(found) == 1 else tuple(found)
 
-    def batch_norm_backward_elemt(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        sums: Tensor,
-        count: Tensor,
-        ranks: int = 1,
-        call: int = 0,
-        fault: Tensor | None = None,
-    ) -> Tensor:
-        grad_input = torch.empty_like(input).fill_(torch.nan)
-        factors = [(tensor, 0) for tensor in (mean, invstd, weight, sums, count, fault)]
-        values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
-        self._call([*self._header(4, input), sums.numel() - 2 * input.size(1), ranks, call], [], [*values, *factors])
-        return grad_input
-
-    def batch_norm_act_elemt(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        residual: Tensor | None,
-        activation: int,
-        parameter: float,
-    ) -> Tensor:
-        output = torch.empty_like(input).fill_(torch.nan)
-        values = [(input, self.offset), self._grad(residual), (output, self.offset)]
-        factors = [(tensor, 0) for tensor in (mean, invstd, weight, bias)]
-        self._call([*self._header(5, input), activation], [parameter], [*values, *factors])
-        return output
-
-    def batch_norm_act_backward_reduce(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        activation: int,
-        parameter: float,
-        words: Sequence[int] = (),
-        with_grad: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
-        sums = poisoned(2 * channels + len(words), accumulate)
-        grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
-        grad = torch.empty_like(input).fill_(torch.nan) if with_grad else None
-        values = [self._grad(grad_output), (input, self.offset), self._grad(residual), (grad, self.offset)]
-        tensors = [(tensor, 0) for tensor in (mean, invstd, weight, bias, sums, *grads)]
-        self._call([*self._header(6, input), activation, *words], [parameter], [*values, *tensors])
-        return sums, grads[0], grads[1], input.new_empty(0) if grad is None else grad
-
-    def batch_norm_act_backward_elemt(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        sums: Tensor,
-        count: Tensor,
-        bias: Tensor | None,
-        activation: int,
-        parameter: float,
-        ranks: int = 1,
-        call: int = 0,
-        fault: Tensor | None = None,
-    ) -> Tensor:
-        grad_input = torch.empty_like(input).fill_(torch.nan)
-        factors = [(tensor, 0) for tensor in (mean, invstd, weight, sums, count, fault, bias)]
-        values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
-        header = [*self._header(7, input), sums.numel() - 2 * input.size(1), ranks, call, activation]
-        self._call(header, [parameter], [*values, *factors])
-        return grad_input
-
-    def _masked_header(self, op: int, input: Tensor, mask: Tensor) -> list[int]:
-        return [*self._header(op, input), int(mask.dtype != torch.bool), input.size(-1)]
-
-    def batch_norm_masked_stats(self, input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
-        packed = poisoned(2 * input.size(1) + 2 + len(words), accumulate_dtype(input.dtype))
-        buffers = [(input, self.offset), (mask, 0), (packed, 0)]
-        self._call([*self._masked_header(8, input, mask), *words], [], buffers)
-        return packed
-
-    def batch_norm_masked_elemt(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, mask: Tensor
-    ) -> Tensor:
-        output = torch.empty_like(input).fill_(torch.nan)
-        rest = [(tensor, 0) for tensor in (mask, mean, invstd, weight, bias)]
-        self._call(self._masked_header(9, input, mask), [], [(input, self.offset), (output, self.offset), *rest])
-        return output
-
-    def batch_norm_masked_backward_reduce(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        weight: Tensor | None,
-        mask: Tensor,
-        words: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
-        sums = poisoned(2 * channels + len(words), accumulate)
-        grads = [poisoned(channels, accumulate if weight is None else weight.dtype) for _ in range(2)]
-        rest = [(tensor, 0) for tensor in (mask, mean, invstd, sums, *grads)]
-        values = [self._grad(grad_output), (input, self.offset)]
-        self._call([*self._masked_header(10, input, mask), *words], [], [*values, *rest])
-        return sums, grads[0], grads[1]
-
-    def batch_norm_masked_backward_elemt(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        sums: Tensor,
-        count: Tensor,
-        mask: Tensor,
-        ranks: int = 1,
-        call: int = 0,
-        fault: Tensor | None = None,
-        zeroes: bool = False,
-    ) -> Tensor:
-        grad_input = torch.empty_like(input).fill_(torch.nan)
-        rest = [(tensor, 0) for tensor in (mask, mean, invstd, weight, sums, count, fault)]
-        values = [self._grad(grad_output), (input, self.offset), (grad_input, self.offset)]
-        words = sums.numel() - 2 * input.size(1)
-        self._call([*self._masked_header(11, input, mask), int(zeroes), words, ranks, call], [], [*values, *rest])
-        return grad_input
-
-    def _grad(self, grad_output: Tensor | None) -> tuple[Tensor | None, int]:
-        return grad_output, self.offset if self.grad_offset is None else self.grad_offset
-
-
-def poisoned(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((size,), torch.nan, dtype=dtype)
+    def _offset_of(self, name: str) -> int:
+        if name in ("grad_output", "residual") and self.grad_offset is not None:
+            return self.grad_offset
+        return self.offset if name in LIKE_INPUT else 0
 
 
 def memory(tensor: Tensor) -> Tensor:

@@ -329,7 +329,7 @@ def test_each_op_is_one_kernel(emulated, shape):
 def test_the_emulator_sees_one_value_too_many(emulated):
     """Its buffers end where they end: a tensor that is said to be larger than it is does not go unnoticed."""
     input = torch.ones(2, 3, 5)
-    header = emulated._header(0, input)
+    header = emulated._header(0, {"input": input})
     header[3] = 3
     with pytest.raises(EmulationError, match="heap-buffer-overflow"):
         emulated._call(header, [], [(input, 0), (torch.zeros(8), 0), NO_BUFFER])
