@@ -15,7 +15,6 @@ pays for mapping its output and gradient again, whoever computes them. ``--defau
 
 import argparse
 import datetime
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +26,12 @@ from tqdm import tqdm
 from . import charts, report
 from .core import batches, machine, records
 from .cpu import host, kernels, stored
-from .ranks import jobs, layers, training
+from .ranks import jobs, rank
 
 OUTPUT = records.ROOT / "build" / "bench" / "results.json"
 
-ON_RANKS = ("layers", "training")
-SECTIONS = ("ops", "local", "host", "stored", "anew", *ON_RANKS)
+IN_ONE_PROCESS: tuple[Any, ...] = (kernels, host, stored)
+SECTIONS = ("ops", "local", "host", "stored", "anew", *rank.SECTIONS)
 
 # A first impression: input of which a step is mostly messages, and mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
@@ -73,22 +72,18 @@ def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield from kernels.measure_all(job)
-    yield from host.measure_all(job)
-    yield from stored.measure_all(job)
-    if any(section in ON_RANKS for section in job["sections"]):
+    for module in IN_ONE_PROCESS:
+        for case in module.cases(job):
+            yield module.measure(*case, job)
+    if any(section in rank.SECTIONS for section in job["sections"]):
         for world_size in job["ranks"]:
             yield from jobs.launch(world_size, job)
 
 
 def count_cases(job: dict[str, Any]) -> int:
-    total = len(kernels.cases(job)) + len(host.cases(job)) + len(stored.cases(job))
-    for section, world_size in itertools.product(job["sections"], job["ranks"]):
-        if section == "layers":
-            total += len(layers.cases(job, world_size))
-        elif section == "training":
-            total += training.seeds(job, world_size)
-    return total
+    on_ranks = [module for name, module in rank.SECTIONS.items() if name in job["sections"]]
+    total = sum(len(module.cases(job)) for module in IN_ONE_PROCESS)
+    return total + sum(len(module.cases(job, ranks)) for module in on_ranks for ranks in job["ranks"])
 
 
 def describe(case: dict[str, Any]) -> str:

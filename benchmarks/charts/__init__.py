@@ -9,11 +9,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from . import floor, peers, samples
+from . import peers, samples
 
 CHARTS: dict[str, Callable[[Figure, dict[str, Any]], bool]] = {
     "peers": peers.draw,
-    "floor": floor.draw,
     "samples": samples.draw,
 }
 

@@ -5,8 +5,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..core.cases import of_section
+from ..core.machine import where
 from ..cpu.stored import GIGABYTES, samples_that_fit
-from . import common
 
 _VARIANTS = {
     "plain": ("torch's layers", "#000000"),
@@ -35,8 +35,7 @@ def draw(figure: Figure, results: dict[str, Any]) -> bool:
     axes.set_xlabel("samples that fit, over those with torch's layers")
     figure.legend(loc="outside lower center", ncols=len(_VARIANTS))
     figure.suptitle(
-        f"Samples of which {GIGABYTES} GiB hold what a forward pass stores for the backward pass\n"
-        f"{common.where(results)}",
+        f"Samples of which {GIGABYTES} GiB hold what a forward pass stores for the backward pass\n{where(results)}",
         fontsize=12,
     )
     return True

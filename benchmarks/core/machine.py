@@ -53,6 +53,12 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def where(results: dict[str, Any]) -> str:
+    """Returns machine, version and date of recorded results in one line."""
+    machine = results["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores, torch {results['versions']['torch']}, {results['date']}"
+
+
 def describe_versions() -> dict[str, str]:
     versions = {
         "bagua_syncbn": f"{bagua_syncbn.__version__} ({ops.KERNELS})",

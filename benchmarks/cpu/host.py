@@ -1,6 +1,6 @@
 """Section host: what a step costs the host beside its ops, as a layer and as a bare autograd function of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,16 +61,11 @@ def make(shape: Shape) -> Workload:
     return {"layer": step(layer), "bare": step(lambda x: BareStep.apply(x, *parameters, *buffers, peer))}
 
 
-def cases(job: dict[str, Any]) -> list[Shape]:
-    return list(SHAPES) if "host" in job["sections"] else []
+def cases(job: dict[str, Any]) -> list[tuple[Shape]]:
+    return [(shape,) for shape in SHAPES if "host" in job["sections"]]
 
 
 def measure(shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     often = {"least": 3 * job["least"], "most": 20 * job["most"]}
     return {"section": "host", "shape": shape, **timing.time_alone(make(shape), job | often)}
-
-
-def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for shape in cases(job):
-        yield measure(shape, job)

@@ -1,6 +1,6 @@
 """Sections ops and local: each op against copying, and the step of one process against ``F.batch_norm``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,8 +85,3 @@ def measure(section: str, shape: Shape, layout: str, threads: int, job: dict[str
         workload, path["path"] = make_local(shape, layout)
     case = {"section": section, "shape": shape, "layout": layout, "threads": threads, **path}
     return case | timing.time_alone(workload, job)
-
-
-def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for case in cases(job):
-        yield measure(*case, job)

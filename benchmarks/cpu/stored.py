@@ -10,7 +10,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,11 +136,6 @@ def measure(section: str, name: str, job: dict[str, Any]) -> dict[str, Any]:
         return case | timing.time_alone(workload, job)
     case["bytes"] = {variant: stored_bytes(each, batch) for variant, each in models.items()}
     return case | {"peaks": {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}}
-
-
-def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for section, network in cases(job):
-        yield measure(section, network, job)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -148,8 +148,3 @@ def measure(
         "threads": threads,
         **timed,
     }
-
-
-def measure_all(job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> Iterator[dict[str, Any]]:
-    for case in cases(job, dist.get_world_size()):
-        yield measure(*case, job, makers, device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import peers
 from . import layers, training
 
-SECTIONS = {"layers": layers.measure_all, "training": training.measure_all}
+SECTIONS: dict[str, Any] = {"layers": layers, "training": training}
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
@@ -50,10 +50,9 @@ def main() -> None:
 
     makers, skipped = peers.find(device)
     tell({"section": "peers", "ranks": arguments.world_size, "measured": list(makers), "skipped": skipped})
-    for section in job["sections"]:
-        if section in SECTIONS:
-            for case in SECTIONS[section](job, makers, device):
-                tell(case)
+    for section, module in SECTIONS.items():
+        for case in module.cases(job, arguments.world_size) if section in job["sections"] else ():
+            tell(module.measure(*case, job, makers, device))
     # Without ending the job in order: with fairscale's layer in it, a rank now and then aborted while doing that. All
     # results are out.
     sys.stdout.flush()

@@ -122,7 +122,7 @@ def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tens
             yield images[mine], labels[mine]
 
 
-def measure(seed: int, makers: dict[str, Maker], device: torch.device) -> dict[str, Any]:
+def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> dict[str, Any]:
     torch.set_num_threads(1)
     trainers = {name: Trainer(make, seed, device) for name, make in makers.items()}
     batches = {name: load_batches(seed, device) for name in makers}
@@ -145,13 +145,8 @@ def measure(seed: int, makers: dict[str, Maker], device: torch.device) -> dict[s
     }
 
 
-def seeds(job: dict[str, Any], world_size: int) -> int:
-    """How often to train: where ranks share cores, a step takes so long that its samples have to do."""
+def cases(job: dict[str, Any], world_size: int) -> list[tuple[int]]:
+    """The seeds to train with: one where ranks share cores, since there a step takes long."""
     if job["quick"]:
-        return 1 if world_size <= 2 else 0
-    return 3 if world_size <= count_cores() else 1
-
-
-def measure_all(job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> Iterator[dict[str, Any]]:
-    for seed in range(seeds(job, dist.get_world_size())):
-        yield measure(seed, makers, device)
+        return [(0,)] if world_size <= 2 else []
+    return [(0,), (1,), (2,)] if world_size <= count_cores() else [(0,)]
