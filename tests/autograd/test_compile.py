@@ -178,14 +178,10 @@ def compiled_layer(kind, travels):
     return [mean_of_ranks(layer), mean_of_ranks(compiled, 10)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "travels"),
-    [
-        *((kind, "stays") for kind in (None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]])),
-        *(("group", "is loaded"), ("mesh", "is copied"), ("node", "is loaded")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "travels"), [
+    *((kind, "stays") for kind in (None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]])),
+    *(("group", "is loaded"), ("mesh", "is copied"), ("node", "is loaded")),
+], ids=str)  # fmt: skip
 def test_every_kind_of_group_compiles_in_one_graph(pool, kind, travels):
     alone = kind == [[0], [1]]
     expected = [[rank, rank + 10] if alone else [0.5, 10.5] for rank in range(2)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import laid_out
 from comparison import check_activation
-from formula import draw
+from formula import EPS, draw, normalize
 from replicated import parallel
 from tolerances import TOLERANCES
 from torch import nn
@@ -47,7 +47,7 @@ def step(case, splits, rank, process_group, dtype=None):
     *batches, weight, bias = tensors_of(case, splits)
     dtype = dtype or own_dtype
     layer = SyncBatchNorm(
-        shape[0], eps=0.5, process_group=process_group, dtype=dtype, eps_mode=eps_mode, activation=activation
+        shape[0], eps=EPS, process_group=process_group, dtype=dtype, eps_mode=eps_mode, activation=activation
     )
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -73,10 +73,8 @@ def by_formula(case, splits):
     activation, has_residual, *_, eps_mode = case
     input, residual, grad_output, weight, bias = (tensor.double() for tensor in tensors_of(case, splits))
     wanted = [tensor.requires_grad_() for tensor in (input, residual, weight, bias)]
-    dims, view = [0, *range(2, input.dim())], (1, -1, *[1] * (input.dim() - 2))
-    var, mean = torch.var_mean(input, dims, correction=0)
-    divisor = (var.clamp(min=0.5) if eps_mode == "clamp" else var + 0.5).sqrt()
-    output = (input - mean.view(view)) / divisor.view(view) * weight.view(view) + bias.view(view)
+    view = (1, -1, *[1] * (input.dim() - 2))
+    output = normalize(input, eps_mode) * weight.view(view) + bias.view(view)
     output = output + residual if has_residual else output
     output = activation_of(activation)(output) if activation else output
     grads = torch.autograd.grad(output, wanted, grad_output, allow_unused=True)

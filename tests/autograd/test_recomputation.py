@@ -8,26 +8,18 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from observed import collectives
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from user_layers import BatchNormAct1d
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.autograd import checkpointing, torch_private
 from bagua_syncbn.communicators import LOCAL
 
 SPLITS = (2, 5)
-
-
-class OwnForward(nn.BatchNorm1d):
-    """Counts its batches and calls the function, as torch's layer does."""
-
-    def forward(self, input):
-        self.num_batches_tracked.add_(1)
-        return F.relu(F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, 0.2))
 
 
 class Siamese(nn.Module):
@@ -54,7 +46,7 @@ def make_blocks(kind):
     blocks = {
         "plain": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4)),
         "average": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
-        "own forward": lambda: nn.Sequential(nn.Linear(4, 4), OwnForward(4)),
+        "own forward": lambda: nn.Sequential(nn.Linear(4, 4), BatchNormAct1d(4, momentum=0.2)),
         "siamese": Siamese,
         "two groups": TwoGroups,
         "frozen": lambda: nn.Sequential(nn.BatchNorm1d(4).requires_grad_(False), nn.Linear(4, 4)),
@@ -179,16 +171,13 @@ def test_a_repetition_changes_nothing(pool, kind):
     check(pool, [how for how in CHECKPOINTS if (kind, how) != ("own forward", "selective, all")], kind)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"splits": (3, 0)},
-        {"splits": (5,)},
-        {"backward": backward_together},
-        {"backward": backward_in_a_thread},
-        {"dtype": torch.bfloat16, "microbatches": 1},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"splits": (3, 0)},
+    {"splits": (5,)},
+    {"backward": backward_together},
+    {"backward": backward_in_a_thread},
+    {"dtype": torch.bfloat16, "microbatches": 1},
+])  # fmt: skip
 def test_other_circumstances(pool, options):
     check(pool, ["reentrant", "non-reentrant", "selective, some"], "plain", **options)
 

@@ -33,18 +33,14 @@ def ranks_of(process_group):
     return dist.get_process_group_ranks(sync_group(process_group))
 
 
-@pytest.mark.parametrize(
-    ("process_group", "expected"),
-    [
-        (2, [[0, 1], [2, 3]]),
-        (1, [[0], [1], [2], [3]]),
-        (4, [[0, 1, 2, 3]]),
-        ([[3, 0], [1, 2]], [[0, 3], [1, 2]]),
-        (((0,), (1, 2, 3)), [[0], [1, 2, 3]]),
-        ("node", [[0, 1, 2, 3]]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("process_group", "expected"), [
+    (2, [[0, 1], [2, 3]]),
+    (1, [[0], [1], [2], [3]]),
+    (4, [[0, 1, 2, 3]]),
+    ([[3, 0], [1, 2]], [[0, 3], [1, 2]]),
+    (((0,), (1, 2, 3)), [[0], [1, 2, 3]]),
+    ("node", [[0, 1, 2, 3]]),
+], ids=str)  # fmt: skip
 def test_ranks_of_each_description(pool, process_group, expected):
     groups_of = {rank: ranks for ranks in expected for rank in ranks}
     assert pool.run(ranks_of, 4, process_group) == [groups_of[rank] for rank in range(4)]

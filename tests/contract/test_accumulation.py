@@ -15,21 +15,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from user_layers import BatchNormAct1d
 
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, functional, ops, sync_batch_norm
 from bagua_syncbn.data_parallel import convert_model
-
-
-class OwnForward(nn.BatchNorm1d):
-    """Counts its batches and calls the function, as torch's layer does."""
-
-    def forward(self, input):
-        factor = 0.0
-        if self.training:
-            self.num_batches_tracked.add_(1)
-            factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        buffers = self.running_mean, self.running_var
-        return F.batch_norm(input, *buffers, self.weight, self.bias, self.training, factor)
+from benchmarks.core.one_rank import Twin
 
 
 class Beside(nn.Module):
@@ -41,7 +31,7 @@ class Beside(nn.Module):
             [
                 nn.BatchNorm1d(3),
                 nn.BatchNorm1d(3, momentum=None),
-                OwnForward(3),
+                BatchNormAct1d(3),
                 nn.BatchNorm1d(3, momentum=0.5).float(),
                 nn.BatchNorm1d(3, track_running_stats=False),
                 nn.BatchNorm1d(3).eval(),
@@ -174,23 +164,11 @@ def test_replicas():
     assert layer[1].num_batches_tracked == 2
 
 
-class Twins:
-    """Two ranks with the same batches."""
-
-    size, rank = 2, 0
-
-    def all_gather(self, packed):
-        return torch.stack([packed, packed])
-
-    def all_reduce(self, packed):
-        return 2 * packed
-
-
 def test_compiled_once_however_many():
     torch._dynamo.reset()
     counters.clear()
     model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3, momentum=None)).double()
-    model, eager = (convert_sync_batchnorm(copy.deepcopy(model), process_group=twins) for twins in (Twins(), Twins()))
+    model, eager = (convert_sync_batchnorm(copy.deepcopy(model), process_group=twins) for twins in (Twin(), Twin()))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for number in range(3):
         batches, _ = draw((4,) * (number + 1), number)

@@ -86,27 +86,23 @@ def test_ranks_equal_one_process(pool, splits, shape_and_layout, dtypes):
     check(pool, Case(splits, shape, *dtypes, layout))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"momentum": None},
-        {"momentum": None, "dtype": torch.float16},
-        {"momentum": 0.0},
-        {"eps": 0.1},
-        {"affine": False},
-        {"bias": False},
-        {"track_running_stats": False},
-        {"frozen": ("input",)},
-        {"frozen": ("weight",)},
-        {"frozen": ("weight", "bias")},
-        {"frozen": ("input", "weight", "bias")},
-        {"affine": False, "frozen": ("input",)},
-        {"dtype": torch.float32, "parameter_dtype": torch.float16},
-        {"dtype": torch.float32, "parameter_dtype": torch.bfloat16},
-        {"dtype": torch.float64, "parameter_dtype": torch.float32},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"momentum": None},
+    {"momentum": None, "dtype": torch.float16},
+    {"momentum": 0.0},
+    {"eps": 0.1},
+    {"affine": False},
+    {"bias": False},
+    {"track_running_stats": False},
+    {"frozen": ("input",)},
+    {"frozen": ("weight",)},
+    {"frozen": ("weight", "bias")},
+    {"frozen": ("input", "weight", "bias")},
+    {"affine": False, "frozen": ("input",)},
+    {"dtype": torch.float32, "parameter_dtype": torch.float16},
+    {"dtype": torch.float32, "parameter_dtype": torch.bfloat16},
+    {"dtype": torch.float64, "parameter_dtype": torch.float32},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("splits", [(5,), (1, 6), (3, 0, 2)], ids=str)
 def test_options(pool, splits, options):
     check(pool, Case(splits, **{"shape": (3, 4, 2), "steps": 3, "dtype": torch.float64} | options))

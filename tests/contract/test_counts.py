@@ -11,14 +11,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from counted_step import count_step
-from dispatched import DispatchCounter
 from torch import nn
+from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from benchmarks.core.waiting import CollectiveClock
 
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it
@@ -151,17 +149,9 @@ def test_a_step_calls_few_functions(pool):
         assert len(called) == CALLS, " ".join(called)
 
 
-class Averaging(nn.BatchNorm2d):
-    """As torch's forward does it: what each batch weighs is another number in each step."""
-
-    def forward(self, input):
-        self.num_batches_tracked.add_(1)
-        weight = 1 / self.num_batches_tracked.item()
-        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, weight, self.eps)
-
-
 def count_averaging():
-    layer = bagua_syncbn.convert_sync_batchnorm(Averaging(CHANNELS, momentum=None))
+    """What each batch weighs is another number in each step."""
+    layer = bagua_syncbn.convert_sync_batchnorm(BatchNormAct(CHANNELS, momentum=None))
     x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
     for _ in range(3):
         layer(x).backward(grad)
@@ -199,18 +189,3 @@ def count_alone(size):
 def test_one_rank_of_a_job_sends_nothing(pool, size):
     ((forward, backward, _),) = pool.run(count_alone, 1, size)
     assert forward.collectives + backward.collectives == 0
-
-
-def count_by_hand():
-    x = torch.zeros(5, 4)
-    with CollectiveClock().installed() as clock, DispatchCounter() as counter:
-        dist.all_reduce(x)
-        dist.all_gather([torch.empty(5, 4) for _ in range(dist.get_world_size())], x)
-        x.sum().item()
-        x[x > 0]
-        x.nonzero()
-    return counter.payloads, counter.reads, clock.collectives.total(), clock.waits
-
-
-def test_counters_count_what_was_called(pool):
-    assert pool.run(count_by_hand, 2) == [([80, 80], 3, 2, 2)] * 2

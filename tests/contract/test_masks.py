@@ -90,18 +90,14 @@ def check_on_ranks(pool, splits, size, mask, layout="contiguous", lengths=None):
         assert part[6] == (mask.expand(sum(splits), 1, *size[1:]).sum() > 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        ((3,), "contiguous"),
-        ((3, 70), "contiguous"),
-        ((3, 70), "sliced"),
-        ((6, 4, 3), "contiguous"),
-        ((6, 4, 3), "channels_last"),
-        ((2, 3, 4, 2), "channels_last_3d"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("size", "layout"), [
+    ((3,), "contiguous"),
+    ((3, 70), "contiguous"),
+    ((3, 70), "sliced"),
+    ((6, 4, 3), "contiguous"),
+    ((6, 4, 3), "channels_last"),
+    ((2, 3, 4, 2), "channels_last_3d"),
+], ids=str)  # fmt: skip
 def test_ranks_with_masks(pool, size, layout):
     for splits, kept in (((2, 3), 0.6), ((4, 1), 0.1)):
         mask = torch.rand(5, 1, *size[1:]) < kept

@@ -176,14 +176,11 @@ class OfGhosts(nn.BatchNorm2d):
         return super().forward(halves.view_as(input))
 
 
-@pytest.mark.parametrize(
-    ("cls", "what"),
-    [
-        (Centered, "called neither"),
-        (OnlyInEvaluation, "called neither"),
-        (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
-    ],
-)
+@pytest.mark.parametrize(("cls", "what"), [
+    (Centered, "called neither"),
+    (OnlyInEvaluation, "called neither"),
+    (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
+])  # fmt: skip
 def test_what_turns_out_to_be_unsynchronized_raises(cls, what):
     model = convert_sync_batchnorm(nn.Sequential(cls(3)))
     with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: expected") + ".*" + what):

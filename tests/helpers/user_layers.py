@@ -22,7 +22,7 @@ class Centered(nn.BatchNorm2d):
         return input - input.mean((0, 2, 3), keepdim=True)
 
 
-class BatchNormAct(nn.BatchNorm2d):
+class _WithAct:
     """Batch normalization and activation as in timm: torch's forward written out."""
 
     def __init__(self, num_features, **options):
@@ -48,6 +48,14 @@ class BatchNormAct(nn.BatchNorm2d):
                 self.eps,
             )
         )
+
+
+class BatchNormAct(_WithAct, nn.BatchNorm2d):
+    pass
+
+
+class BatchNormAct1d(_WithAct, nn.BatchNorm1d):
+    pass
 
 
 class Doubled(nn.Module):

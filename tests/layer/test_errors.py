@@ -58,31 +58,28 @@ def test_one_value_per_channel(shape):
     assert layer.eval()(torch.randn(shape)).shape == shape
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"running_mean": torch.zeros(2)}, ValueError, "running_mean, running_var: expected both or neither"),
-        ({"training": False}, ValueError, "running_mean, running_var: expected tensors with training=False"),
-        (
-            {"running_mean": torch.zeros(2), "running_var": torch.ones(2), "momentum": None},
-            ValueError,
-            "num_batches_tracked: expected a tensor",
-        ),
-        ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
-        ({"num_batches_tracked": torch.tensor(False)}, TypeError, "num_batches_tracked: expected an integer or float"),
-        ({"eps": 0.0}, ValueError, "eps: expected a number above 0 in training, got 0.0"),
-        ({"eps": 0.0, "weight": torch.ones(2).half()}, ValueError, "eps: expected a number above 0"),
-        ({"eps": -0.1, "eps_mode": "clamp"}, ValueError, "eps: expected a number of at least 0, got -0.1"),
-        ({"num_batches_tracked": torch.zeros(2).long()}, RuntimeError, r"num_batches_tracked: .* element, got \[2\]"),
-        (
-            {"num_batches_tracked": torch.tensor(0, device="meta")},
-            RuntimeError,
-            "num_batches_tracked: expected it on cpu.* got meta",
-        ),
-        ({"bias": torch.ones(2, 1)}, RuntimeError, r"bias: expected 2 elements.* got \[2, 1\]"),
-        ({"process_group": "host"}, TypeError, "process_group: expected"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"running_mean": torch.zeros(2)}, ValueError, "running_mean, running_var: expected both or neither"),
+    ({"training": False}, ValueError, "running_mean, running_var: expected tensors with training=False"),
+    (
+        {"running_mean": torch.zeros(2), "running_var": torch.ones(2), "momentum": None},
+        ValueError,
+        "num_batches_tracked: expected a tensor",
+    ),
+    ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
+    ({"num_batches_tracked": torch.tensor(False)}, TypeError, "num_batches_tracked: expected an integer or float"),
+    ({"eps": 0.0}, ValueError, "eps: expected a number above 0 in training, got 0.0"),
+    ({"eps": 0.0, "weight": torch.ones(2).half()}, ValueError, "eps: expected a number above 0"),
+    ({"eps": -0.1, "eps_mode": "clamp"}, ValueError, "eps: expected a number of at least 0, got -0.1"),
+    ({"num_batches_tracked": torch.zeros(2).long()}, RuntimeError, r"num_batches_tracked: .* element, got \[2\]"),
+    (
+        {"num_batches_tracked": torch.tensor(0, device="meta")},
+        RuntimeError,
+        "num_batches_tracked: expected it on cpu.* got meta",
+    ),
+    ({"bias": torch.ones(2, 1)}, RuntimeError, r"bias: expected 2 elements.* got \[2, 1\]"),
+    ({"process_group": "host"}, TypeError, "process_group: expected"),
+])  # fmt: skip
 def test_functional(arguments, error, message):
     with pytest.raises(error, match=message):
         sync_batch_norm(torch.randn(4, 2), **{"running_mean": None, "running_var": None} | arguments)

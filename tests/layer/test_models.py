@@ -88,21 +88,18 @@ def run_share(package, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [
-        ("monai", "BasicUNet"),
-        ("monai", "UNet"),
-        ("monai", "DenseNet"),
-        ("transformers", "ResNet"),
-        ("transformers", "MobileNetV2"),
-        ("timm", "resnet10t"),
-        ("timm", "efficientnet_lite0"),  # of BatchNormAct2d, which calls F.batch_norm by itself
-        ("timm", "regnetx_002"),
-        ("torchvision", "resnet18"),
-        ("torchvision", "mobilenet_v3_small"),
-    ],
-)
+@pytest.mark.parametrize(("package", "name"), [
+    ("monai", "BasicUNet"),
+    ("monai", "UNet"),
+    ("monai", "DenseNet"),
+    ("transformers", "ResNet"),
+    ("transformers", "MobileNetV2"),
+    ("timm", "resnet10t"),
+    ("timm", "efficientnet_lite0"),  # of BatchNormAct2d, which calls F.batch_norm by itself
+    ("timm", "regnetx_002"),
+    ("torchvision", "resnet18"),
+    ("torchvision", "mobilenet_v3_small"),
+])  # fmt: skip
 def test_models_of_other_packages(pool, package, name):
     pytest.importorskip(package)
     model = make(package, name)

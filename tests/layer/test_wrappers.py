@@ -55,16 +55,12 @@ def train_ddp_over_a_node(options, unused):
     return state
 
 
-@pytest.mark.parametrize(
-    ("options", "unused"),
-    [
-        ({"find_unused_parameters": True}, True),
-        ({"static_graph": True}, True),
-        ({"broadcast_buffers": False}, False),
-        ({"gradient_as_bucket_view": True}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "unused"), [
+    ({"find_unused_parameters": True}, True),
+    ({"static_graph": True}, True),
+    ({"broadcast_buffers": False}, False),
+    ({"gradient_as_bucket_view": True}, False),
+], ids=str)  # fmt: skip
 def test_distributed_data_parallel_over_a_node(pool, options, unused):
     check(pool.run(train_ddp_over_a_node, 2, options, unused), (1, 3), "module.")
 
@@ -279,17 +275,13 @@ def wrap_by_description(kind):
     return weight, model[1].running_mean.item()
 
 
-@pytest.mark.parametrize(
-    ("process_group", "weights", "means"),
-    [
-        (2, [0, 0, 2, 2], [0.5, 0.5, 2.5, 2.5]),
-        ([[0, 3], [1, 2]], [0, 1, 1, 0], [1.5] * 4),
-        ("node", [0] * 4, [1.5] * 4),
-        ("ranks", [0, 1, 0, 1], [1, 2, 1, 2]),
-        ("mesh", [0] * 4, [1.5] * 4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("process_group", "weights", "means"), [
+    (2, [0, 0, 2, 2], [0.5, 0.5, 2.5, 2.5]),
+    ([[0, 3], [1, 2]], [0, 1, 1, 0], [1.5] * 4),
+    ("node", [0] * 4, [1.5] * 4),
+    ("ranks", [0, 1, 0, 1], [1, 2, 1, 2]),
+    ("mesh", [0] * 4, [1.5] * 4),
+], ids=str)  # fmt: skip
 def test_with_bagua_on_torch_in_a_group_by_description(pool, process_group, weights, means):
     assert pool.run(wrap_by_description, 4, process_group) == list(zip(weights, means, strict=True))
 

@@ -53,15 +53,11 @@ def test_with_all_tools(checkout):
     assert info["build_compiler"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "build", "reason"),
-    [
-        ({"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}, "python", "found without compiler"),
-        (NO_NVCC, "cpu", "found without nvcc"),
-        ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("environment", "build", "reason"), [
+    ({"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}, "python", "found without compiler"),
+    (NO_NVCC, "cpu", "found without nvcc"),
+    ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python"),
+], ids=str)  # fmt: skip
 def test_what_is_built_with_some_of_the_tools(checkout, environment, build, reason):
     status, _, info = decide(checkout, **environment)
     assert status == 0

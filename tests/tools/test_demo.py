@@ -73,9 +73,6 @@ def test_the_demo_fails_and_still_writes_what_it_measured(demo, monkeypatch):
         demo.main()
     assert isinstance(exit_info.value.code, str)  # which sys.exit prints, with status 1
     assert {path.name for path in demo.OUTPUT.iterdir()} == {"results.json", "loss.png"}
-
-
-def test_what_is_a_failure(demo):
     assert demo.loss_gaps([1.0, math.nan, 1.0, 3.5], [1.0, 1.0, math.nan, 3.0]) == [0.0, math.inf, math.inf, 0.5]
     assert demo.find_failures(1e-9, 1e-2) == []
     assert [failure.split(":")[0] for failure in demo.find_failures(math.nan, math.nan)] == ["synced", "unsynced"]

@@ -116,15 +116,12 @@ def test_linked_files_exist(page):
 RAISES, STAYS = "raise in the first training step", "as they were, with a warning"
 
 
-@pytest.mark.parametrize(
-    ("package", "module", "name", "unregistered"),
-    [
-        ("apex", "apex.parallel", "SyncBatchNorm", RAISES),
-        ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", RAISES),
-        ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", RAISES),
-        ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS),
-    ],
-)
+@pytest.mark.parametrize(("package", "module", "name", "unregistered"), [
+    ("apex", "apex.parallel", "SyncBatchNorm", RAISES),
+    ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", RAISES),
+    ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", RAISES),
+    ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS),
+])  # fmt: skip
 def test_layers_of_other_packages_convert_as_their_row_says(package, module, name, unregistered, monkeypatch):
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
