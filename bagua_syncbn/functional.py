@@ -181,24 +181,14 @@ def sync_batch_norm(
                     input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
                 )
                 return output if epilogue is None else epilogue.after(output)
-    if masking is not None:
-        return _batch_norm_masked(input, weight, bias, options, communicator, layer, epilogue, masking)
-    return _batch_norm_in_group(input, weight, bias, options, communicator, layer, epilogue)
-
-
-def _batch_norm_masked(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: ops.MergeOptions,
-    communicator: Communicator,
-    layer: nn.Module | None,
-    epilogue: Epilogue | None,
-    masking: ops.Masking,
-) -> Tensor:
+    if masking is None:
+        return _batch_norm_in_group(input, weight, bias, options, communicator, layer, epilogue)
     output = _batch_norm_in_group(input, weight, bias, options, communicator, layer, None, masking)
-    if epilogue is None:
-        return output
+    return output if epilogue is None else _after_masked(output, epilogue, masking)
+
+
+def _after_masked(output: Tensor, epilogue: Epilogue, masking: ops.Masking) -> Tensor:
+    """What follows a normalization with a mask, in operations of torch."""
     if not masking.zeroes:
         return epilogue.after(output)
     if epilogue.residual is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +66,13 @@ def _check_lengths(lengths: Tensor, input: Tensor) -> None:
 Rule = Callable[[Tensor, torch.Size], Tensor | None]
 
 
-class _Given:
+class _Given(NamedTuple):
     """What :func:`masked` was given for the layers of a model."""
 
-    def __init__(self, mask: Tensor | None, lengths: Tensor | None, rule: Rule | None, zero_masked: bool) -> None:
-        self.mask, self.lengths, self.rule, self.zero_masked = mask, lengths, rule, zero_masked
+    mask: Tensor | None
+    lengths: Tensor | None
+    rule: Rule | None
+    zero_masked: bool
 
     def of(self, layer: nn.Module | None, input: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """Returns mask, lengths and whether to zero, for a call of ``layer``."""

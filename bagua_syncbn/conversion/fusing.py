@@ -101,19 +101,12 @@ def _read(parent: nn.Module) -> _Reading:
     if isinstance(parent, ObservedSyncBatchNorm):
         cls = class_before_conversion(cls)
     where = f"the forward of {cls.__name__}"
-    asked = sorted(
-        _QUESTIONS
-        & {
-            name
-            for code in codes_of(cls)  # type: ignore[arg-type]
-            for name in code.co_names
-        }
-    )
+    asked = {name for code in codes_of(cls) for name in code.co_names} & _QUESTIONS  # type: ignore[arg-type]
     reason = None
     if isinstance(parent, torch.jit.ScriptModule) or "forward" in vars(parent):
         reason = f"{where} was replaced"
     elif asked:
-        reason = f"{where} depends on what {', '.join(asked)} says"
+        reason = f"{where} depends on what {', '.join(sorted(asked))} says"
     try:
         graphs = [] if reason else list(_traces(parent, cls))
     except Exception as error:

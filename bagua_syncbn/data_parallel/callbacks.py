@@ -7,6 +7,7 @@ from weakref import ref
 from torch import nn
 
 from ..communicators import CallbackContext, Replicas
+from ..conversion.findings import where_is
 from ..sync_batchnorm import SyncBatchNorm
 
 
@@ -35,7 +36,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             f"{len(structures)} with {sorted({len(structure) for structure in structures})} submodules"
         )
     replicas = Replicas(len(modules))
-    contexts = {name: CallbackContext(replicas, _describe(name, child)) for name, child in structures[0].items()}
+    contexts = {name: CallbackContext(replicas, where_is(child, name)) for name, child in structures[0].items()}
     for copy_id, structure in enumerate(structures):
         for name, child in structure.items():
             callback = getattr(child, "__data_parallel_replicate__", None)
@@ -44,10 +45,6 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     if len(modules) > 1 and any(isinstance(child, SyncBatchNorm) for child in structures[0].values()):
         for rank, module in enumerate(modules):
             _watch(module, replicas, rank)
-
-
-def _describe(name: str, module: nn.Module) -> str:
-    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
 
 
 def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:
