@@ -56,7 +56,15 @@ class Terms(NamedTuple):
     accumulates: bool
 
     def word(self, direction: int) -> int:
-        return hash((direction, *self)) % (WORD - 1) + 1
+        return _hash_of(direction, *self) % (WORD - 1) + 1
+
+
+def _hash_of(*numbers: float) -> int:
+    """Returns what is the same in each process."""
+    return hash(numbers)
+
+
+_hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
 
 
 class Identity:
@@ -143,7 +151,7 @@ _MOST_IDENTITIES = 2**14
 
 def parts_of(words: Sequence[int], number: int, ranks: int) -> list[int]:
     """Returns a fingerprint of the words, and of a number more, as it goes into a sum over so many ranks: exactly."""
-    mixed = hash((*words, number))  # of numbers, the same in each process
+    mixed = _hash_of(*words, number)
     bits = (24 - (ranks - 1).bit_length()) // 2
     mask = (1 << bits) - 1
     one, two, three = mixed & mask, mixed >> bits & mask, mixed >> 2 * bits & mask
