@@ -1,5 +1,7 @@
 """Compares any implementation of the ops with the reference in float64."""
 
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -183,6 +185,16 @@ def check_act_ops(
         wide_factors = [*wide(*factors[:4]), count, *wide(bias)]
         wanted = reference.batch_norm_act_backward_elemt(*wide(grad_output, input), *wide_factors, *act)  # type: ignore[arg-type]
         assert_close(grad_input, wanted, f"grad_input of {activation}")
+
+
+def check_activations(
+    ops: Any, activations: Iterable[Activation], shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """Of each shape an activation, with and without a residual; weight and bias are there every other time."""
+    for number, (shape, activation) in enumerate(zip(shapes, cycle(activations), strict=False)):
+        input, grad_output = (torch.randn(shape).to(dtype) for _ in range(2))
+        for residual in (None, torch.randn(shape).to(dtype)):
+            check_act_ops(ops, activation, input, grad_output, residual, affine=number % 2 == 0)
 
 
 def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> None:

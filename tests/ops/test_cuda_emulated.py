@@ -5,11 +5,11 @@ What this cannot show: a missing fence between blocks, and speed. The planted bu
 
 import math
 import shutil
-from itertools import cycle, product
+from itertools import product
 
 import pytest
 import torch
-from comparison import check_act_ops, check_activation, check_masked_ops, check_not_finite, check_ops
+from comparison import check_activation, check_activations, check_masked_ops, check_not_finite, check_ops
 from emulated import (
     CSRC,
     FEW_DTYPES,
@@ -200,14 +200,6 @@ def test_without_weight_and_bias(emulated, shape):
     for actual, expected in results:
         assert actual.dtype == expected.dtype
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-def check_activations(ops, activations, shapes, dtype):
-    """Of each shape an activation, with and without a residual; weight and bias are there every other time."""
-    for number, (shape, activation) in enumerate(zip(shapes, cycle(activations), strict=False)):
-        input, grad_output = tensors(shape, dtype)
-        for residual in (None, torch.randn(shape).to(dtype)):
-            check_act_ops(ops, activation, input, grad_output, residual, affine=number % 2 == 0)
 
 
 @pytest.mark.parametrize("dtype", SELDOM, ids=str)

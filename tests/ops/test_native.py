@@ -16,7 +16,8 @@ from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from bagua_syncbn.ops import reference
+from bagua_syncbn.ops import IDENTITY, reference
+from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for the others"
@@ -94,6 +95,8 @@ def test_grad_output_of_another_layout(layouts):
     tensors = torch.randn(2, 3, 4, 5, 6).unbind()
     check_ops(*(laid_out(tensor, layout) for tensor, layout in zip(tensors, layouts, strict=True)))
     check_ops(tensors[0], torch.ones(()).expand(3, 4, 5, 6))
+    others = tensors[1], torch.randn(5, 4, 3, 6).transpose(0, 2)
+    comparison.check_act_ops(ops, activation_of("silu"), laid_out(tensors[0], layouts[0]), *others)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3])
@@ -114,6 +117,34 @@ def test_pointers_that_are_not_aligned(offset):
 def test_large_outputs_are_streamed_past_the_caches(shape, dtype, layout):
     """From 16 MiB on, where rows are multiples of 64 bytes; the last two have others."""
     check(shape, dtype, layout)
+
+
+GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7)))]
+# Rows of a part of a vector, of vectors and a part, and of more values than a chunk has, which is 128.
+ACTIVATED = [(5, 3, 7), (3, 4, 33), (2, 3, 131), (2, 2, 300), (40, 5), (33, 47), (9, 130), (300, 64)]
+
+
+@pytest.mark.parametrize("activation", GIVEN, ids=str)
+def test_activations(activation):
+    for dtype in DTYPES if activation.is_cheap else DTYPES[:2]:  # else a gradient is rounded before it is added up
+        comparison.check_activations(ops, [activation], ACTIVATED, dtype)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ["hardswish", "tanh"])
+def test_activations_of_large_inputs_are_those_of_their_halves(name, layout):
+    """The whole outputs are streamed."""
+    dy, x, residual = (laid_out(tensor, layout) for tensor in torch.randn(3, 2, 32, 260, 256))
+    factors, sums, act = torch.rand(32) + 0.5, torch.randn(64), activation_of(name)
+
+    def results(dy, x, residual):
+        yield ops.batch_norm_act_elemt(x, factors, factors, factors, factors, residual, act.code, 0.0)
+        given = factors, factors, factors, sums, torch.tensor(9), factors
+        yield ops.batch_norm_act_backward_elemt(dy, x, *given, act.code, 0.0)
+
+    parts = [results(*part) for part in zip(dy.split(1), x.split(1), residual.split(1), strict=True)]
+    for whole, *halves in zip(results(dy, x, residual), *parts, strict=True):
+        assert torch.equal(whole, torch.cat(halves))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0)])
