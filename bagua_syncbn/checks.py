@@ -89,14 +89,15 @@ def _kinds(input: Tensor, tensors: tuple[Tensor | None, ...]) -> _Kinds | None:
 def check_kind(input: Tensor, process_group: Any) -> None:
     """Raises for input that a group of several ranks does not take, before this rank makes the group."""
     is_sharded = type(input) is not Tensor and hasattr(input, "to_local")
-    if not (is_sharded or is_tracing()) or isinstance(process_group, Replica) or peers_of(process_group).size() == 1:
+    tracer = "torch.jit.trace" if is_tracing() else "torch.export" if torch.compiler.is_exporting() else None
+    if not (is_sharded or tracer) or isinstance(process_group, Replica) or peers_of(process_group).size() == 1:
         return
     if is_sharded:
         raise TypeError(
             "input: expected the samples of this rank in training, got a DTensor; if it is sharded over samples, pass "
             "its to_local() and give its mesh as process_group"
         )
-    raise RuntimeError("input: expected no torch.jit.trace in training over several ranks; call model.eval() first")
+    raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
 
 
 def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:

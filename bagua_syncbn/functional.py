@@ -122,9 +122,9 @@ def sync_batch_norm(
             those, or has a parameter that it does not take; ``mask`` or ``lengths`` does not fit ``input``, or both are
             given; this rank is not in ``process_group``.
         RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, ``residual`` is
-            not of the size of ``input``, or one of them is on another device; there is a mask in
-            one of several replicas; :func:`torch.jit.trace` runs in training
-            over several ranks; a checkpoint repeats more than it ran, or repeats under forward-mode differentiation.
+            not of the size of ``input``, or one of them is on another device; there is a mask in one of several
+            replicas; :func:`torch.jit.trace` or ``torch.export`` runs in training over several ranks; a checkpoint
+            repeats more than it ran, or repeats under forward-mode differentiation.
 
     Each of these is raised before this rank waits for another one or writes to a buffer.
     """

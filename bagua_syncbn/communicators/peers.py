@@ -68,7 +68,7 @@ class Seat:
     def size(self) -> int:
         """Returns the number of ranks, before the communicator is made: only for "node" the ranks ask each other."""
         world, rule = c10d.default_group(), self.rule
-        if rule == NODE or bagua.is_initialized() or torch.compiler.is_compiling():
+        if rule == NODE or bagua.is_initialized() or torch.compiler.is_dynamo_compiling():
             return self.find().size
         if world is None or world.size() == 1:
             return 1

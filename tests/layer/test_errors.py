@@ -88,11 +88,15 @@ def test_functional(arguments, error, message):
 def refused_in_a_job():
     """What rank 0 alone is refused, before the ranks make their group."""
     if dist.get_rank():
-        return [str(dist.get_rank())] * 2
+        return [str(dist.get_rank())] * 3
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
     sharded = DTensor.from_local(torch.randn(4, 3), mesh, run_check=False)
     errors = []
-    for call in (lambda: SyncBatchNorm(3)(sharded), lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3))):
+    for call in (
+        lambda: SyncBatchNorm(3)(sharded),
+        lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3)),
+        lambda: torch.export.export(SyncBatchNorm(3), (torch.randn(4, 3),)),
+    ):
         with pytest.raises((TypeError, RuntimeError)) as caught:
             call()
         errors.append(str(caught.value))
@@ -101,9 +105,10 @@ def refused_in_a_job():
 
 def test_distributed_tensors_and_traces_of_training(pool):
     pool.forget_job()
-    (sharded, traced), _ = pool.run(refused_in_a_job, 2, timeout=60)
+    (sharded, traced, exported), _ = pool.run(refused_in_a_job, 2, timeout=60)
     assert "got a DTensor; if it is sharded over samples, pass its to_local()" in sharded
     assert "no torch.jit.trace in training" in traced
+    assert "no torch.export in training" in exported
 
 
 def test_what_was_right_once_is_checked_again_when_it_changes():
