@@ -28,31 +28,29 @@ class Settled:
         self._facts, self._guard, self._options, self._line = facts, guard, options, line
 
     def step(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
-        """Returns the output of ``layer`` in training; None where the call may be another one.
+        """Returns the output of ``layer``; None where the call may be another one.
 
         Not asked where torch.compile traces.
         """
         line = self._line
-        if layer._peers.found() is not line.communicator or not is_plain():
+        facts, weight, bias, tensors = _look_at(layer, input)
+        same = facts == self._facts and layer._peers.found() is line.communicator and is_plain()
+        if not same or not self._guard(*tensors):
             return None
-        facts, tensors = _look_at(layer, input)
-        if facts != self._facts or not self._guard(*tensors):
-            return None
-        parameters = layer._parameters
-        return plain_batch_norm(input, parameters["weight"], parameters["bias"], self._options, line, layer)
+        return plain_batch_norm(input, weight, bias, self._options, line, layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy finds out for itself
 
 
 def settle(layer: "SyncBatchNorm", input: Tensor) -> None:
-    """Has ``layer`` remember the training call that it has just made, if that was a plain one over several ranks."""
-    communicator = layer._peers.found()
+    """Has ``layer`` remember the call that it has just made, if that was a plain one in training over several ranks."""
+    communicator = layer._peers.found() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
     if layer.fused_activation is not None or layer.is_followed or layer._is_replica:
         return
-    facts, tensors = _look_at(layer, input)
+    facts, _, _, tensors = _look_at(layer, input)
     if not (layer._kept is layer._masking is layer._replica is None) or any(unwrapped(t) is not t for t in tensors):
         return
     guard = guard_of(*tensors) if tensors else None
@@ -69,29 +67,33 @@ def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:
     return ops.MergeOptions(mean, var, batches, layer.momentum, layer.eps, layer.eps_mode, layer.skip_nonfinite)
 
 
-# What the checks look at and what decides who computes, but for the ranks and the tensors.
+# What the checks look at and what decides who computes, but for the ranks, the tensors and the numbers in each layer.
 _attributes = attrgetter(
-    *("__class__", "track_running_stats", "momentum", "eps", "eps_mode", "skip_nonfinite", "place_in_model"),
-    *("name_in_model", "fused_activation", "is_followed", "_masking", "_kept", "_replica", "_is_replica"),
+    *("__class__", "eps_mode", "skip_nonfinite", "place_in_model", "name_in_model", "fused_activation", "is_followed"),
+    *("_masking", "_kept", "_replica", "_is_replica"),
 )
 
 
-def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, tuple[Tensor, ...]]:
-    """Returns the facts of a call, and its tensors: ``input`` where there is none, nothing where not all are known."""
-    parameters, buffers = layer._parameters, layer._buffers
+def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
+    """Returns the facts of a call, weight and bias, and all tensors, with ``input`` for those that there are not.
+
+    Nothing of it where not all are known.
+    """
+    own = layer.__dict__
+    parameters, buffers = own["_parameters"], own["_buffers"]
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        numbers = own["training"], own["track_running_stats"], own["momentum"], own["eps"]
     except KeyError:  # as of a parametrized layer
-        return (), ()
-    return (
-        (_attributes(layer), id(mean), id(var), id(batches)),  # the options hold the buffers
-        (
-            input,
-            input if weight is None else weight,
-            input if bias is None else bias,
-            input if mean is None else mean,
-            input if var is None else var,
-            input if batches is None else batches,
-        ),
+        return (), None, None, ()
+    facts = numbers, _attributes(layer), id(mean), id(var), id(batches)  # the options hold the buffers
+    tensors = (
+        input,
+        input if weight is None else weight,
+        input if bias is None else bias,
+        input if mean is None else mean,
+        input if var is None else var,
+        input if batches is None else batches,
     )
+    return facts, weight, bias, tensors

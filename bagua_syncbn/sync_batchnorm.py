@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
@@ -195,11 +195,10 @@ class SyncBatchNorm(_BatchNorm):
             if self.training:
                 tell_peers(self._peers, self, error)
             raise
-        may_settle = self.training and residual is mask is lengths is None and not torch.compiler.is_dynamo_compiling()
-        if may_settle and self._settled is not None:
-            output = self._settled.step(self, input)
-            if output is not None:
-                return output
+        is_plain = residual is mask is lengths is None and not is_dynamo_compiling()
+        settled = self._settled if is_plain else None
+        if settled is not None and (output := settled.step(self, input)) is not None:
+            return output
         tracks = self.training and self.track_running_stats
         running_mean, running_var = self._tensor("running_mean"), self._tensor("running_var")
         uses_batch = self.training or (running_mean is None and running_var is None)
@@ -228,7 +227,7 @@ class SyncBatchNorm(_BatchNorm):
             lengths=lengths,
             zero_masked=zero_masked,
         )
-        if may_settle:
+        if is_plain:
             settle(self, input)
         return output if follower is None else marked_for(follower, output)
 

@@ -9,7 +9,6 @@ as long as the graph.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -50,12 +49,12 @@ class Repeatable:
         repeats = self._gathered is not None
         if self._gathered is None:
             self._gathered, self._depth = {}, this_thread.depth
-        _runs_of_thread().append(_Run(self._gathered, self._choices, repeats))
+        this_thread.runs.append(_Run(self._gathered, self._choices, repeats))
         this_thread.depth = self._depth
         return self
 
     def __exit__(self, *_: Any) -> None:
-        this_thread.depth = _runs_of_thread().pop().depth_around
+        this_thread.depth = this_thread.runs.pop().depth_around
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         def run(*args: Any, **kwargs: Any) -> _Result:
@@ -107,7 +106,7 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
     """
     raise_if_under_unknown_checkpoint()
     first_runs = []
-    for run in reversed(_runs_of_thread()):
+    for run in reversed(this_thread.runs):
         if run.repeats:  # independent of what is around it
             result: _Result = run.recall(layer)
             break
@@ -122,7 +121,7 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
 def as_in_first_run(layer: nn.Module | None, value: _Result) -> _Result:
     """Returns ``value``, in a repetition what it was in the call of ``layer`` that this one repeats."""
     first_runs = []
-    for run in reversed(_runs_of_thread()):
+    for run in reversed(this_thread.runs):
         if run.repeats:
             value = run.recall_choice(layer, value)
             break
@@ -137,7 +136,7 @@ def is_repetition() -> bool:
     if torch.compiler.is_compiling():
         return False
     raise_if_under_unknown_checkpoint()
-    return any(run.repeats for run in _runs_of_thread())
+    return any(run.repeats for run in this_thread.runs)
 
 
 def is_plain() -> bool:
@@ -145,22 +144,7 @@ def is_plain() -> bool:
 
     Not asked where torch.compile traces.
     """
-    return not _local.runs and this_thread.depth == 0 and is_untouched()
-
-
-class _Local(threading.local):
-    runs: list[_Run]
-
-    def __init__(self) -> None:
-        self.runs = []
-
-
-_local = _Local()
-
-
-def _runs_of_thread() -> list[_Run]:
-    """Returns the runs that this thread is in, the innermost last."""
-    return _local.runs
+    return not (this_thread.runs or this_thread.depth) and is_untouched()
 
 
 observe_checkpoints(Repeatable)

@@ -91,11 +91,10 @@ class _Merged(torch.autograd.Function):
         exchange: AnyExchange,
         merged: ops.MergedStats | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if merged is None:
-            merged = exchange.gather(input, options)
-        clamped = torch.zeros_like(merged.mean, dtype=torch.bool) if merged.clamped is None else merged.clamped
+        mean, invstd, count, clamped = exchange.gather(input, options) if merged is None else merged
+        clamped = torch.zeros_like(mean, dtype=torch.bool) if clamped is None else clamped
         # Clones, because a function must not return tensors that are kept elsewhere.
-        return merged.mean.clone(), merged.invstd.clone(), merged.total_count.clone(), clamped.clone()
+        return mean.clone(), invstd.clone(), count.clone(), clamped.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .identity import Identity, describe
 
@@ -32,12 +33,12 @@ _sums: deque[tuple[int, Identity]] = deque(maxlen=1024)
 _numbers = itertools.count()
 
 
-def fault_for(tensor: torch.Tensor) -> Fault | None:
+def fault_for(tensor: Tensor) -> Fault | None:
     """Returns where an op on ``tensor`` is to note what it finds wrong.
 
     None where its device cannot write to the memory of the host, and for a tensor without values.
     """
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not Tensor:
         return None
     return ON_CPU if tensor.is_cpu else fault_on(tensor.device)
 

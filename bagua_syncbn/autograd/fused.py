@@ -38,7 +38,7 @@ def fused_evaluation(
 ) -> Tensor:
     """Normalizes by running statistics, which are constants, and does what follows."""
     count = torch.ones((), dtype=torch.int64, device=input.device)
-    return fused_batch_norm(input, weight, bias, epilogue, ops.MergedStats(mean, invstd, count, None), Given())
+    return fused_batch_norm(input, weight, bias, epilogue, (mean, invstd, count, None), Given())
 
 
 class _FusedBatchNorm(torch.autograd.Function):
@@ -114,6 +114,6 @@ def _differentiable_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | N
     needs_grad = [*ctx.needs_input_grad[:3], residual is not None and ctx.needs_input_grad[3]]
     epilogue = Epilogue(ctx.activation, residual)
     *grads, grad_residual = differentiable_backward(
-        grad_output, input, weight, bias, ops.MergedStats(*merged), ctx.exchange, needs_grad, epilogue
+        grad_output, input, weight, bias, (*merged,), ctx.exchange, needs_grad, epilogue
     )
     return *grads, grad_output if residual is None else grad_residual

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0  # of the contexts of recompute_outputs that it is in, in a repetition as in the first run
         self.forwards: list[tuple[nn.Module, _Recomputed]] = []  # that it is in, of models that recompute
+        self.runs: list[Any] = []  # of checkpointed regions that it is in, the innermost last, see checkpointing.py
 
 
 this_thread = _Local()

@@ -42,7 +42,7 @@ def synchronized_batch_norm(
         output = _SyncBatchNormByGiven.apply(input, weight, bias, *merged, exchange)
     else:
         output = fused_batch_norm(input, weight, bias, epilogue, merged, exchange)
-    note_output(output, layer, input, weight, bias, merged.mean, merged.invstd, epilogue, exchange.zeroed)
+    note_output(output, layer, input, weight, bias, *merged[:2], epilogue, exchange.zeroed)
     return output
 
 
@@ -80,7 +80,7 @@ class _Step(torch.autograd.Function):
         needs = ctx.needs_input_grad
         exchange: AnyExchange = ctx.exchange
         if torch.is_grad_enabled():  # create_graph=True
-            merged = ops.MergedStats(mean, invstd, count, clamped)
+            merged = mean, invstd, count, clamped
             bias = torch.zeros_like(mean, requires_grad=True)  # of which nothing depends on the value
             grads = differentiable_backward(grad_output, input, weight, bias, merged, exchange, (*needs[:3], False))
             return *grads[:3], *_NONE

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _python_dispatch, checkpoint
 
 _has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+_level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
 _count_dispatch_modes: Callable[[], int] = getattr(_python_dispatch, "_len_torch_dispatch_stack", lambda: 1)
 _selective_modes = tuple(
@@ -45,7 +47,7 @@ def is_transforming() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return _has_transforms() or getattr(forward_ad, "_current_level", -1) >= 0
+    return _has_transforms() or _level_of_duals() >= 0
 
 
 # The tensor itself, or what is in it where a transform that has ended left it over.
@@ -80,12 +82,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def is_untouched() -> bool:
     """Whether no trace, transform or selective checkpointing is at work here. Not asked where torch.compile traces."""
-    if (
-        _is_tracing()
-        or _has_transforms()
-        or getattr(forward_ad, "_current_level", -1) >= 0
-        or not _has_known_checkpoints
-    ):
+    if _is_tracing() or _has_transforms() or _level_of_duals() >= 0 or not _has_known_checkpoints:
         return False
     return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 

@@ -5,7 +5,7 @@ where ``eps`` replaces the variance, no gradient passes through it.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -75,13 +75,9 @@ class MergeOptions(NamedTuple):
         return MergeOptions(None, None, None, *self[3:7])
 
 
-class MergedStats(NamedTuple):
-    """What the merge of all ranks' statistics gives."""
-
-    mean: Tensor  # (C)
-    invstd: Tensor  # (C)
-    total_count: Tensor  # values per channel on all ranks, int64 scalar
-    clamped: Tensor | None  # (C), bool: where eps replaces the variance; None for "plus"
+# Mean (C), inverse deviation (C), values per channel on all ranks as an int64 scalar, and (C) of bool, where eps
+# replaces the variance; None for "plus". Not a NamedTuple: to make one takes a microsecond.
+MergedStats: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def merge_stats(gathered: Tensor, options: MergeOptions, words: int = 0, fault: Tensor | None = None) -> MergedStats:
@@ -100,9 +96,9 @@ def merge_stats(gathered: Tensor, options: MergeOptions, words: int = 0, fault: 
         gathered, running_mean, running_var, counter, momentum, 0.0 if is_clamp else eps, words, skip_nonfinite, fault
     )
     if not is_clamp:
-        return MergedStats(mean, invstd, count, None)
+        return mean, invstd, count, None
     limit = eps**-0.5 if eps else math.inf
-    return MergedStats(mean, invstd.clamp(max=limit), count, invstd > limit)
+    return mean, invstd.clamp(max=limit), count, invstd > limit
 
 
 def clear_clamped(sums: Tensor, clamped: Tensor | None) -> Tensor:

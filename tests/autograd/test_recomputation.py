@@ -279,7 +279,7 @@ def test_nothing_is_held_beyond_the_graph(how):
     del first, second
     outputs.clear()
     assert regions_alive() == before
-    assert checkpointing._runs_of_thread() == []
+    assert checkpointing.this_thread.runs == []
 
 
 class UnknownFrame(torch_checkpoint._CheckpointFrame):
