@@ -89,9 +89,11 @@ struct Line {
 template <typename Activation, typename... Some>
 constexpr bool kIsOneOf = (std::is_same_v<Activation, Some> || ...);
 
-// Activations of a few operations, see is_cheap in ../../activations.h.
+// What is_cheap of ../../activations.h says.
+#define BAGUA_SYNCBN_CHEAP(name) || (std::is_same_v<Activation, name> && is_cheap(static_cast<int64_t>(Code::k##name)))
 template <typename Activation>
-constexpr bool kCheap = kIsOneOf<Activation, Relu, Relu6, LeakyRelu, Hardswish>;
+constexpr bool kCheap = false BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CHEAP);
+#undef BAGUA_SYNCBN_CHEAP
 
 // Activations that are computed where z is.
 template <typename Activation, typename A>
