@@ -30,7 +30,7 @@ class Question:
     ) -> None:
         self._is_sum, numel, dtype = (False, WORDS, torch.float32) if expected is None else expected.message
         self._size = communicator.size
-        self._said = parts_of(words, 0, self._size) if self._is_sum else words
+        self._said = parts_of(hash((*words, 0)), self._size) if self._is_sum else words
         packed = torch.zeros(numel, dtype=dtype)
         packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype)
         self.packed = packed.to(device)

@@ -28,6 +28,7 @@ from .identity import (
     Identity,
     Terms,
     describe,
+    hash_of,
     identity_of,
     note_compilation,
     parts_of,
@@ -87,7 +88,8 @@ class Exchange:
     def words_of_sums(self, identity: Identity | None = None) -> list[int]:
         """Returns the words that the sums of the backward pass end in, or those of ``identity``."""
         number = 0 if process.compiles else self._number
-        return parts_of(self._words(identity or self._identity.backward), number, self._communicator.size)
+        words = self._words(identity or self._identity.backward)
+        return parts_of(hash((*words, number)), self._communicator.size)
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
@@ -252,7 +254,7 @@ class InGraph:
         return merged
 
     def words_of_sums(self) -> list[int]:
-        return parts_of([0, self._terms.word(1), 0], 0, self._communicator.size)
+        return parts_of(hash_of(0, self._terms.word(1), 0, 0), self._communicator.size)
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)

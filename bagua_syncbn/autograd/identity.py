@@ -56,15 +56,15 @@ class Terms(NamedTuple):
     accumulates: bool
 
     def word(self, direction: int) -> int:
-        return _hash_of(direction, *self) % (WORD - 1) + 1
+        return hash_of(direction, *self) % (WORD - 1) + 1
 
 
-def _hash_of(*numbers: float) -> int:
+def hash_of(*numbers: float) -> int:
     """Returns what is the same in each process."""
     return hash(numbers)
 
 
-_hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
+hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
 
 
 class Identity:
@@ -149,9 +149,8 @@ def _make_identity(place: int, speaker: str, terms: Terms) -> Identity:
 _MOST_IDENTITIES = 2**14
 
 
-def parts_of(words: Sequence[int], number: int, ranks: int) -> list[int]:
-    """Returns a fingerprint of the words, and of a number more, as it goes into a sum over so many ranks: exactly."""
-    mixed = _hash_of(*words, number)
+def parts_of(mixed: int, ranks: int) -> list[int]:
+    """Returns a fingerprint of the hash ``mixed``, as it goes into a sum over so many ranks: exactly."""
     bits = (24 - (ranks - 1).bit_length()) // 2
     mask = (1 << bits) - 1
     one, two, three = mixed & mask, mixed >> bits & mask, mixed >> 2 * bits & mask
