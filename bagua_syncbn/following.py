@@ -19,8 +19,8 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from .ops.activations import MODULES
 from .tracing import Proxy, as_one_node
 
-# In the module whose forward calls a layer, by the path to the layer ("" for itself): the paths of the modules through
-# which its output goes, of which the last is the activation and all before it return what they are given.
+# Kept in the module whose forward calls a layer. By the path to the layer ("" for the module itself): the paths of the
+# modules that its output goes through. The last is the activation; those before it return their input.
 Chains = dict[str, tuple[str, ...]]
 CHAINS = "bagua_syncbn_chains"
 _MARK = "_bagua_syncbn_activated_by"

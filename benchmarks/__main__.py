@@ -33,7 +33,7 @@ OUTPUT = records.ROOT / "build" / "bench" / "results.json"
 IN_ONE_PROCESS: tuple[Any, ...] = (kernels, host, stored)
 SECTIONS = ("ops", "local", "host", "stored", "anew", *rank.SECTIONS)
 
-# A first impression: input of which a step is mostly messages, and mostly computing.
+# One input whose step is mostly messages, and one whose step is mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
 
 

@@ -77,7 +77,7 @@ def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 class _InPlaceOfTorchs(type):
-    """Of classes that derive from ``nn.SyncBatchNorm`` and come to :class:`SyncBatchNorm` where they came to that."""
+    """Of classes that derive from ``nn.SyncBatchNorm``: puts :class:`SyncBatchNorm` in its place."""
 
     def mro(cls) -> list[type]:
         # Left out also because DistributedDataParallel refuses its instances on CPU.

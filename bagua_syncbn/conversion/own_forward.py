@@ -70,9 +70,9 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
-    """Keeps a forward that counts batches itself, as torch's do, from counting more than one for several.
+    """Keeps a forward that counts batches itself from counting too many.
 
-    That is, again what it repeats in backward, and each batch within accumulate_statistics.
+    Too many are a batch that is repeated in backward, and all but one within accumulate_statistics.
     """
     counted = getattr(layer, "num_batches_tracked", None)
     if not isinstance(counted, Tensor) or not (layer._kept or is_repetition()):
@@ -125,7 +125,7 @@ class _Redirect(TorchFunctionMode):
             call = BATCH_NORMS[func](*args, **kwargs)
             if self._is_own(call):
                 self.layer.note_synchronization()
-                # In evaluation of its own making, like that of a layer with frozen statistics, there is nothing to do.
+                # A layer with frozen statistics asks for evaluation in training: then there is nothing to synchronize.
                 if call.training:
                     # The forward counts the batches itself, as torch's does before this call.
                     layer = self.layer

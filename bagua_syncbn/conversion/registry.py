@@ -78,7 +78,8 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
 def groups_of(layer: nn.Module) -> dict[str, Any]:
     """Returns by name the attributes with which ``layer``, not synchronized yet, has its process group.
 
-    Attributes of other names count where a converter brings all methods: those of the layer's own may use them.
+    Attributes of other names than ``process_group`` count only where a converter replaces all methods of the layer: its
+    own methods may use them.
 
     Raises:
         TypeError: they hold different groups.

@@ -1,4 +1,4 @@
-"""How much others used the processor while something was measured."""
+"""How much other programs used the processor while something was measured."""
 
 import os
 import time
@@ -9,7 +9,7 @@ QUIET_CORES = 0.15
 
 
 class Load:
-    """Measures how many cores others use, from its creation on."""
+    """Measures how many cores other programs use, from its creation on."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.monotonic(), _busy_seconds(), time.process_time()
@@ -18,7 +18,7 @@ class Load:
         return time.process_time() - self._own
 
     def foreign_cores(self, own_seconds: float) -> float | None:
-        """Returns the mean number of cores used by others than the processes that used ``own_seconds``."""
+        """Returns the mean number of cores in use, less those of the processes that used ``own_seconds``."""
         if self._busy is None:
             return None
         busy = (_busy_seconds() or 0.0) - self._busy

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 class Twin:
-    """A communicator of two ranks, of which the second, which does not exist, always has what the first has.
+    """A communicator of two ranks. The second one does not exist, and always sends what the first one sends.
 
     Given to a layer as ``process_group`` it makes it take the path of several ranks, which a group of one never does.
     Mean, variance and gradients are those of this rank alone; what is counted is counted twice.

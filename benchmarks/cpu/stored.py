@@ -101,7 +101,7 @@ def _print_peak(network: str, variant: str) -> None:
     torch.set_num_threads(1)
     batch, model = torch.randn(NETWORKS[network].shape()), VARIANTS[variant](NETWORKS[network].make())
     _step(model, batch)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the most that was is what is
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here on
     before = _resident("VmHWM")
     _step(model, batch)
     print(_resident("VmHWM") - before)

@@ -21,8 +21,7 @@ from ..cpu.host import BareStep
 from ..peers import Maker
 from .gathering import time_on_ranks
 
-# For each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and those that others have published figures
-# of.
+# For each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and shapes of published figures.
 SHAPES: tuple[Shape, ...] = (
     (4, 32, 16, 16),
     (64, 256),

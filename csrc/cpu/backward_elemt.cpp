@@ -14,7 +14,7 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Which positions count, and whether the gradient is 0 at the others.
+// Which positions count, and whether the gradient is 0 where they do not.
 struct Outside {
   const Mask* mask = nullptr;
   bool zeroes = false;

@@ -93,7 +93,7 @@ def build(directory: Path, headers: Path, all_dtypes: bool = False) -> Path:
 def build_changed(directory: Path, headers: Path, changed: Path) -> Path:
     """Builds it with ``changed``, one of the kernels in a copy of csrc, and all else as it is."""
     rest = [path for path in sources(directory) if path.name != changed.name]
-    # First, so that what headers define is taken from there by the others too.
+    # First: of functions that several objects define, the linker takes those of the first object.
     return link(directory, compile_all([changed, *rest], headers))
 
 

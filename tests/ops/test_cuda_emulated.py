@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# Of masks and activations: the others take long to compile, and test_cuda_bindings computes with them always.
+# Of masks and activations. Kernels of float16 and float64 compile slowly, and test_cuda_bindings runs them always.
 SELDOM = [pytest.param(dtype, marks=() if dtype in FEW_DTYPES else pytest.mark.slow) for dtype in DTYPES]
 
 # Around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a block of 256
@@ -210,7 +210,7 @@ def test_activations(emulated, dtype):
     emulated.offset = 1
     for emulated.grad_offset in (None, 2):
         check_activations(emulated, given, [(3, 2, 49), (9, 64), (2, 3, 5)], dtype)
-    emulated.offset, emulated.grad_offset = 0, 1  # a residual that is not aligned as the others are
+    emulated.offset, emulated.grad_offset = 0, 1  # the residual alone is not aligned
     check_activations(emulated, given, [(3, 2, 64), (9, 64)], dtype)
 
 
@@ -405,7 +405,7 @@ def check_kernel(ops, kernel):
         check_ops(ops, *tensors(shape, torch.float32))
 
 
-# Of the others each takes seconds to compile.
+# Bugs that are not named here take seconds to compile, each.
 ALWAYS = {
     "no barrier between warps",
     "one ticket too many",

@@ -20,7 +20,7 @@ from bagua_syncbn.ops import IDENTITY, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for the others"
+    os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for plain torch"
 )
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

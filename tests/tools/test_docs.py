@@ -2,7 +2,7 @@
 
 An HTML comment in the line before a block says how it is run:
 
-    none                           in this process, without a job, in one namespace with the others of its page
+    none                           in this process, without a job, in one namespace with all blocks of its page
     <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
     <!-- package: apex -->         as without a marker, on a fake of tests/helpers/fake_packages.py where it is missing
     <!-- not run: needs Bagua -->  compiled only, as with CUDA in its place; bagua_job/test_bagua_docs.py runs it

@@ -18,8 +18,8 @@
 #error "switch_stack is written for x86-64"
 #endif
 
-// Saves what calls preserve on the stack, and its address in `*from`; goes on with the stack `to`, saved likewise. What
-// swapcontext does, without its two system calls.
+// Saves what calls preserve on the stack, and its address in `*from`; goes on with the stack `to`, which this function
+// has saved before. What swapcontext does, without its two system calls.
 extern "C" void switch_stack(void** from, void* to);
 asm(R"(
 switch_stack:
