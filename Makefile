@@ -7,6 +7,10 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3 "$$HOME"/.pyenv/versions/3.*/bin/python; do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
+# Python compiles what is imported, once, where this is empty: pip would compile all of torch, which takes longer.
+export PYTHONDONTWRITEBYTECODE :=
+PIP_INSTALL := -m pip install --quiet --no-compile
+
 # For installations in $(VENV): one architecture and its PTX, which every later card can run. The wheel has them all.
 CUDA_ARCHS ?= 75
 
@@ -28,7 +32,7 @@ SOURCES := pyproject.toml setup.py $(NATIVE)
 GPU_PYTHON ?= python3
 
 .PHONY: help demo test test-slow test-faults bench bench-quick bench-results bench-docs gpu sanitize wheel test-wheel \
-	test-installs bagua-env demo-bagua test-bagua lint format docs clean
+	test-installs bagua-env bagua-packages demo-bagua test-bagua lint format docs clean
 
 help:
 	@echo 'make demo    train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/'
@@ -129,6 +133,7 @@ test-installs: wheel
 	$(BIN)/python tests/tools/installs.py $(ARGS)
 
 bagua-env: $(BAGUA_VENV)/installed
+bagua-packages: $(BAGUA_VENV)/packages
 
 demo-bagua: bagua-env
 	$(BAGUA_RUN) -m bagua.distributed.launch --nproc_per_node=$(BAGUA_RANKS) examples/train_digits.py $(ARGS)
@@ -142,9 +147,15 @@ $(BAGUA_VENV)/bin/python:
 		'make BAGUA_PYTHON=/path/to/python3.10' >&2; exit 1; }
 	$(BAGUA_PYTHON) -m venv $(BAGUA_VENV)
 
-$(BAGUA_VENV)/installed: $(BAGUA_VENV)/bin/python dist/checked
-	$(BAGUA_VENV)/bin/python -m pip install --quiet "$$(echo dist/*.whl)[bagua,test]"
-	$(BAGUA_VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+# With a copy of the package without kernels, whose place the wheel takes: so that nobody waits for the wheel.
+$(BAGUA_VENV)/packages: $(BAGUA_VENV)/bin/python pyproject.toml
+	mkdir -p build/bagua
+	cp -r pyproject.toml setup.py README.md LICENSE bagua_syncbn build/bagua
+	BAGUA_SYNCBN_BUILD=python $(BAGUA_VENV)/bin/python $(PIP_INSTALL) 'build/bagua[bagua,test]'
+	@touch $@
+
+$(BAGUA_VENV)/installed: $(BAGUA_VENV)/packages dist/checked
+	$(BAGUA_VENV)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall dist/*.whl
 	@touch $@
 
 lint: $(VENV)/installed-lint
@@ -170,15 +181,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed-torch: $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=77' wheel
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python $(PIP_INSTALL) --upgrade pip 'setuptools>=77' wheel
+	$(BIN)/python $(PIP_INSTALL) '$(TORCH)'
 	@touch $@
 
 $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
-	BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python $(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
 # The packages that an extra names. What is installed already satisfies the rest, so that nothing is built again.
-$(VENV)/installed-%: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet 'bagua_syncbn[$*]'
+$(VENV)/installed-%: pyproject.toml | $(VENV)/installed
+	$(BIN)/python $(PIP_INSTALL) 'bagua_syncbn[$*]'
 	@touch $@
