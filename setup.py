@@ -151,8 +151,10 @@ INFO = {
 }
 print(f"bagua_syncbn: {KIND} build: {REASON}")
 
-patterns = {"python": [], "cpu": ["csrc/*.cpp", "csrc/cpu/**/*.cpp"], "cuda": ["csrc/**/*.cpp", "csrc/cuda/*.cu"]}[KIND]
-sources = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+# What takes longest to compile comes first: at the end, a core would wait for it.
+patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp"] if KIND != "python" else []
+patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
+sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 setup(
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},

@@ -19,7 +19,7 @@ def version(compiler: str) -> str:
 
 
 def compile_once(command: Sequence[str], source: Path, trees: Sequence[Path]) -> Path:
-    """Returns the object of ``source``; beside it, in a .txt, lies what the compiler said.
+    """Returns the object of ``source``, or the header precompiled; beside it, in a .txt, lies what the compiler said.
 
     Args:
         command: the compiler and its flags.
@@ -33,7 +33,7 @@ def compile_once(command: Sequence[str], source: Path, trees: Sequence[Path]) ->
     digest = hashlib.sha256(text.encode())
     for path in (path for tree in trees for path in sorted(tree.rglob("*.*")) if "cpu" not in path.parts):
         digest.update(path.name.encode() + path.read_bytes())
-    target = PLACE / f"{source.stem}-{digest.hexdigest()[:20]}.o"
+    target = PLACE / f"{source.stem}-{digest.hexdigest()[:20]}{'.gch' if source.suffix == '.h' else '.o'}"
     PLACE.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it

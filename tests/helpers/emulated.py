@@ -54,9 +54,15 @@ def find_headers() -> Path | None:
 
 def compile_object(source: Path, csrc: Path, headers: Path) -> Path:
     """Compiles a file of the server. ``csrc`` is the tree that it includes from, which a test may have changed."""
-    includes = [f"-I{EMULATOR}", f"-I{csrc / 'cuda'}", "-isystem", str(headers)]
-    command = ["g++", *FLAGS, *includes, "-x", "c++", "-include", str(EMULATOR / "emulator.h"), "-c"]
+    command = [*include_emulator(["g++", *FLAGS], headers), f"-I{csrc / 'cuda'}", "-x", "c++", "-c"]
     return compile_once(command, source, [csrc, EMULATOR])
+
+
+def include_emulator(command: Sequence[str], headers: Path) -> list[str]:
+    """Makes the command include precompiled.h before all else."""
+    command = [*command, f"-I{EMULATOR}", "-isystem", str(headers)]
+    precompiled = compile_once([*command, "-x", "c++-header"], EMULATOR / "precompiled.h", [EMULATOR])
+    return [*command, "-include", str(precompiled.with_suffix(""))]
 
 
 def keep_dtypes(csrc: Path, *kept: str) -> None:
@@ -112,14 +118,14 @@ def build_library(directory: Path, headers: Path) -> Path:
     cuda = CSRC / "cuda"
     flags = ["g++", "-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR"]
     stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
-    plain = [f"-I{EMULATOR}", f"-I{cuda}", "-isystem", str(headers), "-include", str(EMULATOR / "emulator.h")]
+    plain = [*include_emulator(flags, headers), f"-I{cuda}"]
     sources = {cuda / f"{name}.cu": plain for name in KERNELS}
     sources[EMULATOR / "emulator.cpp"] = plain
     bindings = (cuda / "torch" / "register.cpp", cuda / "torch" / "workspace.cpp", EMULATOR / "context.cpp")
-    sources |= {path: [*stable, f"-DTORCH={torch.__version__}"] for path in bindings}
+    sources |= {path: [*flags, *stable, f"-DTORCH={torch.__version__}"] for path in bindings}
 
     def compile(source: Path) -> Path:
-        return compile_once([*flags, *sources[source], "-x", "c++", "-c"], source, [CSRC, EMULATOR])
+        return compile_once([*sources[source], "-x", "c++", "-c"], source, [CSRC, EMULATOR])
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(map(str, pool.map(compile, sources)))
