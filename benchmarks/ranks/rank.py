@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import peers
-from . import layers, training
+from . import compiled, layers, training
 
-SECTIONS: dict[str, Any] = {"layers": layers, "training": training}
+SECTIONS: dict[str, Any] = {"layers": layers, "compiled": compiled, "training": training}
 
 
 def choose_device(kind: str, rank: int) -> torch.device:

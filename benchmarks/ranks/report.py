@@ -113,6 +113,23 @@ def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
     return times
 
 
+def compiled_table(results: Results) -> str:
+    """A residual block: least times of a step in milliseconds, and the ratio of ours to the unsynchronized block's and
+    the messages of ours together.
+    """
+
+    def row(case: Case) -> list[str]:
+        least = {name: min(case["microseconds"][name]) / 1e3 for name in names}
+        shown = [f"{time:.3g}" for time in least.values()]
+        for kind in ("", ", compiled"):
+            shown.append(f"{least[f'ours{kind}'] / (least[f'local{kind}'] + least['collectives']):.2f}")
+        return [_marked(case["ranks"], results), shape_of(case), *shown]
+
+    names = ["ours", "ours, compiled", "local", "local, compiled", "collectives"]
+    header = ["ranks", "input of each", *names, "ours / (local + collectives)", "the same, compiled"]
+    return table(header, map(row, of_section(results, "compiled")))
+
+
 def training_table(results: Results) -> str:
     """Training on digits: step over that of the layer that does not synchronize, and time to a loss."""
     runs = of_section(results, "training")

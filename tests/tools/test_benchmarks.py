@@ -35,7 +35,7 @@ def smoke(tmp_path_factory):
     """Results of a run on tiny inputs, their file, and what was printed."""
     output, threads = tmp_path_factory.mktemp("bench") / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "host", "stored", "anew", "layers", "--output", str(output)]
+    arguments += ["--sections", "ops", "local", "fused", "host", "stored", "anew", "layers", "--output", str(output)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments])
         benchmarks.__main__.main()
@@ -46,7 +46,7 @@ def smoke(tmp_path_factory):
 def test_every_case_is_measured(smoke):
     results, *_ = smoke
     inputs = [((2, 3, 4, 4), "planar"), ((2, 3, 4, 4), "interleaved"), ((5, 6), "interleaved")]
-    for section in ("ops", "local"):
+    for section in ("ops", "local", "fused"):
         assert {(tuple(c["shape"]), c["layout"]) for c in of_section(results, section)} == set(inputs)
     seen = {(c["ranks"], tuple(c["shape"]), c["layout"]) for c in of_section(results, "layers")}
     assert seen == {(2, *i) for i in (inputs[0], inputs[2])}
@@ -103,7 +103,7 @@ def test_parts_of_a_step(smoke):
 
 def test_tables_and_charts_of_a_run(smoke):
     results, output, shown = smoke
-    assert set(report.table_names(results)) == set(report.TABLES) - {"training"}
+    assert set(report.table_names(results)) == set(report.TABLES) - {"compiled", "training"}
     for name in report.table_names(results):
         assert (f"## {name}\n" in shown) == (name not in report.DETAILS)
         assert f"## {name}\n" in report.report(results)
