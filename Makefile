@@ -132,7 +132,7 @@ test-wheel: test-installs
 	tests/tools/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
 
 test-installs: wheel
-	$(BIN)/python tests/tools/installs.py $(ARGS)
+	$(BIN)/python tests/tools/installs.py $(INSTALLS)
 
 bagua-env: $(BAGUA_VENV)/installed
 bagua-packages: $(BAGUA_VENV)/packages

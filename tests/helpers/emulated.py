@@ -75,14 +75,15 @@ def keep_dtypes(csrc: Path, *kept: str) -> None:
 
 
 def sources(directory: Path, all_dtypes: bool = False) -> list[Path]:
-    """The kernels, with masks and activations of :data:`FEW_DTYPES` unless all are asked for; and the server."""
-    few = directory / "few_dtypes"
+    """The server and the kernels; unless all are asked for, not float16, nor masks and activations in float64."""
+    few, most = directory / "few_dtypes", directory / "most_dtypes"
     if not all_dtypes:
-        shutil.copytree(CSRC, few)
-        keep_dtypes(few, "float", "__nv_bfloat16")
-    trees = {name: CSRC if all_dtypes or not name.startswith(("act_", "masked_")) else few for name in KERNELS}
+        for tree, also in ((few, ()), (most, ("double",))):
+            shutil.copytree(CSRC, tree)
+            keep_dtypes(tree, "float", "__nv_bfloat16", *also)
+    trees = {name: few if name.startswith(("act_", "masked_")) else most for name in KERNELS}
     own = [EMULATOR / f"{name}.cpp" for name in ("emulator", "server")]
-    return [*(tree / "cuda" / f"{name}.cu" for name, tree in trees.items()), *own]
+    return [*((CSRC if all_dtypes else tree) / "cuda" / f"{name}.cu" for name, tree in trees.items()), *own]
 
 
 def compile_all(paths: Iterable[Path], headers: Path) -> list[Path]:

@@ -32,7 +32,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# Of masks and activations. Kernels of float16 and float64 compile slowly, and test_cuda_bindings runs them always.
+# Kernels take long to compile under sanitizers, and test_cuda_bindings runs all dtypes. Seldom float16, of which
+# a vector holds as many values as of bfloat16, and masks and activations in float64.
+MOST = [pytest.param(dtype, marks=pytest.mark.slow if dtype == torch.float16 else ()) for dtype in DTYPES]
 SELDOM = [pytest.param(dtype, marks=() if dtype in FEW_DTYPES else pytest.mark.slow) for dtype in DTYPES]
 
 # Around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a block of 256
@@ -90,13 +92,13 @@ def tensors(shape, dtype):
     return (torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_planar(emulated, dtype):
-    for shape in PLANAR[:: 3 if dtype == torch.float16 else 1]:  # of bfloat16 there are as many values in a slot
+    for shape in PLANAR:
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_groups_of_channels(emulated, dtype):
     """Of as many channels as end at a multiple of 16 bytes together; half of that, as 14 x 14 does, and odd rows."""
     width = 16 // dtype.itemsize
@@ -108,13 +110,13 @@ def test_groups_of_channels(emulated, dtype):
         check_ops(emulated, *tensors((5, few * width, 129), dtype), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_interleaved(emulated, dtype):
-    for shape in {torch.float32: [*INTERLEAVED, MANY_PARTS], torch.float16: INTERLEAVED[::3]}.get(dtype, INTERLEAVED):
+    for shape in [*INTERLEAVED, MANY_PARTS] if dtype == torch.float32 else INTERLEAVED:
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 @pytest.mark.parametrize(("shape", "memory_format"), [
     ((2, 24, 3, 5), torch.channels_last),
     ((3, 3, 40, 30), torch.channels_last),
@@ -170,7 +172,7 @@ def test_masked_statistics_are_the_same_bits_in_any_order_and_survive_a_large_me
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_pointers_that_are_not_aligned(emulated, dtype, offset):
     """All tensors alike, which planar kernels read 16 bytes at a time still, and not alike."""
     emulated.offset = offset
@@ -181,7 +183,7 @@ def test_pointers_that_are_not_aligned(emulated, dtype, offset):
 
 
 @pytest.mark.parametrize("parameter_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_parameters_of_any_dtype(emulated, dtype, parameter_dtype):
     check_ops(emulated, *tensors((4, 5, 33), dtype), parameter_dtype)
     check_ops(emulated, *tensors((40, 16), dtype), parameter_dtype)
