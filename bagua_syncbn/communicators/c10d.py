@@ -59,7 +59,7 @@ class TorchCommunicator:
         if torch.compiler.is_compiling():
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.size, self.name)
             return _wait(gathered).view(self.size, -1)
-        group = self.group
+        group = self._group() or self.group  # which raises
         gathered, work = self._all_gather(group, packed, packed.is_cpu)
         if work is not None:
             wait_in_slices(work, group)
