@@ -47,7 +47,6 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
                       const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
                       int64_t call, const std::optional<Tensor>& fault, bool in_place, const Outside& outside,
                       const Before* before = nullptr) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -106,12 +105,14 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                  int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
 }
 
 void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+  check_backward_elemt(grad, input, weight, mean, invstd, sums, count, fault);
   const Tensor result = backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true, {});
   if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
 }
@@ -120,7 +121,7 @@ Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor&
                                         const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
                                         const Tensor& sums, const Tensor& count, const Tensor& positions, int64_t ranks,
                                         int64_t call, const std::optional<Tensor>& fault, bool zeroes) {
-  check_input(input);
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Mask mask = mask_of(positions, input);
   return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false,
                         {&mask, zeroes});
@@ -140,7 +141,7 @@ Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& in
   }
   const Tensor grad = std::get<3>(batch_norm_act_backward_reduce(grad_output, input, mean, invstd, weight, bias,
                                                                  std::nullopt, activation, parameter, {}, true));
-  return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault);
+  return backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
 }
 
 }  // namespace bagua_syncbn::cpu

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import comparison
 import pytest
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for plain torch"
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 # Vectors hold 4 to 16 values and sums 64 lanes; rows come in groups of 8 and tiles of at most 256, spans have 16384
@@ -128,6 +131,12 @@ ACTIVATED = [(5, 3, 7), (3, 4, 33), (2, 3, 131), (2, 2, 300), (40, 5), (33, 47),
 def test_activations(activation):
     for dtype in DTYPES if activation.is_cheap else DTYPES[:2]:  # else a gradient is rounded before it is added up
         comparison.check_activations(ops, [activation], ACTIVATED, dtype)
+
+
+def test_the_same_activations_are_cheap_in_both_tables():
+    cheap = re.findall(r"c == Code::k(\w+)", (ROOT / "csrc" / "activations.h").read_text(encoding="ascii"))
+    names = [name for name in ACTIVATIONS if activation_of(name).is_cheap]
+    assert [name.title().replace("_", "") for name in names] == cheap
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -26,40 +26,48 @@ void activate(A* z, int64_t n, A parameter) {
   }
 }
 
-// One factor for all values of a row; one for each.
-template <typename A>
-struct RowFactors {
-  Vec<A> mean, scale, shift;
-  RowFactors(const NormalizeFactors<A>& factors, int64_t channel)
-      : mean(broadcast(factors.mean[channel])),
-        scale(broadcast(factors.scale[channel])),
-        shift(broadcast(factors.shift[channel])) {}
+// A factor of each channel: one for a row, or one for each column from `first` on.
+template <bool kColumns, typename A>
+struct Factor {
+  const A* all;
+  Vec<A> one;
+  Factor(const A* all, int64_t first) : all(all + first), one(broadcast(all[first])) {}
 
-  Vec<A> normalize(Vec<A> x, int64_t) const { return (x - mean) * scale + shift; }
-  Vec<A> normalize_part(Vec<A> x, int64_t, int64_t) const { return (x - mean) * scale + shift; }
-};
-template <typename A>
-struct ColumnFactors {
-  const A *mean, *scale, *shift;
-  ColumnFactors(const NormalizeFactors<A>& factors, int64_t begin)
-      : mean(factors.mean + begin), scale(factors.scale + begin), shift(factors.shift + begin) {}
-
-  Vec<A> normalize(Vec<A> x, int64_t j) const { return (x - widen(mean + j)) * widen(scale + j) + widen(shift + j); }
-  Vec<A> normalize_part(Vec<A> x, int64_t j, int64_t count) const {
-    return (x - widen_part(mean + j, count)) * widen_part(scale + j, count) + widen_part(shift + j, count);
+  template <typename Load>
+  inline __attribute__((always_inline)) Vec<A> at(int64_t column, const Load& load) const {
+    if constexpr (kColumns) return load(all + column);
+    return one;
   }
 };
 
-// What to activate, of n values of a row; `residual` may be null.
-template <typename T, typename A, typename Factors>
+template <bool kColumns, typename A>
+struct Normalize {
+  Factor<kColumns, A> mean, scale, shift;
+  Normalize(const NormalizeFactors<A>& factors, int64_t first)
+      : mean(factors.mean, first), scale(factors.scale, first), shift(factors.shift, first) {}
+
+  template <typename Load>
+  inline __attribute__((always_inline)) Vec<A> operator()(Vec<A> x, int64_t column, const Load& load) const {
+    return (x - mean.at(column, load)) * scale.at(column, load) + shift.at(column, load);
+  }
+};
+
+// What to activate, of n values of a row from `offset` on; `residual` may be null.
+template <bool kColumns, typename T, typename A>
 struct Line {
   const T* x;
   const T* residual;
   int64_t n;
-  Factors factors;
+  Normalize<kColumns, A> normalized;
 
-  Line(const T* x, const T* residual, int64_t offset, int64_t n, const Factors& factors)
-      : x(x + offset), residual(residual ? residual + offset : nullptr), n(n), factors(factors) {}
+  Line(const T* x, const T* residual, int64_t offset, int64_t n, const NormalizeFactors<A>& factors, int64_t first)
+      : x(x + offset), residual(residual ? residual + offset : nullptr), n(n), normalized(factors, first) {}
+
+  template <typename Load>
+  inline __attribute__((always_inline)) Vec<A> at(int64_t j, const Load& load) const {
+    const Vec<A> z = normalized(load(x + j), j, load);
+    return residual == nullptr ? z : z + load(residual + j);
+  }
 
   // Calls body(j, z) for each vector, and tail(j, z, count) for the last count values.
   template <typename Body, typename Tail>
@@ -68,15 +76,10 @@ struct Line {
         n,
         [&](int64_t j) {
           prefetch(x + j + kAhead);
-          const Vec<A> z = factors.normalize(widen(x + j), j);
-          if (residual == nullptr) return body(j, z);
-          prefetch(residual + j + kAhead);
-          body(j, z + widen(residual + j));
+          if (residual != nullptr) prefetch(residual + j + kAhead);
+          body(j, at(j, [](const auto* p) { return widen(p); }));
         },
-        [&](int64_t j, int64_t count) {
-          const Vec<A> z = factors.normalize_part(widen_part(x + j, count), j, count);
-          tail(j, residual == nullptr ? z : z + widen_part(residual + j, count), count);
-        });
+        [&](int64_t j, int64_t count) { tail(j, at(j, [=](const auto* p) { return widen_part(p, count); }), count); });
   }
 
   // Where n is not a number of whole vectors, what is behind the last value changes too.
@@ -100,17 +103,13 @@ template <typename Activation, typename A>
 constexpr bool kDirect = kCheap<Activation> || std::is_same_v<Activation, Identity> ||
                          (std::is_same_v<A, float> && kIsOneOf<Activation, Silu, Gelu, Sigmoid>);
 
-template <bool kColumns, typename A>
-using FactorsOf = std::conditional_t<kColumns, ColumnFactors<A>, RowFactors<A>>;
-
 // Of rows of n values: each is of the next channel, or has one value for each channel.
 template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
 void values_of_rows(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
                     const NormalizeFactors<A>& factors, A parameter) {
   const Vec<A> p = broadcast(parameter);
   for (int64_t row = 0; row < rows; ++row, y += n) {
-    const FactorsOf<kColumns, A> own(factors, kColumns ? 0 : channel);
-    Line<T, A, FactorsOf<kColumns, A>>(x, residual, row * n, n, own)
+    Line<kColumns, T, A>(x, residual, row * n, n, factors, kColumns ? 0 : channel)
         .for_each([&](int64_t j, Vec<A> z) { narrow<kStream>(y + j, Activation::value(z, p)); },
                   [&](int64_t j, Vec<A> z, int64_t count) { narrow_part(y + j, Activation::value(z, p), count); });
     if (++channel == channels) channel = 0;
@@ -181,8 +180,8 @@ inline void act_lines(const T* x, const T* residual, T* y, int64_t rows, int64_t
     for_each_chunk(rows, n, [&](int64_t row, int64_t some, int64_t begin, int64_t count) {
       const int64_t offset = row * n + begin;
       for (int64_t r = 0; r < some; ++r) {
-        const FactorsOf<kColumns, A> own(factors, kColumns ? begin : (channel + row + r) % channels);
-        Line<T, A, FactorsOf<kColumns, A>>(x, residual, offset + r * n, count, own).write_to(chunk.values + r * count);
+        const int64_t first = kColumns ? begin : (channel + row + r) % channels;
+        Line<kColumns, T, A>(x, residual, offset + r * n, count, factors, first).write_to(chunk.values + r * count);
       }
       functions.values(chunk.values, some * count, act.parameter);
       (factors.stream ? write<true, T, A> : write<false, T, A>)(chunk.values, y + offset, some * count);
@@ -198,9 +197,8 @@ inline void act_grad_lines(const T* dy, const T* x, const T* residual, T* g, int
   Chunk<A> chunk;
   for_each_chunk(rows, n, [&](int64_t row, int64_t some, int64_t begin, int64_t count) {
     const int64_t offset = row * stride + begin;
-    const FactorsOf<kColumns, A> own(factors, kColumns ? begin : channel);
     for (int64_t r = 0; r < some; ++r) {
-      const Line<T, A, FactorsOf<kColumns, A>> line(x, residual, offset + r * stride, count, own);
+      const Line<kColumns, T, A> line(x, residual, offset + r * stride, count, factors, kColumns ? begin : channel);
       line.write_to(chunk.values + r * count);
     }
     kFunctions<kColumns, T, A>[act.code].derivatives(chunk.values, some * count, act.parameter);
@@ -210,39 +208,20 @@ inline void act_grad_lines(const T* dy, const T* x, const T* residual, T* g, int
   });
 }
 
-// A factor of a channel: one for a row, or one for each column.
-template <bool kColumns, typename A>
-struct Factor {
-  const A* all;
-  Vec<A> one;
-  Factor(const A* all, int64_t channel) : all(all), one(broadcast(all[channel])) {}
-
-  template <typename Load>
-  inline __attribute__((always_inline)) Vec<A> at(int64_t column, const Load& load) const {
-    if constexpr (kColumns) return load(all + column);
-    return one;
-  }
-};
-
 // dy * act'(z), for grad_sums_of; also written to `g` unless that is null.
 template <typename Activation, bool kColumns, typename T, typename A>
 struct GradientOf {
   const T* residual;
   T* g;
-  Factor<kColumns, A> mean, scale, shift;
+  Normalize<kColumns, A> normalized;
   Vec<A> p;
   GradientOf(const T* residual, T* g, const NormalizeFactors<A>& factors, int64_t channel, A parameter)
-      : residual(residual),
-        g(g),
-        mean(factors.mean, channel),
-        scale(factors.scale, channel),
-        shift(factors.shift, channel),
-        p(broadcast(parameter)) {}
+      : residual(residual), g(g), normalized(factors, channel), p(broadcast(parameter)) {}
 
   template <typename Load, typename Store>
   inline __attribute__((always_inline)) Vec<A> operator()(Vec<A> dy, Vec<A> x, int64_t offset, int64_t column,
                                                           const Load& load, const Store& store) const {
-    Vec<A> z = (x - mean.at(column, load)) * scale.at(column, load) + shift.at(column, load);
+    Vec<A> z = normalized(x, column, load);
     if (residual != nullptr) z += load(residual + offset);
     const Vec<A> gradient = dy * Activation::derivative(z, p);
     if (g != nullptr) store(g + offset, gradient);
@@ -271,8 +250,9 @@ void input_gradient(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int
                     const GradientFactors<A>& factors, const A* shifts, A parameter) {
   const Vec<A> p = broadcast(parameter);
   for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
-    const Factor<kColumns, A> mean(factors.mean, channel), mean_dy(factors.mean_dy, channel),
-        projection(factors.projection, channel), scale(factors.scale, channel), shift(shifts, channel);
+    const int64_t first = kColumns ? 0 : channel;
+    const Factor<kColumns, A> mean(factors.mean, first), mean_dy(factors.mean_dy, first),
+        projection(factors.projection, first), scale(factors.scale, first), shift(shifts, first);
     const auto gradient = [&](int64_t j, const auto& load) {
       const Vec<A> deviation = load(x + j) - mean.at(j, load), scaled = scale.at(j, load);
       const Vec<A> g = load(dy + j) * Activation::derivative(deviation * scaled + shift.at(j, load), p);
