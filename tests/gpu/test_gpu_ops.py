@@ -174,7 +174,7 @@ def test_what_waits_is_counted():
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_each_op_is_one_launch_and_does_not_wait(shape, layout):
     input, grad_output = tensors(shape, torch.float16, layout)
-    ones = torch.ones(shape[1], device="cuda")
+    ones = torch.ones(input.size(1), device="cuda")
     packed = ops.batch_norm_stats(input)[None]
     counter, running = torch.tensor(0, device="cuda"), (ones.clone(), ones.clone())
     sums = ones.repeat(2)

@@ -36,11 +36,11 @@ def card(library):
 
 @pytest.fixture(autouse=True)
 def one_sample(monkeypatch):
-    """Of each image, and 64 channels and 40000 values a row at most: emulated, a million values take 0.1 s."""
+    """Of each image, and 16 channels and 40000 values a row at most: emulated, a million values take 0.1 s."""
 
     def small(shape, *options):
         sizes = [min(size, 40000) for size in shape]
-        return made((1, min(sizes[1], 64), *sizes[2:]) if len(shape) == 4 else sizes, *options)
+        return made((1, min(sizes[1], 16), *sizes[2:]) if len(shape) == 4 else sizes, *options)
 
     made = test_gpu_ops.tensors
     monkeypatch.setattr(test_gpu_ops, "tensors", small)
