@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
+from .autograd import is_exporting
 from .communicators import Replica, peers_of
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,7 +90,7 @@ def _kinds(input: Tensor, tensors: tuple[Tensor | None, ...]) -> _Kinds | None:
 def check_kind(input: Tensor, process_group: Any) -> None:
     """Raises for input that a group of several ranks does not take, before this rank makes the group."""
     is_sharded = type(input) is not Tensor and hasattr(input, "to_local")
-    tracer = "torch.jit.trace" if is_tracing() else "torch.export" if torch.compiler.is_exporting() else None
+    tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
     if not (is_sharded or tracer) or isinstance(process_group, Replica) or peers_of(process_group).size() == 1:
         return
     if is_sharded:

@@ -27,7 +27,14 @@ from .fused import fused_evaluation
 from .outputs import recompute_outputs, this_thread
 from .replicas import replicated_batch_norm
 from .step import plain_batch_norm, synchronized_batch_norm
-from .torch_private import guard_of, is_capturing, is_transforming, unseen_by_selective_checkpointing, unwrapped
+from .torch_private import (
+    guard_of,
+    is_capturing,
+    is_exporting,
+    is_transforming,
+    unseen_by_selective_checkpointing,
+    unwrapped,
+)
 
 __all__ = [
     "Epilogue",
@@ -40,6 +47,7 @@ __all__ = [
     "fused_evaluation",
     "guard_of",
     "is_capturing",
+    "is_exporting",
     "is_plain",
     "is_repetition",
     "is_transforming",

@@ -17,4 +17,4 @@ class Epilogue(NamedTuple):
         """Returns what becomes of the ``output`` of the normalization, in operations of torch."""
         if self.residual is not None:
             output = output + self.residual.to(output.dtype)
-        return output if self.activation is None else self.activation(output)
+        return output if self.activation is None else self.activation.of(output)

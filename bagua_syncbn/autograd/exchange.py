@@ -221,7 +221,7 @@ class MaskedExchange(Exchange):
 
     def __init__(self, line: Line, masking: ops.Masking) -> None:
         super().__init__(line)
-        self.masking, self.zeroed = masking, masking.zeroed
+        self.masking, self.zeroed = masking, masking.zeroed()
 
     def _stats(self, input: Tensor, words: Sequence[int]) -> Tensor:
         return _stats(input, self.masking, words)
@@ -240,7 +240,7 @@ class InGraph:
 
     def __init__(self, terms: Terms, communicator: Communicator, masking: ops.Masking | None) -> None:
         note_compilation()
-        self.masking, self.zeroed = masking, None if masking is None else masking.zeroed
+        self.masking, self.zeroed = masking, None if masking is None else masking.zeroed()
         self._terms = terms
         self._communicator = communicator
 
@@ -278,7 +278,7 @@ class Alone:
     elementwise: Any = ops
 
     def __init__(self, masking: ops.Masking | None = None) -> None:
-        self.masking, self.zeroed = masking, None if masking is None else masking.zeroed
+        self.masking, self.zeroed = masking, None if masking is None else masking.zeroed()
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
         return ops.merge_stats(_stats(input, self.masking).unsqueeze(0), options)

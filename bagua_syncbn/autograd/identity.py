@@ -107,10 +107,13 @@ _texts: dict[tuple[int, int], str] = {}
 
 def terms_of(input: Tensor, options: ops.MergeOptions, momentum: float | None) -> Terms:
     """Returns the terms of a call with ``input``, by a layer of this ``momentum``."""
-    momentum = -1.0 if momentum is None else momentum
+    # As they are: torch.compile may have symbols for them, but only numbers in a set.
+    channels, eps, momentum = (
+        next(iter({number})) for number in (input.size(1), options.eps, -1.0 if momentum is None else momentum)
+    )
     mode = ops.EPS_MODES.index(options.eps_mode)
     is_double, accumulates = input.dtype == torch.float64, options.kept is not None
-    return Terms(input.size(1), options.eps, momentum, mode, options.skip_nonfinite, is_double, accumulates)
+    return Terms(int(channels), eps, momentum, mode, options.skip_nonfinite, is_double, accumulates)
 
 
 def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Identity:

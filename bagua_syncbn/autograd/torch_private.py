@@ -30,6 +30,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting, which is true of all that torch 2.10 compiles."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 def may_hook_saving() -> bool:
     """Whether hooks for saved tensors are in nobody's way here: no others are in force, and torch takes some."""
     return _takes_saving_hooks() and saving_hooks() is None

@@ -45,7 +45,8 @@ class Seat:
         """Returns the communicator, which the ranks of the group make together at the first use in a job."""
         if torch.compiler.is_compiling():
             # The tracer must not see a group: what it sees, compiled code keeps alive.
-            if not c10d.in_job() and c10d.default_group() is None:
+            if not c10d.in_job():
+                c10d.default_group()  # so that it guards on there being none
                 return LOCAL
             _take_seat(self.rule)
             assert self.communicator is not None

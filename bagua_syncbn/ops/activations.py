@@ -75,7 +75,7 @@ class Activation(NamedTuple):
         """Whether a CPU computes it faster than memory gives and takes."""
         return _FORMULAS[self.name].is_cheap
 
-    def __call__(self, z: Tensor) -> Tensor:
+    def of(self, z: Tensor) -> Tensor:
         return _FORMULAS[self.name].value(z, self.parameter)
 
 

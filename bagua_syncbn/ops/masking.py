@@ -13,7 +13,6 @@ class Masking(NamedTuple):
     positions: Tensor  # which count, as the ops take it: bool (N, *), contiguous, or int64 lengths (N)
     zeroes: bool  # whether positions that do not count are 0 in the output
 
-    @property
     def zeroed(self) -> Tensor | None:
         """The positions that count, if all other ones are 0 in the output; None if they are not."""
         return self.positions if self.zeroes else None

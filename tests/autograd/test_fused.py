@@ -76,7 +76,7 @@ def by_formula(case, splits):
     view = (1, -1, *[1] * (input.dim() - 2))
     output = normalize(input, eps_mode) * weight.view(view) + bias.view(view)
     output = output + residual if has_residual else output
-    output = activation_of(activation)(output) if activation else output
+    output = activation_of(activation).of(output) if activation else output
     grads = torch.autograd.grad(output, wanted, grad_output, allow_unused=True)
     return output.detach(), *grads
 
@@ -209,7 +209,7 @@ def test_second_derivatives(pool):
 
         def by_torch(input, residual, plain=plain, activation=activation):
             output = F.batch_norm(input, None, None, plain.weight, plain.bias, True, 0.0, 0.5)
-            return activation_of(activation)(output + residual)
+            return activation_of(activation).of(output + residual)
 
         expected = second_derivatives(by_torch, *tensors)
         for index in (0, 1):

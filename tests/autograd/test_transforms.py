@@ -116,7 +116,10 @@ def test_one_process_has_all_that_torch_has():
 def test_forward_mode_through_a_repetition_is_refused_by_name():
     layer, input = SyncBatchNorm(3, momentum=None), torch.randn(4, 3, requires_grad=True)
     with fwd.dual_level():
-        output = checkpoint(layer, fwd.make_dual(input, torch.randn(4, 3)), use_reentrant=False)
+        try:
+            output = checkpoint(layer, fwd.make_dual(input, torch.randn(4, 3)), use_reentrant=False)
+        except NotImplementedError:
+            pytest.skip("this torch refuses it by itself, as 2.10 does")
         with pytest.raises(RuntimeError, match=r"sync_batch_norm: expected no .* forward-mode differentiation through"):
             output.sin().sum().backward()
     assert layer.num_batches_tracked == 1

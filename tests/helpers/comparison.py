@@ -203,12 +203,12 @@ def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> No
     z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e-6])]).double()
     for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
         given.requires_grad_()
-        (slope,) = torch.autograd.grad(activation(given).sum(), given)
+        (slope,) = torch.autograd.grad(activation.of(given).sum(), given)
         input = given.detach().to(dtype)
         zeros, ones = torch.zeros(input.size(1), dtype=dtype), torch.ones(input.size(1), dtype=dtype)
         output = ops.batch_norm_act_elemt(input, None, None, zeros, ones, None, *act)
         dy, count = torch.ones_like(input), torch.tensor(1)
         *_, grad = ops.batch_norm_act_backward_reduce(dy, input, zeros, ones, None, None, None, *act)
         unreduced = ops.batch_norm_act_backward_elemt(dy, input, None, zeros, ones, zeros.repeat(2), count, None, *act)
-        for actual, expected in ((output, activation(given).detach()), (grad, slope), (unreduced, slope)):
+        for actual, expected in ((output, activation.of(given).detach()), (grad, slope), (unreduced, slope)):
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
