@@ -15,8 +15,6 @@ from . import ops
 from .autograd import (
     Epilogue,
     as_in_first_run,
-    differentiable_batch_norm,
-    exchange_of,
     fused_evaluation,
     is_capturing,
     is_repetition,
@@ -28,7 +26,7 @@ from .autograd import (
     unseen_by_selective_checkpointing,
 )
 from .checks import check_eps, check_eps_mode, check_kind, check_residual, check_tensors
-from .communicators import EVERYONE, Communicator, Replica, peers_of
+from .communicators import EVERYONE, Replica, peers_of
 from .masks import masking_of
 from .ops import activation_of
 
@@ -182,8 +180,8 @@ def sync_batch_norm(
                 )
                 return output if epilogue is None else epilogue.after(output)
     if masking is None:
-        return _batch_norm_in_group(input, weight, bias, options, communicator, layer, epilogue)
-    output = _batch_norm_in_group(input, weight, bias, options, communicator, layer, None, masking)
+        return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
+    output = synchronized_batch_norm(input, weight, bias, options, communicator, layer, None, masking)
     return output if epilogue is None else _after_masked(output, epilogue, masking)
 
 
@@ -194,29 +192,6 @@ def _after_masked(output: Tensor, epilogue: Epilogue, masking: ops.Masking) -> T
     if epilogue.residual is not None:
         epilogue = epilogue._replace(residual=masking.clear(epilogue.residual))
     return masking.clear(epilogue.after(output))
-
-
-def _batch_norm_in_group(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: ops.MergeOptions,
-    communicator: Communicator,
-    layer: nn.Module | None,
-    epilogue: Epilogue | None,
-    masking: ops.Masking | None = None,
-) -> Tensor:
-    if is_transforming():
-        if is_repetition():
-            refusal = RuntimeError(
-                "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
-                "activation checkpointing repeats; take the checkpoint away"
-            )
-            tell_peers(communicator, layer, refusal)
-            raise refusal
-        exchange = exchange_of(layer, input, options, communicator, masking)
-        return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
-    return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue, masking)
 
 
 def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept | None:

@@ -105,14 +105,8 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
         RuntimeError: the first run did not get as far, or this torch's checkpoints are not known.
     """
     raise_if_under_unknown_checkpoint()
-    first_runs = []
-    for run in reversed(this_thread.runs):
-        if run.repeats:  # independent of what is around it
-            result: _Result = run.recall(layer)
-            break
-        first_runs.append(run)
-    else:
-        result = gather()
+    first_runs, repetition = _runs_of_call()
+    result: _Result = gather() if repetition is None else repetition.recall(layer)
     for run in first_runs:
         run.remember(layer, result)
     return result
@@ -120,15 +114,22 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
 
 def as_in_first_run(layer: nn.Module | None, value: _Result) -> _Result:
     """Returns ``value``, in a repetition what it was in the call of ``layer`` that this one repeats."""
-    first_runs = []
-    for run in reversed(this_thread.runs):
-        if run.repeats:
-            value = run.recall_choice(layer, value)
-            break
-        first_runs.append(run)
+    first_runs, repetition = _runs_of_call()
+    if repetition is not None:
+        value = repetition.recall_choice(layer, value)
     for run in first_runs:
         run.choices.setdefault(layer, []).append(value)
     return value
+
+
+def _runs_of_call() -> tuple[list[_Run], _Run | None]:
+    """Returns the first runs that a call is in, up to the innermost repetition, and that repetition."""
+    first_runs: list[_Run] = []
+    for run in reversed(this_thread.runs):
+        if run.repeats:
+            return first_runs, run
+        first_runs.append(run)
+    return first_runs, None
 
 
 def is_repetition() -> bool:

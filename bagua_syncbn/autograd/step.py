@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator
 from .agreement import tell_peers
-from .checkpointing import result_of_call
-from .differentiable import differentiable_backward
+from .checkpointing import is_repetition, result_of_call
+from .differentiable import differentiable_backward, differentiable_batch_norm
 from .epilogue import Epilogue
 from .exchange import AnyExchange, Exchange, Line, exchange_of
 from .fused import fused_batch_norm
 from .outputs import note_output
-from .torch_private import apply_of, unseen_by_selective_checkpointing
+from .torch_private import apply_of, is_transforming, unseen_by_selective_checkpointing
 
 
 def synchronized_batch_norm(
@@ -28,6 +28,16 @@ def synchronized_batch_norm(
     masking: ops.Masking | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``communicator``."""
+    if is_transforming():
+        if is_repetition():
+            refusal = RuntimeError(
+                "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
+                "activation checkpointing repeats; take the checkpoint away"
+            )
+            tell_peers(communicator, layer, refusal)
+            raise refusal
+        exchange = exchange_of(layer, input, options, communicator, masking)
+        return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
     exchange = exchange_of(layer, input, options, communicator, masking)
     if torch.compiler.is_compiling():  # it plans by itself what to fuse, and what to repeat in backward
         merged = exchange.gather(input.detach(), options)
