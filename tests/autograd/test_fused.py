@@ -16,7 +16,7 @@ from tolerances import TOLERANCES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, ops, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, accumulate_statistics, ops, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of
 
@@ -252,6 +252,33 @@ def test_checkpoint(pool):
             assert torch.equal(grads[0], plain[0])
             assert torch.equal(grads[1], plain[1])
         assert [counted[2] for counted in (*checkpointed, plain)] == [1, 2, 3]
+
+
+def statistics_and_transforms():
+    """Buffers and gradients of the fused layer, and of what it stands for."""
+    rank, results = dist.get_rank(), []
+    input, residual, grad_output = (draw(rank + 2, 2, 3, seed=seed + rank) for seed in (1, 5, 9))
+    for activation in ("silu", None):
+        layer, untracked = layer_of(activation, skip_nonfinite=True), layer_of(activation, track_running_stats=False)
+
+        def loss(input, residual, layer=layer, is_fused=activation is not None):
+            output = layer(input, residual) if is_fused else F.silu(layer(input) + residual)
+            return (output * grad_output).sum()
+
+        with accumulate_statistics(layer):
+            loss(input, residual)
+            loss(2 * input, residual)
+        loss(input / 0, residual)
+        grads = torch.func.grad(partial(loss, layer=untracked), argnums=(0, 1))(input, residual)
+        results.append([*layer.buffers(), *grads])
+    return results
+
+
+def test_statistics_and_transforms(pool):
+    """Accumulated, not finite, and by torch.func."""
+    for fused, apart in pool.run(statistics_and_transforms, 2):
+        torch.testing.assert_close(fused, apart)
+        assert fused[2] == 1
 
 
 def compiled_steps():
