@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_a_call_ends_at_once(context, tmp_path, how):
     other.start()
     arguments = [sys.executable, "-c", LEAVING, store, how]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leaving:
-        assert leaving.stdout.readline() == "in its second call\n"
+        assert "in its second call\n" in iter(leaving.stdout.readline, "")  # after what gloo prints in some versions
         if how == "interrupted":
             time.sleep(0.5)  # in which it comes to wait
             leaving.send_signal(signal.SIGINT)
