@@ -332,7 +332,7 @@ def test_the_emulator_sees_one_value_too_many(emulated):
 @pytest.mark.parametrize("sizes", [(1, 2000, 2**31), (2**31, 2000, 8)], ids=["values", "samples"])
 def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
     """No card has the memory for them. Nothing is read: the buffers hold less than is said here."""
-    header = emulated._header(0, torch.ones(2, 3, 8))
+    header = emulated._header(0, {"input": torch.ones(2, 3, 8)})
     header[3:6] = sizes
     with pytest.raises(EmulationError, match="more than 2\\^30 values or samples"):
         emulated._call(header, [], [(torch.ones(8), 0), (torch.zeros(8), 0), NO_BUFFER])
