@@ -60,8 +60,8 @@ demo: $(VENV)/installed-demo
 # All of it on the native kernels, and what is marked reference_too once more on the reference ops: in these folders,
 # because to collect all tests costs ten seconds.
 REFERENCE_TOO := tests/contract tests/layer tests/ops
-# Two files at a time: each has ranks of its own. Threads that wait for work leave the cores to others.
-TEST_JOBS ?= 2
+# Three files at a time, since those with ranks often wait. Threads that wait for work leave the cores to others.
+TEST_JOBS ?= 3
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 test: $(VENV)/installed-test
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)

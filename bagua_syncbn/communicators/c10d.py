@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .waiting import Begun, wait_in_slices
+from .waiting import Begun, keep_last_works_of, wait_in_slices
 
 _IS_AVAILABLE = dist.is_available()
 
@@ -42,6 +42,7 @@ class TorchCommunicator:
 
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
+        keep_last_works_of(group)
         self._gathers_lists = False  # its backend cannot gather into one tensor, which it says before it sends anything
         self.name: str = group.group_name
         self.size: int = group.size()

@@ -4,7 +4,7 @@ import ctypes
 from collections import deque
 from datetime import timedelta
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import Tensor
 
@@ -34,13 +34,13 @@ def wait_in_slices(work: Any, group: Any) -> None:
         while True:
             try:
                 work.wait(_SLICE)
-                _ended.append(work)
+                _ended[id(group)].append(work)
                 return
             except RuntimeError:
                 if work.is_completed():  # it has failed, or ended just after the slice
                     break
         work.wait()
-        _ended.append(work)
+        _ended[id(group)].append(work)
     except BaseException:
         if not work.is_completed():
             _keep_to_the_end(group)
@@ -50,9 +50,18 @@ def wait_in_slices(work: Any, group: Any) -> None:
 
 _SLICE = timedelta(seconds=0.5)
 
-# The last collectives that have ended. A thread of gloo lets go of each some time after it has told us of the end: if
-# the tensors went with it while the interpreter ends, that thread would ask for the GIL, and abort the process.
-_ended: deque[Any] = deque(maxlen=4)
+# The last collectives that have ended, by the id of their group. A thread of gloo lets go of each some time after it
+# has told us of the end: if the tensors went with it while the interpreter ends, that thread would ask for the GIL, and
+# that aborts the process. They go when their group goes, whose end waits for its threads.
+_ended: dict[int, deque[Any]] = {}
+
+
+def keep_last_works_of(group: Any) -> None:
+    """Has the last collectives of ``group`` live as long as it does, of those that :func:`wait_in_slices` waits for."""
+    key = id(group)
+    if key not in _ended:
+        _ended[key] = deque(maxlen=4)
+        finalize(group, _ended.pop, key).atexit = False  # type: ignore[misc]  # that would be too early
 
 
 def _keep_to_the_end(kept: Any) -> None:

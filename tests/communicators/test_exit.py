@@ -83,6 +83,22 @@ def messages_that_outlive_their_callers():
     return held, [one() is not None for one in sent]
 
 
+def last_message_after_the_job():
+    message = torch.ones(3)
+    communicator_of(None).all_gather(message)
+    sent, message = ref(message), None
+    dist.destroy_process_group()
+    return sent() is None
+
+
+def test_what_is_kept_of_a_job_ends_with_it(pool):
+    # Else sockets and threads of the group would live on.
+    pool.forget_job()
+    ended = pool.run(last_message_after_the_job, 2)
+    pool.forget_job()
+    assert ended == [True, True]
+
+
 def test_no_thread_of_gloo_is_the_last_to_hold_a_message(pool):
     # One that was would ask for the GIL, and that aborts a process whose interpreter ends at that time.
     for held, held_later in pool.run(messages_that_outlive_their_callers, 2):
