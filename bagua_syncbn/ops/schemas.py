@@ -84,7 +84,7 @@ def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
     """Declares an op that has ``schema``; what is decorated gives the shapes of its results."""
     name = schema.partition("(")[0]
     SCHEMAS[name] = schema
-    # Flexible: torch.compile may lay tensors out in other ways than traced, as it does for convolutions, without copies.
+    # Flexible: torch.compile may lay out tensors in other ways than traced, as for convolutions, without copies.
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     shapes: Callable[[_Shapes], _Shapes] = torch.library.register_fake(f"bagua_syncbn::{name}", lib=library)
     return shapes
