@@ -24,7 +24,7 @@ Capability best_capability() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   // Every processor with AVX2 has F16C, which clang cannot ask for.
-  if (!__builtin_cpu_supports("avx2")) return Capability::kBaseline;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Capability::kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return avx512 ? Capability::kAvx512 : Capability::kAvx2;

@@ -5,10 +5,10 @@
 #include "../loops.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 #endif
 
 #define BAGUA_SYNCBN_ISA avx512

@@ -1,5 +1,6 @@
 // The functions that activations are made of. Of vectors of float: polynomials that were fitted for this, within 2
-// units in the last place of the result (normal_cdf: of 1). Of double: the C library's, one by one.
+// units in the last place of the result (normal_cdf: of 1), with the same bits for any instruction set. Of double: the
+// C library's, one by one.
 
 template <typename V>
 inline V of(double constant);
@@ -16,12 +17,43 @@ inline double of<double>(double constant) {
   return constant;
 }
 
+#if BAGUA_SYNCBN_VECTOR_BYTES == 16 && !defined(__FP_FAST_FMAF)
+// In double, where the product is exact and the sum is rounded to odd: then rounding it once more does no harm.
+__attribute__((noinline)) Vec<float> rounded_once(Vec<float> a, Vec<float> b, Vec<float> c) {
+  for (int i = 0; i < kWidth<float>; i += kWidth<double>) {
+    const auto wide = [i](Vec<float> v) { return Vec<double>{v[i], v[i + 1]}; };
+    const Vec<double> product = wide(a) * wide(b), addend = wide(c), sum = product + addend;
+    const Vec<double> rest = sum - product, error = (product - (sum - rest)) + (addend - rest);
+    const Mask<double> is_inexact = (error < 0.0) | (error > 0.0), is_even = ((Mask<double>)sum & 1) - 1;
+    const Mask<double> step = ((error > 0.0) ^ (sum > 0.0)) | 1;  // 1 towards a larger magnitude, else -1
+    const auto odd = (Vec<double>)((Mask<double>)sum + (step & is_inexact & is_even));
+    c[i] = static_cast<float>(odd[0]);
+    c[i + 1] = static_cast<float>(odd[1]);
+  }
+  return c;
+}
+#endif
+
+// a * b + c, rounded once.
+inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return rounded_once(a, b, c);
+#endif
+}
+
 // c[0] + c[1] * x + c[2] * x^2 + ...
 template <int n>
 inline Vec<float> polynomial(const float (&c)[n], Vec<float> x) {
   Vec<float> sum = broadcast(c[n - 1]);
 #pragma GCC unroll 8
-  for (int i = n - 2; i >= 0; --i) sum = sum * x + c[i];
+  for (int i = n - 2; i >= 0; --i) sum = fused_multiply_add(sum, x, broadcast(c[i]));
   return sum;
 }
 
@@ -37,11 +69,12 @@ struct Reduced {
 
   explicit Reduced(Vec<float> x) {
     const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23, to which an integer is added exactly
-    const Vec<float> shifted = x * 1.44269504f + round;
+    const Vec<float> shifted = fused_multiply_add(x, broadcast(1.44269504f), round);
     whole = shifted - round;
     k = (Mask<float>)shifted - (Mask<float>)round;
-    const Vec<float> r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;  // log(2) in two parts
-    expm1 = r + r * r * polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r);
+    const Vec<float> part = fused_multiply_add(whole, broadcast(-0.693359375f), x);
+    const Vec<float> r = fused_multiply_add(whole, broadcast(2.12194440e-4f), part);  // log(2) in two parts
+    expm1 = fused_multiply_add(r * r, polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r), r);
   }
 };
 
@@ -85,8 +118,8 @@ inline Vec<float> magnitude(Vec<float> x) {
 }
 
 inline Vec<float> sigmoid_slope(Vec<float> x) {
-  const Vec<float> e = exp_between(-magnitude(x)), s = 1.0f / (1.0f + e);
-  return e * s * s;
+  const Vec<float> e = exp_between(-magnitude(x)), s = 1.0f + e;
+  return e / (s * s);
 }
 
 // For x up to 0.
