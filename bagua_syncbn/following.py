@@ -9,12 +9,14 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from itertools import product
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
+from torch.nn.modules.module import _has_any_global_hook
 
 from .ops.activations import MODULES
 from .tracing import Proxy, as_one_node
@@ -66,10 +68,8 @@ def follower_of(layer: nn.Module) -> PassingOn | None:
     frame = sys._getframe(2)
     while frame.f_code in _CALLS_OF_MODULES and frame.f_back is not None:
         frame = frame.f_back
-    parent = frame.f_locals.get("self")
-    if not isinstance(parent, nn.Module) or CHAINS not in vars(parent):
-        return None
-    if frame.f_code not in codes_of(type(parent)):  # type: ignore[arg-type]
+    parent = whose_forward_is(frame)
+    if parent is None or CHAINS not in vars(parent):
         return None
     chains: Chains = vars(parent)[CHAINS]
     return next((_end_of(parent, chain) for path, chain in chains.items() if module_at(parent, path) is layer), None)
@@ -83,13 +83,29 @@ def follower_within(layer: nn.Module) -> PassingOn | None:
     return None if chain is None else _end_of(layer, chain)
 
 
+def whose_forward_is(frame: FrameType | None, patched: CodeType | None = None) -> nn.Module | None:
+    """Returns the module whose forward, or ``patched`` for it, is what ``frame`` runs, itself or by its methods.
+
+    A method that other code calls may do what was not read: with other arguments, or once more in a backward pass.
+    """
+    module = None if frame is None else frame.f_locals.get("self")
+    if not isinstance(module, nn.Module):
+        return None
+    entry, codes = entry_of(type(module)), codes_of(type(module))  # type: ignore[arg-type]
+    while frame is not None and (frame.f_code in codes or frame.f_code is patched):
+        if frame.f_code is entry or frame.f_code is patched:
+            return module if frame.f_locals.get("self") is module else None
+        frame = frame.f_back
+    return None
+
+
 _CALLS_OF_MODULES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 
 def _end_of(parent: nn.Module, chain: tuple[str, ...]) -> PassingOn | None:
     """Returns the last module of ``chain``, if what is marked for it still gets there as it is."""
     modules = [module_at(parent, path) for path in chain]
-    if any(module is None or _is_watched(module) for module in modules):
+    if _has_any_global_hook() or any(module is None or _is_watched(module) for module in modules):
         return None
     if not all(map(returns_its_input, modules[:-1])):
         return None
@@ -141,14 +157,23 @@ def codes_of(cls: Any) -> frozenset[CodeType]:
         for method in _methods_named(cls, code):
             add(method.__code__)
 
-    forward = inspect.unwrap(cls.forward)
-    if isinstance(forward, FunctionType):
-        add(forward.__code__)
+    entry = entry_of(cls)
+    if entry is not None:
+        add(entry)
     return frozenset(codes)
 
 
+@functools.lru_cache(maxsize=1024)
+def entry_of(cls: Any) -> CodeType | None:
+    """Returns the code of the forward of ``cls``, without what it is decorated with."""
+    forward = inspect.unwrap(cls.forward)
+    return forward.__code__ if isinstance(forward, FunctionType) else None
+
+
 def _methods_named(cls: type[nn.Module], code: CodeType) -> Iterator[FunctionType]:
-    for name in code.co_names:
-        method = inspect.getattr_static(cls, name, None)
-        if isinstance(method, FunctionType) and not hasattr(nn.Module, name):
-            yield method
+    """Also those that ``super()`` may lead to."""
+    for name, base in product(code.co_names, cls.__mro__):
+        method = vars(base).get(name)
+        is_own = base is not nn.Module and (name == "forward" or not hasattr(nn.Module, name))
+        if is_own and isinstance(method, FunctionType):
+            yield inspect.unwrap(method)

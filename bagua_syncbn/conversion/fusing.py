@@ -6,16 +6,28 @@ that forward asks what torch.fx cannot answer as in a real call.
 
 import copy
 import operator
+import sys
 import warnings
 from collections.abc import Iterator
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import product
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx, nn
 
-from ..following import CHAINS, PASSING, Chains, PassingOn, codes_of, module_at, returns_its_input, unfuse_activations
+from ..following import (
+    CHAINS,
+    PASSING,
+    Chains,
+    PassingOn,
+    codes_of,
+    module_at,
+    returns_its_input,
+    unfuse_activations,
+    whose_forward_is,
+)
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion
 from .convert import forget_compiled_code
@@ -26,7 +38,8 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 # A forward that names one of these may do other things with a tensor than with what torch.fx gives it.
 _QUESTIONS = {"isinstance", "issubclass", "type", "hasattr", "getattr", "is_tensor", "callable"}
-_MOST_CHOICES = 3
+_MOST_CHOICES = 4
+_OF_ANY_NUMBER = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ANY = object()  # what is given for an argument that may be None
 
@@ -49,10 +62,10 @@ def fuse_activations(module: _Module) -> _Module:
     ends in an activation. All else stays as it is; :func:`conversion_report` has the reasons.
 
     Objects, forward code, names, hooks and state dict stay. Activations get a subclass of their class, and pass on
-    what a layer has done for them. Where a layer is called from other code, or a hook of the layer or of the activation
-    could see what goes between them, and while torch.compile, ``torch.jit.trace`` or ``torch.export`` trace, each does
-    its own work. Call it when the model is whole: what the forward code decides by attributes of the model must stay
-    decided, or call it again.
+    what a layer has done for them. Where other code calls a layer or a method that calls one, where hooks of the layer
+    or of the activation could see what goes between them, and while torch.compile, ``torch.jit.trace`` or
+    ``torch.export`` trace, each does its own work. Call it when the model is whole: what the forward code decides by
+    attributes of the model must stay decided, or call it again.
 
     Args:
         module: the model, converted by :func:`convert_sync_batchnorm`.
@@ -110,7 +123,7 @@ def _read(parent: nn.Module) -> _Reading:
     try:
         graphs = [] if reason else list(_traces(parent, cls))
     except Exception as error:
-        reason = f"torch.fx cannot follow {where}: {type(error).__name__}"
+        reason = f"torch.fx cannot follow {where}: {str(error).partition(chr(10))[0] or type(error).__name__}"
     if reason:
         return _Reading({}, dict.fromkeys(layers, f"computes no activation, as {reason}"))
     return _combined(parent, where, layers, graphs)
@@ -132,16 +145,30 @@ def _layers_called_by(parent: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Tracer(fx.Tracer):
+    patched: CodeType | None = None  # what torch.fx makes of a forward that takes any number of arguments
+
+    def create_args_for_root(self, root_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        function, values = super().create_args_for_root(root_fn, *args, **kwargs)
+        if function is not root_fn:
+            self.patched = function.__code__
+        return function, values
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(m, SyncBatchNorm) and whose_forward_is(sys._getframe(2), self.patched) is not self.root:
+            raise ValueError("a function that is no method of it calls a layer")
+        return super().call_module(m, forward, args, kwargs)
+
 
 def _traces(parent: nn.Module, cls: type[nn.Module]) -> Iterator[fx.Graph]:
-    """Yields what the forward does in training and in evaluation, for each value of flags and absent arguments."""
-    parameters = signature(cls.forward).parameters
+    """Yields what the forward does in training and in evaluation, for each value of flags and of what may be None."""
+    _, *parameters = signature(cls.forward).parameters.items()
     choices: list[list[tuple[str, Any]]] = []
-    for name, parameter in parameters.items():
-        if parameter.default is None:
+    for index, (name, parameter) in enumerate(parameters):
+        is_required = parameter.default is parameter.empty and parameter.kind not in _OF_ANY_NUMBER
+        if parameter.default is None or (index > 0 and is_required):
             choices.append([(name, None), (name, _ANY)])
         elif isinstance(parameter.default, bool):
             choices.append([(name, True), (name, False)])
@@ -150,7 +177,12 @@ def _traces(parent: nn.Module, cls: type[nn.Module]) -> Iterator[fx.Graph]:
     for training, *given in product((True, False), *choices):
         shadow = _shadow(parent, cls, training)
         known = {name: value for name, value in given if value is not _ANY}
-        graph = _Tracer().trace(shadow, concrete_args=known)
+        try:
+            graph = _Tracer().trace(shadow, concrete_args=known)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error):  # so does a real call then
+                continue
+            raise
         if any(_holds_proxy(value) for value in vars(shadow).values()):
             raise ValueError("it keeps tensors")
         yield graph
@@ -203,17 +235,25 @@ def _chain_from(node: fx.Node, parent: nn.Module) -> tuple[str, ...] | str:
         if len(node.users) != 1:
             return f"not one but {len(node.users)} read its output"
         (reader,) = node.users
-        if reader.op != "call_module" or reader.args != (node,) or reader.kwargs:
-            if reader.target in _SUMS:  # of what may not be there yet when the layer runs
-                return "a sum reads its output, which only a layer that is called with a residual makes"
-            return "no module alone reads its output"
+        if reader.op != "call_module":
+            return _why_not(reader)
         module = module_at(parent, str(reader.target))
+        if reader.args != (node,) or reader.kwargs:
+            return f"{_name_of(module)} reads its output, and more"
         paths.append(str(reader.target))
         if type(module) in PASSING or isinstance(module, PassingOn):
             return tuple(paths)
         if not returns_its_input(module):
             return f"{_name_of(module)} reads its output"
         node = reader
+
+
+def _why_not(reader: fx.Node) -> str:
+    if reader.op == "output":
+        return "its output is returned"
+    if reader.target in _SUMS:  # of what may not be there yet when the layer runs
+        return "a sum reads its output, which only a layer that is called with a residual makes"
+    return f"{getattr(reader.target, '__name__', reader.target)}, which is no module, reads its output"
 
 
 def _name_of(module: nn.Module | None) -> str:

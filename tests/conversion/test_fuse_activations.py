@@ -261,17 +261,30 @@ def test_all_that_is_not_proven():
         def forward(self, x):
             return self.prelu(self.asked(x))
 
+    class Returned(Unproven):
+        def forward(self, x):
+            return self.kept(self.act(x))
+
+    class RunTwice(Unproven):
+        def body(self, x):
+            return self.act(self.kept(x))
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
     reasons = {
         ReadTwice: "as not one but 2 read its output in the forward of ReadTwice",
-        Function: "as no module alone reads its output",
+        Function: "as relu, which is no module, reads its output",
         Residual: "as a sum reads its output, which only a layer that is called with a residual makes",
         Dropped: "as Dropout reads its output",
-        Kept: "as torch.fx cannot follow the forward of Kept: ValueError",
+        Kept: "as torch.fx cannot follow the forward of Kept: it keeps tensors",
         Either: "as other things follow in the forward of Either at other times",
         InEvaluation: "as other things follow",
         Asked: "as the forward of Asked depends on what isinstance says",
-        Branches: "as torch.fx cannot follow the forward of Branches: TraceError",
+        Branches: "as torch.fx cannot follow the forward of Branches: symbolically traced variables",
         Unknown: "as PReLU reads its output",
+        Returned: "as its output is returned",
+        RunTwice: "as torch.fx cannot follow the forward of RunTwice: a function that is no method of it calls a layer",
     }
     for cls, reason in reasons.items():
         model = convert_sync_batchnorm(cls())
@@ -282,6 +295,39 @@ def test_all_that_is_not_proven():
         assert "last" not in vars(model)
         assert type(model.act) is nn.ReLU
         torch.testing.assert_close(model.eval()(batch), expected(batch))
+
+
+def test_methods_of_a_forward(monkeypatch):
+    """Also of base classes; but not where other code calls them, with other arguments."""
+
+    class Methods(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.other, self.act = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.SiLU()
+
+        def body(self, x, raw=False):
+            y = self.bn(x)
+            return y if raw else self.act(y)
+
+        def forward(self, x, skip):
+            x = self.body(x)
+            y = self.other(x)
+            return y if skip is None else self.act(y) + skip.size(0)
+
+    class Derived(Methods):
+        def forward(self, x, *, skip):
+            return super().forward(x, skip) + 1
+
+    batch = torch.randn(5, 3)
+    for cls in (Methods, Derived):
+        plain = convert_sync_batchnorm(cls())
+        model, calls = fuse_activations(copy.deepcopy(plain)), Calls(monkeypatch)
+        for skip in (None, batch):
+            torch.testing.assert_close(model(batch, skip=skip), plain(batch, skip=skip))
+        for raw in (True, False):
+            torch.testing.assert_close(model.body(batch, raw), plain.body(batch, raw))
+        assert calls.count == 2
+        assert f"other things follow in the forward of {cls.__name__} at other times" in str(conversion_report(model))
 
 
 def test_where_each_does_its_own_work(monkeypatch):
@@ -308,6 +354,16 @@ def test_where_each_does_its_own_work(monkeypatch):
     plain[0].relu = nn.Tanh()
     torch.testing.assert_close(block(batch), plain[0](batch))
     assert calls.count == 1
+
+
+def test_hooks_of_all_modules():
+    """As debuggers have them: what activations are given stays what it was."""
+    plain, batch, seen = make_model("timm"), torch.randn(2, 4, 6, 5, dtype=torch.float64), []
+    with nn.modules.module.register_module_forward_pre_hook(lambda module, given: seen.append(given[0])):
+        plain(batch)
+        count = len(seen)
+        fuse_activations(plain)(batch)
+    torch.testing.assert_close(seen[count:], seen[:count])
 
 
 def test_what_comes_between_later():
