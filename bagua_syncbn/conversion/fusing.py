@@ -133,15 +133,19 @@ def _layers_called_by(parent: nn.Module) -> Iterator[nn.Module]:
     """The layers that the forward of ``parent`` may call: its own, those in its lists, and itself."""
     if isinstance(parent, ObservedSyncBatchNorm):
         yield parent
-    if isinstance(parent, nn.ModuleList | nn.ModuleDict):
+    if _is_a_list(parent):
         return
     waiting = list(parent.children())
     while waiting:
         child = waiting.pop()
         if isinstance(child, SyncBatchNorm) and not isinstance(child, ObservedSyncBatchNorm):
             yield child
-        elif isinstance(child, nn.ModuleList | nn.ModuleDict):
+        elif _is_a_list(child):
             waiting += child.children()
+
+
+def _is_a_list(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 class _Tracer(fx.Tracer):
@@ -257,4 +261,5 @@ def _why_not(reader: fx.Node) -> str:
 
 
 def _name_of(module: nn.Module | None) -> str:
-    return module.local_class.__name__ if isinstance(module, PassingOn) else type(module).__name__
+    cls = module.local_class if isinstance(module, PassingOn) else type(module)
+    return cls.__name__ if cls.__module__.startswith("torch.nn.") else f"{cls.__module__}.{cls.__qualname__}"

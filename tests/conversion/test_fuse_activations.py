@@ -66,6 +66,18 @@ class CSP(nn.Module):
         return self.last(torch.cat(parts, 1))
 
 
+class Backbone(nn.ModuleDict):
+    """As torchvision's IntermediateLayerGetter: a container with a forward."""
+
+    def __init__(self):
+        super().__init__({"conv": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4), "relu": nn.ReLU(inplace=True)})
+
+    def forward(self, x):
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
 class InvertedResidual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -118,6 +130,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
 MODELS = {
     "bottleneck": (Bottleneck, 2),
     "csp": (CSP, 4),
+    "backbone": (Backbone, 1),
     "inverted residual": (InvertedResidual, 2),
     "segmentation": (Segmentation, 2),
     "timm": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), BatchNormAct2d(4), nn.Conv2d(4, 4, 1)), 1),
@@ -257,7 +270,21 @@ def test_all_that_is_not_proven():
             y = self.asked(x)
             return self.act(y) if x.sum() > 0 else y
 
+    class GELU(nn.Module):
+        """Not torch's."""
+
+        def forward(self, x):
+            return F.gelu(x)
+
     class Unknown(Unproven):
+        def __init__(self):
+            super().__init__()
+            self.unknown = GELU()
+
+        def forward(self, x):
+            return self.unknown(self.asked(x))
+
+    class NotComputed(Unproven):
         def forward(self, x):
             return self.prelu(self.asked(x))
 
@@ -282,7 +309,8 @@ def test_all_that_is_not_proven():
         InEvaluation: "as other things follow",
         Asked: "as the forward of Asked depends on what isinstance says",
         Branches: "as torch.fx cannot follow the forward of Branches: symbolically traced variables",
-        Unknown: "as PReLU reads its output",
+        Unknown: f"as {__name__}.test_all_that_is_not_proven.<locals>.GELU reads its output",
+        NotComputed: "as PReLU reads its output",
         Returned: "as its output is returned",
         RunTwice: "as torch.fx cannot follow the forward of RunTwice: a function that is no method of it calls a layer",
     }
