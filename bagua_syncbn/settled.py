@@ -69,7 +69,7 @@ def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:
 
 # What the checks look at and what decides who computes, but for the ranks, the tensors and the numbers in each layer.
 _attributes = attrgetter(
-    *("__class__", "eps_mode", "skip_nonfinite", "place_in_model", "name_in_model", "fused_activation", "is_followed"),
+    *("eps_mode", "skip_nonfinite", "place_in_model", "name_in_model", "fused_activation", "is_followed"),
     *("_masking", "_kept", "_replica", "_is_replica"),
 )
 
@@ -87,7 +87,7 @@ def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Tensor | No
         numbers = own["training"], own["track_running_stats"], own["momentum"], own["eps"]
     except KeyError:  # as of a parametrized layer
         return (), None, None, ()
-    facts = numbers, _attributes(layer), id(mean), id(var), id(batches)  # the options hold the buffers
+    facts = type(layer), numbers, _attributes(layer), id(mean), id(var), id(batches)  # the options hold the buffers
     tensors = (
         input,
         input if weight is None else weight,

@@ -95,12 +95,25 @@ inline int64_t* record_of(const std::optional<Tensor>& fault) {
   return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
 }
 
-inline Words words_of(const std::vector<int64_t>& values) {
-  check(static_cast<int64_t>(values.size()) <= kMostWords, "words", "up to 6", values.size());
-  Words words;
-  for (const int64_t value : values) {
-    check(value >= 0 && value < kCountBase, "words", "integers from 0 to 2^24 - 1", value);
-    words.values[words.count++] = static_cast<int32_t>(value);
+// What a row of statistics ends in, if there is a `speaker`: its layer and terms, of 24 bits each, and the call.
+inline Words words_of_row(std::optional<int64_t> speaker, int64_t call) {
+  if (!speaker) return {};
+  check(*speaker >= 0 && *speaker < kCountBase * kCountBase, "speaker", "an integer of 48 bits", *speaker);
+  check(call >= 0 && call < kCountBase, "call", "an integer of 24 bits", call);
+  return {3,
+          {static_cast<int32_t>(*speaker / kCountBase), static_cast<int32_t>(*speaker % kCountBase),
+           static_cast<int32_t>(call)}};
+}
+
+// What sums end in, if there is a `fingerprint`: each of its three parts of 12 bits, and the square of it.
+inline Words words_of_sums(std::optional<int64_t> fingerprint) {
+  if (!fingerprint) return {};
+  check(*fingerprint >= 0 && *fingerprint < kCountBase << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
+  Words words{6, {}};
+  for (int part = 0; part < 3; ++part) {
+    const auto word = static_cast<int32_t>((*fingerprint >> (12 * part)) & 0xfff);
+    words.values[2 * part] = word;
+    words.values[2 * part + 1] = word * word;
   }
   return words;
 }
@@ -108,10 +121,9 @@ inline Words words_of(const std::vector<int64_t>& values) {
 inline void check_gather_stats(const Tensor& gathered, const std::optional<Tensor>& running_mean,
                                const std::optional<Tensor>& running_var,
                                const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum,
-                               int64_t words, const std::optional<Tensor>& fault) {
-  check(words >= 0 && words <= kMostGatheredWords, "words", "0 to 3", words);
-  const int64_t size = gathered.dim() == 2 ? gathered.size(1) - words : 0;
-  if (size < 2 || size % 2 != 0) refuse("gathered", "(ranks, 2 * channels + 2 + words)", sizes_of(gathered));
+                               const std::optional<Tensor>& fault) {
+  const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0, words = words_in(size);
+  if (size < 2 + words) refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more", sizes_of(gathered));
   const ScalarType dtype = scalar_type(gathered);
   check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", dtype);
   check_fault(fault);
@@ -119,7 +131,7 @@ inline void check_gather_stats(const Tensor& gathered, const std::optional<Tenso
   if (!running_mean || !running_var) return;  // none are tracked
   const bool has_factor = momentum || num_batches_tracked;
   check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
-  const int64_t channels = packed_channels(size, 0);
+  const int64_t channels = packed_channels(size, words);
   check_channels(*running_mean, "running_mean", channels, gathered);
   check_channels(*running_var, "running_var", channels, gathered);
 }

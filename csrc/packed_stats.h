@@ -38,6 +38,11 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels, int64_t
   return 2 * channels + 2 + words;
 }
 
+// How many words a row of so many values ends in: without, their number is even.
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t words_in(int64_t size) {
+  return size % 2 ? kMostGatheredWords : 0;
+}
+
 BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size, int64_t words) {
   return (size - 2 - words) / 2;
 }

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
+from .. import ops
 from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
 from .conversation import Conversation, conversation_in
 from .faults import differ
-from .identity import PARTS, RAISED, WORD, WORDS, Identity, describe, parts_of, process, speaker_of
+from .identity import RAISED, WORD, Identity, describe, exact_bits, process, speaker_of
 from .torch_private import is_capturing, unseen_by_selective_checkpointing
 
 _TEXT = 320  # bytes in which a rank says what it does
@@ -26,11 +27,12 @@ class Question:
     """A message as all ranks of a group expect it, that holds only the words of what this rank comes with."""
 
     def __init__(
-        self, expected: Identity | None, words: list[int], communicator: Communicator, device: torch.device
+        self, expected: Identity | None, speaker: int, call: int, communicator: Communicator, device: torch.device
     ) -> None:
-        self._is_sum, numel, dtype = (False, WORDS, torch.float32) if expected is None else expected.message
+        self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
         self._size = communicator.size
-        self._said = parts_of(hash((*words, 0)), self._size) if self._is_sum else words
+        fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
+        self._said = ops.parts_of(fingerprint) if self._is_sum else ops.words_of_row(speaker, call)
         packed = torch.zeros(numel, dtype=dtype)
         packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype)
         self.packed = packed.to(device)
@@ -38,12 +40,12 @@ class Question:
 
     def rows_of(self, answer: Tensor) -> list[list[float]]:
         """Returns the words of each rank, where they can be told apart."""
-        return [] if self._is_sum else answer[:, -WORDS:].tolist()
+        return [] if self._is_sum else answer[:, -ops.WORDS :].tolist()
 
     def is_unanimous(self, answer: Tensor) -> bool:
         """Whether all ranks came with the same words."""
         if self._is_sum:
-            return bool(answer[-PARTS:].tolist() == [self._size * word for word in self._said])
+            return bool(answer[-ops.PARTS :].tolist() == [self._size * word for word in self._said])
         return all(row == self._said for row in self.rows_of(answer))
 
     def begin(self, communicator: TorchCommunicator) -> Begun:
@@ -79,7 +81,7 @@ def _tell(communicator: TorchCommunicator, what: str, why: str) -> None:
     device, call = conversation.device, conversation.calls + 1
     if device is None or conversation.failure is not None or not can_ask(device):
         return
-    question = Question(conversation.expected(), [0, RAISED, call % WORD], communicator, device)
+    question = Question(conversation.expected(), RAISED, call % WORD, communicator, device)
     answer = question.begin(communicator)
     on_cpu = device.type == "cpu"
     texts = communicator.begin_all_gather(codes_of(f"{what}, call {call}: {why}")) if on_cpu else None

@@ -22,26 +22,24 @@ from .agreement import Question, by_text, can_ask, codes_of, resume
 from .conversation import Conversation, conversation_in
 from .faults import ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
 from .identity import (
-    PARTS,
     WORD,
-    WORDS,
     Identity,
     Terms,
     describe,
+    exact_bits,
     hash_of,
     identity_of,
     note_compilation,
-    parts_of,
     process,
     terms_of,
 )
 
 
-def _stats(input: Tensor, masking: ops.Masking | None, words: Sequence[int] = ()) -> Tensor:
+def _stats(input: Tensor, masking: ops.Masking | None, *words: int) -> Tensor:
     """Returns the statistics of ``input``, with ``masking`` of the positions that count."""
     if masking is None:
-        return ops.batch_norm_stats(input, words)  # type: ignore[no-any-return]
-    return ops.batch_norm_masked_stats(input, masking.positions, words)  # type: ignore[no-any-return]
+        return ops.batch_norm_stats(input, *words)  # type: ignore[no-any-return]
+    return ops.batch_norm_masked_stats(input, masking.positions, *words)  # type: ignore[no-any-return]
 
 
 class Line(NamedTuple):
@@ -50,6 +48,7 @@ class Line(NamedTuple):
     identity: Identity
     communicator: Communicator
     conversation: Conversation
+    exact_bits: int  # of fingerprints
 
 
 class Exchange:
@@ -62,10 +61,10 @@ class Exchange:
     _stats: Any = ops.batch_norm_stats
     _backward_elemt: Any = ops.batch_norm_backward_elemt
 
-    __slots__ = ("_communicator", "_conversation", "_fault", "_identity", "_number")
+    __slots__ = ("_communicator", "_conversation", "_exact_bits", "_fault", "_identity", "_number")
 
     def __init__(self, line: Line) -> None:
-        self._identity, self._communicator, self._conversation = line
+        self._identity, self._communicator, self._conversation, self._exact_bits = line
         self._fault: Fault | None = None
         self._number = 0
 
@@ -76,20 +75,20 @@ class Exchange:
             RuntimeError: the ranks make different calls, or the collective failed; on CPU no buffer has changed.
         """
         identity = self._identity
-        words = self._words(identity)
-        gathered = self._send(self._communicator.all_gather, self._stats(input, words), identity)
-        self._number = words[2]
+        speaker, call = self._words(identity)
+        gathered = self._send(self._communicator.all_gather, self._stats(input, speaker, call), identity)
+        self._number = call
         fault = self._fault = fault_for(gathered)
-        merged = ops.merge_stats(gathered, options, WORDS, None if fault is None else fault.tensor)
+        merged = ops.merge_stats(gathered, options, None if fault is None else fault.tensor)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return merged
 
-    def words_of_sums(self, identity: Identity | None = None) -> list[int]:
-        """Returns the words that the sums of the backward pass end in, or those of ``identity``."""
+    def fingerprint(self, identity: Identity | None = None) -> int:
+        """Returns the fingerprint that goes with the sums of the backward pass, or with those of ``identity``."""
         number = 0 if process.compiles else self._number
-        words = self._words(identity or self._identity.backward)
-        return parts_of(hash((*words, number)), self._communicator.size)
+        speaker, call = self._words(identity or self._identity.backward)
+        return hash((speaker, call, number)) & self._exact_bits
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
@@ -111,10 +110,11 @@ class Exchange:
         The ``op`` may be another one that does.
         """
         identity, fault, ranks = self._identity.backward, self._fault, self._communicator.size
-        call = 0 if fault is None or fault is ON_CPU else number_of_sum(identity)
         record = None if fault is None else fault.tensor
+        # On CPU it needs no number: this raises at once.
+        number = () if fault is None or fault is ON_CPU else (number_of_sum(identity),)
         op = op or self._backward_elemt
-        grad_input: Tensor = op(grad, input, weight, mean, invstd, sums, count, ranks, call, record)
+        grad_input: Tensor = op(grad, input, weight, mean, invstd, sums, count, ranks, record, *number)
         if fault is ON_CPU and fault.kind.value:
             self._raise_found(identity)
         return grad_input
@@ -122,9 +122,9 @@ class Exchange:
     def total(self, packed: Tensor) -> Tensor:
         """Returns the sum over ranks of ``packed``: for derivatives of any order."""
         identity = self._identity.derivative
-        words = self.words_of_sums(identity)
+        words = ops.parts_of(self.fingerprint(identity))
         packed = torch.cat([packed, packed.new_tensor(words)])
-        total, said = self._send(self._communicator.all_reduce, packed, identity).tensor_split([-PARTS])
+        total, said = self._send(self._communicator.all_reduce, packed, identity).tensor_split([-ops.PARTS])
         expected = [self._communicator.size * word for word in words]
         if packed.device.type != "cpu" or type(packed) is not Tensor:
             return total.where((said == packed.new_tensor(expected)).all(), torch.nan)
@@ -132,13 +132,13 @@ class Exchange:
             self._disagree(identity, self._conversation.calls, packed.device)
         return total
 
-    def _words(self, identity: Identity) -> list[int]:
+    def _words(self, identity: Identity) -> tuple[int, int]:
+        """Returns who speaks, and in what call."""
         conversation = self._conversation
         if conversation.failure is not None:
             resume(conversation)
         raise_if_found()
-        place, terms = identity.key
-        return [0, terms, 0] if process.compiles else [place, terms, (conversation.calls + 1) % WORD]
+        return (identity.key[1], 0) if process.compiles else (identity.speaker, (conversation.calls + 1) % WORD)
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, identity: Identity) -> Tensor:
         """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same."""
@@ -164,8 +164,8 @@ class Exchange:
 
     def _ask(self, expected: Identity | None, identity: Identity, device: torch.device) -> None:
         """Finds out, by a message as all ranks expect it, whether they all come with ``identity``."""
-        words, call = self._words(identity), self._conversation.calls + 1
-        question = Question(expected, words, self._communicator, device)
+        call = self._conversation.calls + 1
+        question = Question(expected, *self._words(identity), self._communicator, device)
         try:
             answer = question.collective(question.packed)
         except BaseException as error:
@@ -223,13 +223,13 @@ class MaskedExchange(Exchange):
         super().__init__(line)
         self.masking, self.zeroed = masking, masking.zeroed()
 
-    def _stats(self, input: Tensor, words: Sequence[int]) -> Tensor:
-        return _stats(input, self.masking, words)
+    def _stats(self, input: Tensor, *words: int) -> Tensor:
+        return _stats(input, self.masking, *words)
 
     def _backward_elemt(self, *arguments: Any) -> Tensor:
         tensors, last = arguments[:7], arguments[7:]
         positions, zeroes = self.masking
-        return ops.batch_norm_masked_backward_elemt(*tensors, positions, *last, zeroes)  # type: ignore[no-any-return]
+        return ops.batch_norm_masked_backward_elemt(*tensors, positions, zeroes, *last)  # type: ignore[no-any-return]
 
 
 class InGraph:
@@ -245,16 +245,16 @@ class InGraph:
         self._communicator = communicator
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        packed = _stats(input, self.masking, [0, self._terms.word(0), 0])
+        packed = _stats(input, self.masking, self._terms.word(0), 0)
         gathered = self._communicator.all_gather(packed)
         # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
-        merged = ops.merge_stats(gathered, options.without_buffers(), WORDS)
+        merged = ops.merge_stats(gathered, options.without_buffers())
         fault = fault_on(input.device)
-        ops.merge_stats(gathered, options, WORDS, None if fault is None else fault.tensor)
+        ops.merge_stats(gathered, options, None if fault is None else fault.tensor)
         return merged
 
-    def words_of_sums(self) -> list[int]:
-        return parts_of(hash_of(0, self._terms.word(1), 0, 0), self._communicator.size)
+    def fingerprint(self) -> int:
+        return hash_of(self._terms.word(1), 0, 0) & exact_bits(self._communicator.size)
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
@@ -265,7 +265,7 @@ class InGraph:
         size = self._communicator.size
         if self.masking is not None:
             positions, zeroes = self.masking
-            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, positions, size, zeroes=zeroes)  # type: ignore[no-any-return]
+            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, positions, zeroes, size)  # type: ignore[no-any-return]
         return self.elementwise.batch_norm_backward_elemt(*arguments, size)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
@@ -283,8 +283,8 @@ class Alone:
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
         return ops.merge_stats(_stats(input, self.masking).unsqueeze(0), options)
 
-    def words_of_sums(self) -> list[int]:
-        return []
+    def fingerprint(self) -> None:
+        return None
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         return sums
@@ -292,7 +292,7 @@ class Alone:
     def backward_elemt(self, *arguments: Any, op: Any = None) -> Tensor:
         if self.masking is not None:
             positions, zeroes = self.masking
-            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, positions, zeroes=zeroes)  # type: ignore[no-any-return]
+            return self.elementwise.batch_norm_masked_backward_elemt(*arguments, positions, zeroes)  # type: ignore[no-any-return]
         return (op or self.elementwise.batch_norm_backward_elemt)(*arguments)  # type: ignore[no-any-return]
 
     def total(self, packed: Tensor) -> Tensor:
@@ -343,4 +343,5 @@ def exchange_of(
 
 def line_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> Line:
     """Returns what a call has in common with those of the other ranks of ``communicator``, of which there are some."""
-    return Line(identity_of(layer, input, options), communicator, conversation_in(communicator))
+    identity, conversation = identity_of(layer, input, options), conversation_in(communicator)
+    return Line(identity, communicator, conversation, exact_bits(communicator.size))

@@ -75,16 +75,16 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     ctx.recipe = None  # whoever saves the output has come before
     input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
     exchange: Exchange | Alone = ctx.exchange
-    words = exchange.words_of_sums() if ctx.needs_input_grad[0] else []
+    fingerprint = exchange.fingerprint() if ctx.needs_input_grad[0] else None
     grad = ops.laid_out_as(input, grad_output)
     op: Any = ops.batch_norm_backward_elemt
     code, parameter = ctx.act
     if code == 0:
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, fingerprint)
     else:
         twice = residual is None and exchange.masking is None and ops.outrun_memory(input, ctx.activation)
         sums, grad_weight, grad_bias, stored = ops.batch_norm_act_backward_reduce(
-            grad, input, mean, invstd, weight, bias, residual, code, parameter, words, not twice
+            grad, input, mean, invstd, weight, bias, residual, code, parameter, fingerprint, not twice
         )
         if twice:
             op = partial(_once_more, bias, code, parameter)

@@ -16,8 +16,6 @@ from .. import ops
 
 # Words fit float32, which holds every integer up to 2**24.
 WORD = 2**24
-WORDS = 3  # that are gathered: layer, terms, call
-PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
 
 # In place of the terms: a rank that makes no call, because it has raised an error.
 RAISED = 0
@@ -64,6 +62,12 @@ def hash_of(*numbers: float) -> int:
     return hash(numbers)
 
 
+def exact_bits(ranks: int) -> int:
+    """Returns the bits of a fingerprint, three parts of 12, that leave the sums of its words over ``ranks`` exact."""
+    bits = (24 - (ranks - 1).bit_length()) // 2
+    return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
+
+
 hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
 
 
@@ -72,19 +76,21 @@ class Identity:
 
     Attributes:
         key: words for the layer, 0 where its place is not known, and for the terms.
+        speaker: both in one number.
         message: whether its message is a sum, else it is gathered; its size and dtype.
         text: the same for people.
     """
 
-    __slots__ = ("backward", "derivative", "key", "message", "text")
+    __slots__ = ("backward", "derivative", "key", "message", "speaker", "text")
 
     backward: "Identity"
     derivative: "Identity"
 
     def __init__(self, place: int, name: str, terms: Terms, direction: int) -> None:
-        numel = 2 * terms.channels + (PARTS if direction else 2 + WORDS)
+        numel = 2 * terms.channels + (ops.PARTS if direction else 2 + ops.WORDS)
         self.message = bool(direction), numel, torch.float64 if terms.is_double else torch.float32
         self.key = place, terms.word(direction)
+        self.speaker = place * WORD + self.key[1]
         self.text = f"{_DIRECTIONS[direction]} of {name} ({_text_of(terms)})"
         _texts[self.key] = self.text
 
@@ -150,14 +156,6 @@ def _make_identity(place: int, speaker: str, terms: Terms) -> Identity:
 
 
 _MOST_IDENTITIES = 2**14
-
-
-def parts_of(mixed: int, ranks: int) -> list[int]:
-    """Returns a fingerprint of the hash ``mixed``, as it goes into a sum over so many ranks: exactly."""
-    bits = (24 - (ranks - 1).bit_length()) // 2
-    mask = (1 << bits) - 1
-    one, two, three = mixed & mask, mixed >> bits & mask, mixed >> 2 * bits & mask
-    return [one, one * one, two, two * two, three, three * three]
 
 
 def describe(words: Sequence[float]) -> str:

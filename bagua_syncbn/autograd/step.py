@@ -98,14 +98,14 @@ class _Step(torch.autograd.Function):
             grad_output = ops.laid_out_as(input, grad_output)
         # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
         # holds is not, so nothing else decides whether to communicate.
-        words = exchange.words_of_sums() if needs[0] else []
+        fingerprint = exchange.fingerprint() if needs[0] else None
         if exchange.zeroed is None:
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-                grad_output, input, mean, invstd, weight, words
+                grad_output, input, mean, invstd, weight, fingerprint
             )
         else:
             sums, grad_weight, grad_bias = ops.batch_norm_masked_backward_reduce(
-                grad_output, input, mean, invstd, weight, exchange.zeroed, words
+                grad_output, input, mean, invstd, weight, exchange.zeroed, fingerprint
             )
         grad_input = None
         if needs[0]:

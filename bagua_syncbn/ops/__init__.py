@@ -9,8 +9,8 @@ from .layout import laid_out_as
 from .masking import Masking
 from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
 from .native import KERNELS, beat_torch, outrun_memory
-from .reference import of_positions, per_channel, reduced_dims
-from .schemas import accumulate_dtype
+from .reference import of_positions, parts_of, per_channel, reduced_dims, words_of_row
+from .schemas import PARTS, WORDS, accumulate_dtype
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
@@ -30,6 +30,8 @@ __all__ = [
     "EPS_MODES",
     "IDENTITY",
     "KERNELS",
+    "PARTS",
+    "WORDS",
     "Activation",
     "Kept",
     "Masking",
@@ -57,7 +59,9 @@ __all__ = [
     "merge_stats",
     "of_positions",
     "outrun_memory",
+    "parts_of",
     "per_channel",
     "reduced_dims",
     "reference",
+    "words_of_row",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import activations
-from .schemas import SCHEMAS, accumulate_dtype, library
+from .schemas import SCHEMAS, accumulate_dtype, library, words_in
 
 # What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
 COUNT_BASE = 2**24
@@ -42,7 +42,19 @@ def _fill(values: Tensor, numbers: Iterable[int]) -> None:
         value.fill_(number)
 
 
-def batch_norm_stats(input: Tensor, words: Sequence[int] = ()) -> Tensor:
+def words_of_row(speaker: int | None, call: int) -> list[int]:
+    """Returns the words that a row of statistics ends in."""
+    return [] if speaker is None else [*divmod(speaker, COUNT_BASE), call]
+
+
+def parts_of(fingerprint: int | None) -> list[int]:
+    """Returns the words that sums end in."""
+    parts = () if fingerprint is None else (fingerprint & 0xFFF, fingerprint >> 12 & 0xFFF, fingerprint >> 24)
+    return [word for part in parts for word in (part, part * part)]
+
+
+def batch_norm_stats(input: Tensor, speaker: int | None = None, call: int = 0) -> Tensor:
+    words = words_of_row(speaker, call)
     channels = input.size(1)
     count = input.numel() // channels if channels else 0
     packed = input.new_zeros(2 * channels + 2 + len(words), dtype=accumulate_dtype(input.dtype))
@@ -66,7 +78,8 @@ def of_positions(mask: Tensor, input: Tensor) -> Tensor:
     return places < mask.view(-1, *[1] * (input.dim() - 1))
 
 
-def batch_norm_masked_stats(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
+def batch_norm_masked_stats(input: Tensor, mask: Tensor, speaker: int | None = None, call: int = 0) -> Tensor:
+    words = words_of_row(speaker, call)
     channels, inside = input.size(1), of_positions(mask, input)
     packed = input.new_zeros(2 * channels + 2 + len(words), dtype=accumulate_dtype(input.dtype))
     count = inside.expand(input.size(0), 1, *input.shape[2:]).sum()
@@ -114,12 +127,12 @@ def batch_norm_gather_stats(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
-    words: int = 0,
-    skip_nonfinite: bool = False,
     fault: Tensor | None = None,
+    skip_nonfinite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
     # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
+    words = words_in(gathered)
     channels = (gathered.size(1) - 2 - words) // 2
     rows = gathered.to(_merge_dtype(gathered.device))
     means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
@@ -166,8 +179,9 @@ def batch_norm_backward_reduce(
     mean: Tensor,
     invstd: Tensor,
     weight: Tensor | None,
-    words: Sequence[int] = (),
+    fingerprint: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    words = parts_of(fingerprint)
     channels = input.size(1)
     dtype = mean.dtype if weight is None else weight.dtype
     dims = reduced_dims(input)
@@ -190,8 +204,8 @@ def batch_norm_backward_elemt(
     sums: Tensor,
     count: Tensor,
     ranks: int = 1,
-    call: int = 0,
     fault: Tensor | None = None,
+    call: int = 0,
 ) -> Tensor:
     sums, said = sums.split([2 * input.size(1), sums.numel() - 2 * input.size(1)])
     if said.numel():
@@ -221,11 +235,11 @@ def batch_norm_masked_backward_reduce(
     invstd: Tensor,
     weight: Tensor | None,
     mask: Tensor,
-    words: Sequence[int] = (),
+    fingerprint: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inside = of_positions(mask, input)
     grad_output, input = grad_output.where(inside, 0), input.where(inside, 0)
-    return batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, words)
+    return batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, fingerprint)
 
 
 def batch_norm_masked_backward_elemt(
@@ -237,12 +251,12 @@ def batch_norm_masked_backward_elemt(
     sums: Tensor,
     count: Tensor,
     mask: Tensor,
-    ranks: int = 1,
-    call: int = 0,
-    fault: Tensor | None = None,
     zeroes: bool = False,
+    ranks: int = 1,
+    fault: Tensor | None = None,
+    call: int = 0,
 ) -> Tensor:
-    inside = batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault)
+    inside = batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call)
     scale = invstd if weight is None else invstd * weight
     outside = grad_output.new_zeros(()) if zeroes else grad_output * per_channel(scale, input)
     return torch.empty_like(input).copy_(torch.where(of_positions(mask, input), inside, outside.to(input.dtype)))
@@ -278,13 +292,13 @@ def batch_norm_act_backward_reduce(
     residual: Tensor | None,
     activation: int,
     parameter: float,
-    words: Sequence[int] = (),
+    fingerprint: int | None = None,
     with_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     z = _normalized(input, weight, bias, mean, invstd)
     z = z if residual is None else z.add_(residual)
     grad = activations.gradient(grad_output.to(z.dtype), z, activation, parameter)
-    sums = batch_norm_backward_reduce(grad, input, mean, invstd, weight, words)
+    sums = batch_norm_backward_reduce(grad, input, mean, invstd, weight, fingerprint)
     return *sums, torch.empty_like(input).copy_(grad) if with_grad else input.new_empty(0)
 
 
@@ -300,12 +314,12 @@ def batch_norm_act_backward_elemt(
     activation: int,
     parameter: float,
     ranks: int = 1,
-    call: int = 0,
     fault: Tensor | None = None,
+    call: int = 0,
 ) -> Tensor:
     z = _normalized(input, weight, bias, mean, invstd)
     grad = activations.gradient(grad_output.to(z.dtype), z, activation, parameter)
-    return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault)
+    return batch_norm_backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, fault, call)
 
 
 for _name in SCHEMAS:

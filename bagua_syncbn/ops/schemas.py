@@ -7,18 +7,18 @@ for float64 input and float32 for all others; ``mean``, ``invstd`` and everythin
 ``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
                                 ``[mean (C) | var (C) | low | high | words (K)]``: mean and biased variance of each
                                 channel, the number of values per channel, ``count = low + high * 2**24``, in two words
-                                because a float32 stops counting at ``2**24``, and ``words`` as they were given
+                                because a float32 stops counting at ``2**24``, and the words for ``speaker`` and
+                                ``call``
 ``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, to ``mean`` (C), ``invstd`` (C) and
                                 ``count`` (int64 scalar) of all ranks together; updates the running statistics in place,
-                                with ``skip_nonfinite`` only if they stay finite. Where the last K = ``words`` values
-                                differ between rows, or a count is none, ``mean`` and ``invstd`` are NaN, no buffer
-                                changes and ``fault`` says so
+                                with ``skip_nonfinite`` only if they stay finite. Where the words differ between rows,
+                                or a count is none, ``mean`` and ``invstd`` are NaN, no buffer changes and ``fault``
+                                says so
 ``batch_norm_elemt``            ``(input - mean) * invstd * weight + bias``, in the dtype and memory format of ``input``
 ``batch_norm_backward_reduce``  to ``sums`` of 2C + K values, ``[sum_dy (C) | sum_dy_xmu (C) | words (K)]``, where
-                                ``dy`` is ``grad_output`` and ``xmu`` is ``input - mean``; ``grad_weight`` (C) and
-                                ``grad_bias``
-                                (C) of this rank, in the dtype of ``weight`` if there is one, else in the accumulate
-                                dtype
+                                ``dy`` is ``grad_output`` and ``xmu`` is ``input - mean``, with the words for ``fingerprint``;
+                                ``grad_weight`` (C) and ``grad_bias`` (C) of this rank, in the dtype of ``weight`` if
+                                there is one, else in the accumulate dtype
 ``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``. The K
                                 words that follow the 2C sums are pairs ``(w, w**2)``, added up: where those of the
                                 ranks differed, the gradient is NaN and ``fault`` says so.
@@ -49,8 +49,13 @@ or int64 lengths (N) for an input (N, C, \*, L), of which the first so many plac
                                        ``grad_output * invstd * weight``: nothing passes through the statistics there
 =====================================  ==============================================================================
 
-Words are integers that the dtype holds exactly, the same on all ranks. ``fault`` is an int64 tensor of 8 values in the
-memory of the host, pinned for a device that writes to it; the first fault stays until the host clears it:
+Words are integers that the dtype holds exactly, the same on all ranks. A row of statistics ends in ``layer``, ``terms``
+and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then its size is odd. Sums end in
+``a, a**2, b, b**2, c, c**2`` if there is a ``fingerprint = a + b * 2**12 + c * 2**24``. Each is one integer, and what
+few calls need comes last, since the host spends half a microsecond on every argument that is given.
+
+``fault`` is an int64 tensor of 8 values in the memory of the host, pinned for a device that writes to it; the first
+fault stays until the host clears it:
 
 ========================  =============================================================================================
 ``[0, ...]``              none
@@ -63,7 +68,7 @@ The names are ATen's. The schemas live in Python so that a pure-Python install h
 themselves behind them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -73,6 +78,14 @@ _Shapes = TypeVar("_Shapes", bound=Callable[..., object])
 
 library = torch.library.Library("bagua_syncbn", "DEF")
 SCHEMAS: dict[str, str] = {}  # by name
+
+WORDS = 3  # that are gathered: layer, terms, call
+PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
+
+
+def words_in(gathered: Tensor) -> int:
+    """Returns how many words the rows of ``gathered`` end in: without, each has an even number of values."""
+    return WORDS if gathered.size(1) % 2 else 0
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -90,20 +103,24 @@ def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
     return shapes
 
 
-@_op("batch_norm_stats(Tensor input, int[] words=[]) -> Tensor")
-def _(input: Tensor, words: Sequence[int] = ()) -> Tensor:
-    return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
+@_op("batch_norm_stats(Tensor input, int? speaker=None, int call=0) -> Tensor")
+def _(input: Tensor, speaker: int | None = None, call: int = 0) -> Tensor:
+    return input.new_empty(
+        2 * input.size(1) + 2 + (0 if speaker is None else WORDS), dtype=accumulate_dtype(input.dtype)
+    )
 
 
-@_op("batch_norm_masked_stats(Tensor input, Tensor mask, int[] words=[]) -> Tensor")
-def _(input: Tensor, mask: Tensor, words: Sequence[int] = ()) -> Tensor:
-    return input.new_empty(2 * input.size(1) + 2 + len(words), dtype=accumulate_dtype(input.dtype))
+@_op("batch_norm_masked_stats(Tensor input, Tensor mask, int? speaker=None, int call=0) -> Tensor")
+def _(input: Tensor, mask: Tensor, speaker: int | None = None, call: int = 0) -> Tensor:
+    return input.new_empty(
+        2 * input.size(1) + 2 + (0 if speaker is None else WORDS), dtype=accumulate_dtype(input.dtype)
+    )
 
 
 @_op(
     "batch_norm_gather_stats(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, int words=0, bool skip_nonfinite=False, "
-    "Tensor(d!)? fault=None) -> (Tensor mean, Tensor invstd, Tensor count)"
+    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, Tensor(d!)? fault=None, "
+    "bool skip_nonfinite=False) -> (Tensor mean, Tensor invstd, Tensor count)"
 )
 def _(
     gathered: Tensor,
@@ -112,10 +129,9 @@ def _(
     counter: object,
     momentum: object,
     eps: float,
-    words: int = 0,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    channels = (gathered.size(1) - 2 - words) // 2
+    channels = (gathered.size(1) - 2 - words_in(gathered)) // 2
     return gathered.new_empty(channels), gathered.new_empty(channels), gathered.new_empty((), dtype=torch.int64)
 
 
@@ -133,26 +149,35 @@ def _(input: Tensor, *_: object) -> Tensor:
 
 
 def _sums_and_gradients(
-    input: Tensor, mean: Tensor, weight: Tensor | None, words: Sequence[int]
+    input: Tensor, mean: Tensor, weight: Tensor | None, fingerprint: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
     like = mean if weight is None else weight
-    return mean.new_empty(2 * channels + len(words)), like.new_empty(channels), like.new_empty(channels)
+    return (
+        mean.new_empty(2 * channels + (0 if fingerprint is None else PARTS)),
+        like.new_empty(channels),
+        like.new_empty(channels),
+    )
 
 
 @_op(
     "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
+    "int? fingerprint=None) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
 )
 def _(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, words: Sequence[int] = ()
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    fingerprint: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _sums_and_gradients(input, mean, weight, words)
+    return _sums_and_gradients(input, mean, weight, fingerprint)
 
 
 @_op(
     "batch_norm_masked_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "Tensor mask, int[] words=[]) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
+    "Tensor mask, int? fingerprint=None) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
 )
 def _(
     grad_output: Tensor,
@@ -161,15 +186,15 @@ def _(
     invstd: Tensor,
     weight: Tensor | None,
     mask: Tensor,
-    words: Sequence[int] = (),
+    fingerprint: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _sums_and_gradients(input, mean, weight, words)
+    return _sums_and_gradients(input, mean, weight, fingerprint)
 
 
 @_op(
     "batch_norm_act_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "Tensor? bias, Tensor? residual, int activation, float parameter, int[] words=[], bool with_grad=True) "
-    "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad)"
+    "Tensor? bias, Tensor? residual, int activation, float parameter, int? fingerprint=None, "
+    "bool with_grad=True) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad)"
 )
 def _(
     grad_output: Tensor,
@@ -181,25 +206,25 @@ def _(
     residual: Tensor | None,
     activation: int,
     parameter: float,
-    words: Sequence[int] = (),
+    fingerprint: int | None = None,
     with_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = torch.empty_like(input) if with_grad else input.new_empty(0)
-    return *_sums_and_gradients(input, mean, weight, words), grad
+    return *_sums_and_gradients(input, mean, weight, fingerprint), grad
 
 
 @_op(
     "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(a!)? fault=None) -> Tensor"
+    "Tensor sums, Tensor count, int ranks=1, Tensor(a!)? fault=None, int call=0) -> Tensor"
 )
 @_op(
     "batch_norm_act_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, Tensor? bias, int activation, float parameter, int ranks=1, int call=0, "
-    "Tensor(a!)? fault=None) -> Tensor"
+    "Tensor sums, Tensor count, Tensor? bias, int activation, float parameter, int ranks=1, "
+    "Tensor(a!)? fault=None, int call=0) -> Tensor"
 )
 @_op(
     "batch_norm_masked_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, Tensor mask, int ranks=1, int call=0, Tensor(a!)? fault=None, bool zeroes=False) "
+    "Tensor sums, Tensor count, Tensor mask, bool zeroes=False, int ranks=1, Tensor(a!)? fault=None, int call=0) "
     "-> Tensor"
 )
 def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
@@ -208,7 +233,7 @@ def _(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
 
 @_op(
     "batch_norm_backward_elemt_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks=1, int call=0, Tensor(b!)? fault=None) -> ()"
+    "Tensor sums, Tensor count, int ranks=1, Tensor(b!)? fault=None, int call=0) -> ()"
 )
 def _(*_: object) -> None:
     return None

@@ -53,6 +53,6 @@ class Normalization {
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, const std::vector<int64_t>& values, bool with_grad);
+    int64_t activation, double parameter, std::optional<int64_t> fingerprint, bool with_grad);
 
 }  // namespace bagua_syncbn::cpu

@@ -104,14 +104,14 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
 
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
 }
 
 void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+                                int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad, input, weight, mean, invstd, sums, count, fault);
   const Tensor result = backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true, {});
   if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
@@ -119,8 +119,8 @@ void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::opt
 
 Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                         const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
-                                        const Tensor& sums, const Tensor& count, const Tensor& positions, int64_t ranks,
-                                        int64_t call, const std::optional<Tensor>& fault, bool zeroes) {
+                                        const Tensor& sums, const Tensor& count, const Tensor& positions, bool zeroes,
+                                        int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Mask mask = mask_of(positions, input);
   return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false,
@@ -130,8 +130,8 @@ Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor&
 Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                      const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
                                      const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
-                                     int64_t activation, double parameter, int64_t ranks, int64_t call,
-                                     const std::optional<Tensor>& fault) {
+                                     int64_t activation, double parameter, int64_t ranks,
+                                     const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   check_act(input, weight, bias, std::nullopt, activation);
   if (is_cheap(activation)) {
@@ -139,8 +139,8 @@ Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& in
     return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {},
                           &before);
   }
-  const Tensor grad = std::get<3>(batch_norm_act_backward_reduce(grad_output, input, mean, invstd, weight, bias,
-                                                                 std::nullopt, activation, parameter, {}, true));
+  const Tensor grad = std::get<3>(batch_norm_act_backward_reduce(
+      grad_output, input, mean, invstd, weight, bias, std::nullopt, activation, parameter, std::nullopt, true));
   return backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
 }
 

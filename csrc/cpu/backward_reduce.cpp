@@ -128,9 +128,8 @@ using Sums = std::tuple<Tensor, Tensor, Tensor>;
 // `start(TypeTag<T>())` gives the way through an activation of values of type T, or null; `mask` may be null.
 template <typename Start>
 Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean,
-                     const Tensor& invstd, const std::optional<Tensor>& weight, const std::vector<int64_t>& values,
-                     const Start& start, const Mask* mask) {
-  const Words words = words_of(values);
+                     const Tensor& invstd, const std::optional<Tensor>& weight, const Words& words, const Start& start,
+                     const Mask* mask) {
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t width = 2 * g.channels;
@@ -163,23 +162,25 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
 
 Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                 const Tensor& invstd, const std::optional<Tensor>& weight,
-                                const std::vector<int64_t>& values) {
+                                std::optional<int64_t> fingerprint) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
-  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, values, NotThrough(), nullptr);
+  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, words_of_sums(fingerprint),
+                         NotThrough(), nullptr);
 }
 
 Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                        const Tensor& invstd, const std::optional<Tensor>& weight,
-                                       const Tensor& positions, const std::vector<int64_t>& values) {
+                                       const Tensor& positions, std::optional<int64_t> fingerprint) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   const Mask mask = mask_of(positions, input);
-  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, values, NotThrough(), &mask);
+  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, words_of_sums(fingerprint),
+                         NotThrough(), &mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, const std::vector<int64_t>& values, bool with_grad) {
+    int64_t activation, double parameter, std::optional<int64_t> fingerprint, bool with_grad) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   check_act(input, weight, bias, residual, activation);
   const Laid laid = lay_out(input);
@@ -192,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     return std::make_unique<Through<T>>(weight, bias, mean, invstd, laid.geometry, act, gradients);
   };
   const auto [sums, grad_weight, grad_bias] =
-      backward_reduce(grad_output, input, laid, mean, invstd, weight, values, start, nullptr);
+      backward_reduce(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), start, nullptr);
   if (!with_grad) return {sums, grad_weight, grad_bias, allocate_vector(0, scalar_type(input), input)};
   return {sums, grad_weight, grad_bias, with_strides_of(grad, laid, input)};
 }

@@ -70,10 +70,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
                                                            const std::optional<Tensor>& running_mean,
                                                            const std::optional<Tensor>& running_var,
                                                            const std::optional<Tensor>& num_batches_tracked,
-                                                           std::optional<double> momentum, double eps, int64_t words,
-                                                           bool skip_nonfinite, const std::optional<Tensor>& fault) {
-  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, words, fault);
-  const int64_t size = gathered.size(1), channels = packed_channels(size, words), ranks = gathered.size(0);
+                                                           std::optional<double> momentum, double eps,
+                                                           const std::optional<Tensor>& fault, bool skip_nonfinite) {
+  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, fault);
+  const int64_t ranks = gathered.size(0), size = gathered.size(1);
+  const int64_t words = words_in(size), channels = packed_channels(size, words);
   Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor count = allocate_scalar(ScalarType::Long, gathered);

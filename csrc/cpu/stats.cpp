@@ -119,8 +119,7 @@ void interleaved_stats(const T* x, const Geometry& g, const Mask* mask, double* 
 }
 
 // `mask` may be null.
-Tensor stats(const Tensor& input, const Mask* mask, const std::vector<int64_t>& values) {
-  const Words words = words_of(values);
+Tensor stats(const Tensor& input, const Mask* mask, const Words& words) {
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const int64_t count = input.numel() == 0 ? 0 : mask ? count_of(*mask, g.batch) : g.rows();
@@ -146,15 +145,16 @@ Tensor stats(const Tensor& input, const Mask* mask, const std::vector<int64_t>& 
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call) {
   check_input(input);
-  return stats(input, nullptr, values);
+  return stats(input, nullptr, words_of_row(speaker, call));
 }
 
-Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, const std::vector<int64_t>& values) {
+Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, std::optional<int64_t> speaker,
+                               int64_t call) {
   check_input(input);
   const Mask mask = mask_of(positions, input);
-  return stats(input, &mask, values);
+  return stats(input, &mask, words_of_row(speaker, call));
 }
 
 }  // namespace bagua_syncbn::cpu

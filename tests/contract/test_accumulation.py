@@ -235,6 +235,6 @@ def test_ranks_that_differed_where_no_host_waits(differ):
     kept = ops.Kept()
     for call in range(2):
         words = [[1, 2, call], [1, 2, call + differ * call]]
-        kept.add(torch.tensor([[3.0, 1, 2, 0, *said] for said in words]), 3, options)
+        kept.add(torch.tensor([[3.0, 1, 2, 0, *said] for said in words]), options)
     kept.merge()
     assert [*running_mean.tolist(), count.item()] == ([0, 0] if differ else [pytest.approx(0.3), 1])

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from bagua_syncbn.ops import Activation, accumulate_dtype, reference
 
+FINGERPRINT = 2**36 - 2**14 + 7
+
 
 def _check_stats(packed: Tensor, expected: Tensor, channels: int) -> Tensor:
     """Returns the deviations."""
@@ -42,7 +44,7 @@ def check_masked_ops(ops: Any, input: Tensor, grad_output: Tensor, mask: Tensor)
     wide_arguments = *wide_factors, sums.double(), count, mask
 
     def check_gradient(zeroes: bool) -> None:
-        actual = ops.batch_norm_masked_backward_elemt(grad_output, input, *arguments, 1, 0, None, zeroes)
+        actual = ops.batch_norm_masked_backward_elemt(grad_output, input, *arguments, zeroes)
         wide = grad_output.double(), input.double()
         expected = reference.batch_norm_masked_backward_elemt(*wide, *wide_arguments, zeroes=zeroes)
         assert actual.stride() == torch.empty_like(input).stride()
@@ -54,17 +56,17 @@ def check_masked_ops(ops: Any, input: Tensor, grad_output: Tensor, mask: Tensor)
     grad_output.masked_fill_(outside, torch.nan)
     check_gradient(True)
     wide, wide_grad = input.double(), grad_output.double()
-    expected = reference.batch_norm_masked_stats(wide, mask, [7])
-    _check_stats(ops.batch_norm_masked_stats(input, mask, [7]), expected, channels)
+    expected = reference.batch_norm_masked_stats(wide, mask, 7 * 2**24 + 5, 9)
+    _check_stats(ops.batch_norm_masked_stats(input, mask, 7 * 2**24 + 5, 9), expected, channels)
     output = ops.batch_norm_masked_elemt(input, weight, mean, mean, invstd, mask)
     weight_, mean_, invstd_ = wide_factors
     assert output.stride() == torch.empty_like(input).stride()
     assert_close(output, reference.batch_norm_masked_elemt(wide, weight_, mean_, mean_, invstd_, mask), "output")
-    results = ops.batch_norm_masked_backward_reduce(grad_output, input, mean, invstd, weight, mask, [7])
-    expected = reference.batch_norm_masked_backward_reduce(wide_grad, wide, mean_, invstd_, weight_, mask, [7])
+    results = ops.batch_norm_masked_backward_reduce(grad_output, input, mean, invstd, weight, mask, FINGERPRINT)
+    expected = reference.batch_norm_masked_backward_reduce(wide_grad, wide, mean_, invstd_, weight_, mask, FINGERPRINT)
     deviation = (wide - reference.per_channel(mean_, wide)).abs()
     scales = reference.batch_norm_masked_backward_reduce(
-        wide_grad.abs(), deviation, 0 * mean_, invstd_, weight_, mask, [7]
+        wide_grad.abs(), deviation, 0 * mean_, invstd_, weight_, mask, FINGERPRINT
     )
     _check_sums(results, expected, scales)
 
@@ -158,14 +160,14 @@ def check_act_ops(
     expected = reference.batch_norm_act_elemt(*wide(input, weight, bias, mean, invstd, residual), *act)  # type: ignore[arg-type]
     assert_close(output, expected, f"output of {activation}")
     arguments = (grad_output, input, mean, invstd, weight, bias, residual)
-    expected = reference.batch_norm_act_backward_reduce(*wide(*arguments), *act, [3, 9])  # type: ignore[arg-type]
+    expected = reference.batch_norm_act_backward_reduce(*wide(*arguments), *act, FINGERPRINT)  # type: ignore[arg-type]
     # Sums relative to what is added up, which may cancel, and to 1, of which the derivative of tanh is the rest.
     deviation = (input.double() - mean.double().view(-1, *[1] * (input.dim() - 2))).abs()
     size = 0.1 * grad_output.double().abs()
     scale = torch.cat([values.sum([0, *range(2, input.dim())]) for values in (size, size * deviation)])
     for with_grad in (True, False):
-        sums, *grads, grad = ops.batch_norm_act_backward_reduce(*arguments, *act, [3, 9], with_grad)
-        assert sums[2 * channels :].tolist() == [3, 9]
+        sums, *grads, grad = ops.batch_norm_act_backward_reduce(*arguments, *act, FINGERPRINT, with_grad)
+        assert sums[2 * channels :].tolist() == reference.parts_of(FINGERPRINT)
         rtol = TOLERANCES[accumulate][0]
         for actual, wanted, near in zip(
             (sums[: 2 * channels], *grads),

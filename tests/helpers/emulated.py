@@ -18,7 +18,7 @@ from compiled import ROOT, compile_once
 from torch import Tensor
 
 from bagua_syncbn.ops import accumulate_dtype, reference
-from bagua_syncbn.ops.schemas import SCHEMAS
+from bagua_syncbn.ops.schemas import SCHEMAS, words_in
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
@@ -219,12 +219,20 @@ LIKE_INPUT = ("input", "grad_output", "residual", "output", "grad_input", "grad"
 
 def channels_of(given: dict[str, Any]) -> int:
     if "gathered" in given:
-        return int(given["gathered"].size(1) - 2 - given["words"]) // 2
+        return int(given["gathered"].size(1) - 2 - words_in(given["gathered"])) // 2
     return int(given["input"].size(1))
+
+
+def words_of(given: dict[str, Any]) -> list[int]:
+    if "speaker" in given:
+        return reference.words_of_row(given["speaker"], given["call"])
+    return reference.parts_of(given["fingerprint"])
 
 
 def make_number(name: str, given: dict[str, Any]) -> Any:
     """Returns what the server takes as ``name``; a list for words."""
+    if name == "words":
+        return words_in(given["gathered"]) if "gathered" in given else words_of(given)
     if name == "averages":
         return given["running_mean"] is not None and given["momentum"] is None
     if name == "said":  # how many words
@@ -233,7 +241,7 @@ def make_number(name: str, given: dict[str, Any]) -> Any:
         return given["mask"].dtype != torch.bool
     if name == "line":
         return given["input"].size(-1)
-    return list(given[name]) if isinstance(given[name], Sequence) else given[name]
+    return given[name]
 
 
 def make_result(name: str, given: dict[str, Any]) -> Tensor | None:
@@ -245,7 +253,7 @@ def make_result(name: str, given: dict[str, Any]) -> Tensor | None:
     if name == "count":
         return torch.tensor(-1)
     sizes = {"packed": 2 * channels + 2, "sums": 2 * channels}
-    words = len(given["words"]) if name in sizes else 0
+    words = len(words_of(given)) if name in sizes else 0
     weight = given.get("weight") if name.startswith("grad") else None
     dtype = accumulate_dtype(like.dtype) if weight is None else weight.dtype
     return torch.full((sizes.get(name, channels) + words,), torch.nan, dtype=dtype)

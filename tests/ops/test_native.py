@@ -246,7 +246,7 @@ def bits(ops, threads):
             results.append(ops.batch_norm_act_elemt(x, *arguments[:2], mean, invstd, *arguments[2:]))
             results += ops.batch_norm_act_backward_reduce(dy, x, mean, invstd, *arguments)
             ops.batch_norm_backward_elemt_(results[-1], x, mean, mean, invstd, sums, count)
-            without = (mean, None, code, 0.3, [], False)
+            without = (mean, None, code, 0.3, None, False)
             results += ops.batch_norm_act_backward_reduce(dy, x, mean, invstd, mean, *without)
             factors = (mean, mean, invstd, sums, count, mean)
             results.append(ops.batch_norm_act_backward_elemt(dy, x, *factors, code, 0.3))

@@ -31,8 +31,18 @@ def form(request):
     )()
 
 
+def speaker_of(said):
+    """What a message of the words for layer, terms and call is made from."""
+    if not said:
+        return ()
+    layer, terms, call = said
+    return layer * 2**24 + terms, call
+
+
 def gathered(form, *words, dtype=torch.float32):
-    return torch.stack([form.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), said) for said in words])
+    return torch.stack(
+        [form.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *speaker_of(said)) for said in words]
+    )
 
 
 def buffers():
@@ -46,7 +56,7 @@ SAID = [5, 2**24 - 1, 0]
 def test_words_that_agree_change_nothing(form, dtype):
     rows, fault, tracked = gathered(form, SAID, SAID, dtype=dtype), torch.zeros(8, dtype=torch.int64), buffers()
     assert rows[:, -3:].tolist() == [SAID, SAID]
-    merged = form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, 3, True, fault)
+    merged = form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, fault, True)
     without, plain = buffers(), rows[:, :-3].contiguous()
     for got, expected in zip(merged, form.batch_norm_gather_stats(plain, *without, 0.1, 1e-5), strict=True):
         assert torch.equal(got, expected)
@@ -75,25 +85,26 @@ def test_a_count_that_is_none_is_found(form, low, high):
 def found(form, rows, expected):
     fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
     for momentum in (0.1, None):
-        mean, invstd, _ = form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, 3, False, fault)
+        mean, invstd, _ = form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault)
         assert mean.isnan().all()
         assert invstd.isnan().all()
         for got, before in zip(tracked, buffers(), strict=True):
             assert torch.equal(got, before)
     assert fault.tolist() == expected
     rows[2, -1] += 1
-    form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, 3, False, fault)
+    form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, fault)
     assert fault.tolist() == expected  # the first one stays
-    form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, 3, False, None)
+    form.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5)
 
 
 def gradient(form, words, ranks, input=None):
     """The gradient where each of the ranks has sent the same sums, and its words."""
     input = torch.randn(4, CHANNELS, 3) if input is None else input
     mean, invstd, weight = torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.ones(CHANNELS)
-    sent = [form.batch_norm_backward_reduce(input, input, mean, invstd, weight, said)[0] for said in words]
+    sums, *_ = form.batch_norm_backward_reduce(input, input, mean, invstd, weight)
+    sent = [torch.cat([sums, torch.tensor(said, dtype=sums.dtype)]) for said in words]
     fault, count = torch.zeros(8, dtype=torch.int64), torch.tensor(12 * ranks)
-    arguments = input, input, weight, mean, invstd, sum(sent), count, ranks, 41, fault
+    arguments = input, input, weight, mean, invstd, sum(sent), count, ranks, fault, 41
     return form.batch_norm_backward_elemt(*arguments), fault.tolist()
 
 
@@ -118,9 +129,9 @@ def test_buffers_stay_where_statistics_are_not_finite(form, which, value, moment
     rows = gathered(form, SAID, SAID)
     rows[1, (CHANNELS if which == "var" else 0) + CHANNELS - 1] = value  # of the last channel
     tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
-    form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, 3, True, fault)
+    form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault, True)
     assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
-    form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, 3, False, fault)
+    form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault)
     assert not torch.cat(tracked[:2]).isfinite().all()
     assert tracked[2] == 8
     assert not fault.any()
@@ -136,15 +147,26 @@ def test_forms_agree_on_counts_up_to_the_last(form):
             torch.testing.assert_close(got, expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("fingerprint", [0, 2**36 - 1, 5 + 6 * 2**12 + 4095 * 2**24])
+def test_a_sum_ends_in_the_parts_of_a_fingerprint_and_their_squares(form, fingerprint):
+    input, ones = torch.randn(4, CHANNELS, 3), torch.ones(CHANNELS)
+    sums, *_ = form.batch_norm_backward_reduce(input, input, ones, ones, None, fingerprint)
+    words = sums[2 * CHANNELS :].to(torch.int64)
+    assert torch.equal(words[1::2], words[::2] ** 2)
+    assert words[0] + words[2] * 2**12 + words[4] * 2**24 == fingerprint
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
 def test_a_fingerprint_is_exact_in_a_sum(ranks):
-    from bagua_syncbn.autograd.identity import parts_of
+    from bagua_syncbn.autograd.identity import exact_bits
 
-    words = [[layer, 2**24 - 1 - layer, call] for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
-    for said in words:
-        part = torch.tensor(parts_of(hash((*said, 5)), ranks), dtype=torch.float32)
+    hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
+    said = {
+        tuple(ops.parts_of(number & exact_bits(ranks))) for number in (*hashes, -1)
+    }  # of which the last has all bits
+    assert len(said) == 4
+    for parts in map(torch.tensor, said):
         total = torch.zeros(6)
         for _ in range(ranks):
-            total += part
-        assert total.tolist() == [ranks * value for value in part.tolist()]
-    assert len({tuple(parts_of(hash((*said, 5)), ranks)) for said in words}) == 3
+            total += parts
+        assert torch.equal(total, (ranks * parts).float())

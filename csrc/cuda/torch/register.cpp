@@ -63,8 +63,7 @@ Tensor make_zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const
 namespace {
 
 // `mask` may be null.
-Tensor compute_stats(const Tensor& input, const Mask* mask, const std::vector<int64_t>& values) {
-  const Words words = words_of(values);
+Tensor compute_stats(const Tensor& input, const Mask* mask, const Words& words) {
   const Laid laid = lay_out(input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const int64_t size = packed_size(laid.geometry.channels, words.count);
@@ -84,31 +83,32 @@ Tensor compute_stats(const Tensor& input, const Mask* mask, const std::vector<in
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, const std::vector<int64_t>& values) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call) {
   check_input(input);
-  return compute_stats(input, nullptr, values);
+  return compute_stats(input, nullptr, words_of_row(speaker, call));
 }
 
-Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, const std::vector<int64_t>& values) {
+Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, std::optional<int64_t> speaker,
+                               int64_t call) {
   check_input(input);
   const Mask mask = mask_of(positions, input);
-  return compute_stats(input, &mask, values);
+  return compute_stats(input, &mask, words_of_row(speaker, call));
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
                                                            const std::optional<Tensor>& running_mean,
                                                            const std::optional<Tensor>& running_var,
                                                            const std::optional<Tensor>& num_batches_tracked,
-                                                           std::optional<double> momentum, double eps, int64_t words,
-                                                           bool skip_nonfinite, const std::optional<Tensor>& fault) {
-  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, words, fault);
+                                                           std::optional<double> momentum, double eps,
+                                                           const std::optional<Tensor>& fault, bool skip_nonfinite) {
+  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, fault);
   const Context context(gathered);
   const bool tracks = running_mean && running_var;
   const PerChannelTensor mean_buffer = tracks ? PerChannelTensor(*running_mean) : PerChannelTensor();
   const PerChannelTensor var_buffer = tracks ? PerChannelTensor(*running_var) : PerChannelTensor();
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   const Tensor rows = dense(gathered);
-  const int64_t channels = packed_channels(gathered.size(1), words);
+  const int64_t words = words_in(gathered.size(1)), channels = packed_channels(gathered.size(1), words);
   Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
   Tensor count = allocate_scalar(ScalarType::Long, gathered);
@@ -176,8 +176,7 @@ using Sums = std::tuple<Tensor, Tensor, Tensor>;
 // `reduce(dy, arguments, workspace, stream)` launches the kernel.
 template <typename Reduce>
 Sums sums_of(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean, const Tensor& invstd,
-             const std::optional<Tensor>& weight, const std::vector<int64_t>& values, const Reduce& reduce) {
-  const Words words = words_of(values);
+             const std::optional<Tensor>& weight, const Words& words, const Reduce& reduce) {
   const Context context(input);
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t channels = laid.geometry.channels, width = 2 * channels;
@@ -207,7 +206,7 @@ Sums sums_of(const Tensor& grad_output, const Tensor& input, const Laid& laid, c
 
 Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                 const Tensor& invstd, const std::optional<Tensor>& weight,
-                                const std::vector<int64_t>& values) {
+                                std::optional<int64_t> fingerprint) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   const Laid laid = lay_out(input);
   const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
@@ -215,12 +214,12 @@ Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, 
     return backward_reduce(dy, laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, arguments, workspace,
                            stream);
   };
-  return sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
+  return sums_of(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), reduce);
 }
 
 Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                        const Tensor& invstd, const std::optional<Tensor>& weight,
-                                       const Tensor& positions, const std::vector<int64_t>& values) {
+                                       const Tensor& positions, std::optional<int64_t> fingerprint) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   const Mask mask = mask_of(positions, input);
   const Laid laid = lay_out(input);
@@ -229,13 +228,13 @@ Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& 
     return masked_backward_reduce(dy, laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, mask, arguments,
                                   workspace, stream);
   };
-  return sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
+  return sums_of(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), reduce);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, const std::vector<int64_t>& values, bool with_grad) {
+    int64_t activation, double parameter, std::optional<int64_t> fingerprint, bool with_grad) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   check_act(input, weight, bias, residual, activation);
   const Laid laid = lay_out(input);
@@ -249,7 +248,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
                                {means, invstds, weights, biases}, arguments, {activation, parameter}, workspace,
                                stream);
   };
-  const auto [sums, grad_weight, grad_bias] = sums_of(grad_output, input, laid, mean, invstd, weight, values, reduce);
+  const auto [sums, grad_weight, grad_bias] =
+      sums_of(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), reduce);
   return {sums, grad_weight, grad_bias, with_grad ? with_strides_of(grad, laid, input) : grad};
 }
 
@@ -284,7 +284,7 @@ Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const std:
 
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, int64_t call, const std::optional<Tensor>& fault) {
+                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
                          const BackwardElemtArguments& arguments,
@@ -294,8 +294,8 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
 
 Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                         const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
-                                        const Tensor& sums, const Tensor& count, const Tensor& positions, int64_t ranks,
-                                        int64_t call, const std::optional<Tensor>& fault, bool zeroes) {
+                                        const Tensor& sums, const Tensor& count, const Tensor& positions, bool zeroes,
+                                        int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   const Mask mask = mask_of(positions, input);
   const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
@@ -308,8 +308,8 @@ Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor&
 Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                      const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
                                      const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
-                                     int64_t activation, double parameter, int64_t ranks, int64_t call,
-                                     const std::optional<Tensor>& fault) {
+                                     int64_t activation, double parameter, int64_t ranks,
+                                     const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   check_act(input, weight, bias, std::nullopt, activation);
   const PerChannelTensor biases(bias);
