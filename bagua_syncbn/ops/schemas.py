@@ -16,9 +16,9 @@ for float64 input and float32 for all others; ``mean``, ``invstd`` and everythin
                                 says so
 ``batch_norm_elemt``            ``(input - mean) * invstd * weight + bias``, in the dtype and memory format of ``input``
 ``batch_norm_backward_reduce``  to ``sums`` of 2C + K values, ``[sum_dy (C) | sum_dy_xmu (C) | words (K)]``, where
-                                ``dy`` is ``grad_output`` and ``xmu`` is ``input - mean``, with the words for ``fingerprint``;
-                                ``grad_weight`` (C) and ``grad_bias`` (C) of this rank, in the dtype of ``weight`` if
-                                there is one, else in the accumulate dtype
+                                ``dy`` is ``grad_output`` and ``xmu`` is ``input - mean``, with the words for
+                                ``fingerprint``; ``grad_weight`` (C) and ``grad_bias`` (C) of this rank, in the dtype of
+                                ``weight`` if there is one, else in the accumulate dtype
 ``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``. The K
                                 words that follow the 2C sums are pairs ``(w, w**2)``, added up: where those of the
                                 ranks differed, the gradient is NaN and ``fault`` says so.
