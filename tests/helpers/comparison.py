@@ -202,7 +202,7 @@ def check_activations(
 def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> None:
     """Compares values and derivatives with those of torch, nearly in float32; in both layouts, and at the kinks."""
     act, tolerance = (activation.code, activation.parameter), 1e-14 if dtype == torch.float64 else 1e-6
-    z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e-6])]).double()
+    z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e3, -1e3, 1e-6])]).double()
     for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
         given.requires_grad_()
         (slope,) = torch.autograd.grad(activation.of(given).sum(), given)
