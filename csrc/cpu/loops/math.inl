@@ -18,17 +18,14 @@ inline double of<double>(double constant) {
 }
 
 #if BAGUA_SYNCBN_VECTOR_BYTES == 16 && !defined(__FP_FAST_FMAF)
-// In double, where the product is exact and the sum is rounded to odd: then rounding it once more does no harm.
-__attribute__((noinline)) Vec<float> rounded_once(Vec<float> a, Vec<float> b, Vec<float> c) {
+// Through double, where the product is exact. The sum is rounded twice, which changes no result of the polynomials
+// below: all floats were tried, and have to be again for other coefficients.
+__attribute__((noinline)) Vec<float> through_double(Vec<float> a, Vec<float> b, Vec<float> c) {
   for (int i = 0; i < kWidth<float>; i += kWidth<double>) {
     const auto wide = [i](Vec<float> v) { return Vec<double>{v[i], v[i + 1]}; };
-    const Vec<double> product = wide(a) * wide(b), addend = wide(c), sum = product + addend;
-    const Vec<double> rest = sum - product, error = (product - (sum - rest)) + (addend - rest);
-    const Mask<double> is_inexact = (error < 0.0) | (error > 0.0), is_even = ((Mask<double>)sum & 1) - 1;
-    const Mask<double> step = ((error > 0.0) ^ (sum > 0.0)) | 1;  // 1 towards a larger magnitude, else -1
-    const auto odd = (Vec<double>)((Mask<double>)sum + (step & is_inexact & is_even));
-    c[i] = static_cast<float>(odd[0]);
-    c[i + 1] = static_cast<float>(odd[1]);
+    const Vec<double> sum = wide(a) * wide(b) + wide(c);
+    c[i] = static_cast<float>(sum[0]);
+    c[i + 1] = static_cast<float>(sum[1]);
   }
   return c;
 }
@@ -44,7 +41,7 @@ inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
   for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
 #else
-  return rounded_once(a, b, c);
+  return through_double(a, b, c);
 #endif
 }
 
