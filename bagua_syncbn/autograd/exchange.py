@@ -55,6 +55,7 @@ class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
     elementwise: Any = ops  # where the ops without sums are
+    lays_out = True  # gradients as the input, where a compiler lays out tensors by itself
     masking: ops.Masking | None = None
     zeroed: Tensor | None = None  # of the masking
 
@@ -237,6 +238,7 @@ class InGraph:
 
     # Operations of torch, which the compiler fuses with what is around them. The sums over values stay ops of ours.
     elementwise: Any = ops.reference
+    lays_out = False
 
     def __init__(self, terms: Terms, communicator: Communicator, masking: ops.Masking | None) -> None:
         note_compilation()
@@ -276,6 +278,7 @@ class Alone:
     """A group of one: nothing to say."""
 
     elementwise: Any = ops
+    lays_out = True
 
     def __init__(self, masking: ops.Masking | None = None) -> None:
         self.masking, self.zeroed = masking, None if masking is None else masking.zeroed()
@@ -303,6 +306,7 @@ class AloneInGraph(Alone):
     """A group of one in a call that torch.compile traces."""
 
     elementwise = ops.reference
+    lays_out = False
 
 
 class Given(Alone):

@@ -94,7 +94,7 @@ class _Step(torch.autograd.Function):
             bias = torch.zeros_like(mean, requires_grad=True)  # of which nothing depends on the value
             grads = differentiable_backward(grad_output, input, weight, bias, merged, exchange, (*needs[:3], False))
             return *grads[:3], *_NONE
-        if grad_output.stride() != input.stride():
+        if exchange.lays_out and grad_output.stride() != input.stride():
             grad_output = ops.laid_out_as(input, grad_output)
         # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
         # holds is not, so nothing else decides whether to communicate.
