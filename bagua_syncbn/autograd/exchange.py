@@ -55,7 +55,7 @@ class Exchange:
     """The messages of one call of a layer, forward and backward, over several ranks."""
 
     elementwise: Any = ops  # where the ops without sums are
-    lays_out = True  # gradients as the input, where a compiler lays out tensors by itself
+    lays_out = True  # gradients like the input; a compiler lays out tensors by itself
     masking: ops.Masking | None = None
     zeroed: Tensor | None = None  # of the masking
 

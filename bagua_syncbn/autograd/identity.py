@@ -62,13 +62,13 @@ def hash_of(*numbers: float) -> int:
     return hash(numbers)
 
 
+hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
+
+
 def exact_bits(ranks: int) -> int:
     """Returns the bits of a fingerprint, three parts of 12, that leave the sums of its words over ``ranks`` exact."""
     bits = (24 - (ranks - 1).bit_length()) // 2
     return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
-
-
-hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
 
 
 class Identity:

@@ -103,18 +103,19 @@ def _op(schema: str) -> Callable[[_Shapes], _Shapes]:
     return shapes
 
 
+def _row(input: Tensor, speaker: int | None) -> Tensor:
+    words = 0 if speaker is None else WORDS
+    return input.new_empty(2 * input.size(1) + 2 + words, dtype=accumulate_dtype(input.dtype))
+
+
 @_op("batch_norm_stats(Tensor input, int? speaker=None, int call=0) -> Tensor")
 def _(input: Tensor, speaker: int | None = None, call: int = 0) -> Tensor:
-    return input.new_empty(
-        2 * input.size(1) + 2 + (0 if speaker is None else WORDS), dtype=accumulate_dtype(input.dtype)
-    )
+    return _row(input, speaker)
 
 
 @_op("batch_norm_masked_stats(Tensor input, Tensor mask, int? speaker=None, int call=0) -> Tensor")
 def _(input: Tensor, mask: Tensor, speaker: int | None = None, call: int = 0) -> Tensor:
-    return input.new_empty(
-        2 * input.size(1) + 2 + (0 if speaker is None else WORDS), dtype=accumulate_dtype(input.dtype)
-    )
+    return _row(input, speaker)
 
 
 @_op(
@@ -151,13 +152,9 @@ def _(input: Tensor, *_: object) -> Tensor:
 def _sums_and_gradients(
     input: Tensor, mean: Tensor, weight: Tensor | None, fingerprint: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    channels = input.size(1)
+    channels, words = input.size(1), 0 if fingerprint is None else PARTS
     like = mean if weight is None else weight
-    return (
-        mean.new_empty(2 * channels + (0 if fingerprint is None else PARTS)),
-        like.new_empty(channels),
-        like.new_empty(channels),
-    )
+    return mean.new_empty(2 * channels + words), like.new_empty(channels), like.new_empty(channels)
 
 
 @_op(
