@@ -28,7 +28,12 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def convert_sync_batchnorm(
-    module: _Module, process_group: Any = None, *, filter: Filter | None = None, verbose: bool = False
+    module: _Module,
+    process_group: Any = None,
+    *,
+    filter: Filter | None = None,
+    skip_nonfinite: bool = False,
+    verbose: bool = False,
 ) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
@@ -49,6 +54,7 @@ def convert_sync_batchnorm(
         filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
             stays as it is. It is also asked for layers that would be refused. A layer with several names is converted
             if it returns True for one of them.
+        skip_nonfinite: True to set ``skip_nonfinite`` of all these layers, see :class:`SyncBatchNorm`; False leaves it.
         verbose: whether to print, in one line, how many layers were converted.
 
     Returns:
@@ -87,6 +93,8 @@ def convert_sync_batchnorm(
                 vars(layer)["name_in_model"] = name
             if peers is not EVERYONE:
                 layer.process_group = peers
+            if skip_nonfinite:
+                vars(layer)["skip_nonfinite"] = True
         _give_places(module)
     forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"

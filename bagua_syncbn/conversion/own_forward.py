@@ -7,7 +7,7 @@ that is on only while the forward of such a layer runs in training.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from ..autograd import is_repetition, unseen_by_selective_checkpointing
+from ..communicators import LOCAL
 from ..following import activation_in, follower_within, marked_for
 from ..functional import sync_batch_norm
 from ..sync_batchnorm import SyncBatchNorm
@@ -51,7 +52,8 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(argument, Proxy):
                 return as_one_node(layer, argument, args, kwargs)
         if not layer.training:
-            return forward(layer, *args, **kwargs)
+            with _Redirect(layer) if _differs_from_torch(layer) else nullcontext():
+                return forward(layer, *args, **kwargs)
         with _Redirect(layer), _batches_counted_once(layer):
             if "was_synchronized" in vars(layer):  # within a call of its own, or beside one: that one checks
                 return forward(layer, *args, **kwargs)
@@ -66,6 +68,11 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return observed
+
+
+def _differs_from_torch(layer: SyncBatchNorm) -> bool:
+    """Whether F.batch_norm by running statistics is not what ``layer`` computes by them."""
+    return layer.eps_mode != "plus" or layer.fused_activation is not None or layer._masking is not None
 
 
 @contextmanager
@@ -126,20 +133,21 @@ class _Redirect(TorchFunctionMode):
             if self._is_own(call):
                 self.layer.note_synchronization()
                 # A layer with frozen statistics asks for evaluation in training: then there is nothing to synchronize.
-                if call.training:
+                if call.training or _differs_from_torch(self.layer):
                     # The forward counts the batches itself, as torch's does before this call.
                     layer = self.layer
                     is_followed = layer.is_followed and layer._masking is None
                     follower = follower_within(layer) if is_followed else None
                     output = sync_batch_norm(
                         *call,
-                        process_group=layer._ranks(),
+                        process_group=layer._ranks() if call.training else LOCAL,
                         eps_mode=layer.eps_mode,
+                        skip_nonfinite=layer.skip_nonfinite,
                         layer=layer,
-                        activation=None if follower is None else activation_in(follower),
+                        activation=layer.fused_activation if follower is None else activation_in(follower),
                     )
                     return output if follower is None else marked_for(follower, output)
-            elif call.training and not self._is_of_a_part(call):
+            elif self.layer.training and call.training and not self._is_of_a_part(call):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)
 
