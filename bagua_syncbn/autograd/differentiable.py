@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from .epilogue import Epilogue
-from .exchange import AnyExchange
+from .exchange import AnyExchange, Given
 
 
 def differentiable_batch_norm(
@@ -36,7 +36,10 @@ def differentiable_batch_norm(
     masking = exchange.masking
     if masking is not None and masking.zeroes:
         wide = masking.clear(wide)
-    mean, invstd, _, _ = _Merged.apply(wide, options, exchange, merged)
+    if merged is not None and isinstance(exchange, Given):
+        mean, invstd, *_ = merged
+    else:
+        mean, invstd, _, _ = _Merged.apply(wide, options, exchange, merged)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)

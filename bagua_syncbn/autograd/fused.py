@@ -82,7 +82,10 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if code == 0:
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad, input, mean, invstd, weight, fingerprint)
     else:
-        twice = residual is None and exchange.masking is None and ops.outrun_memory(input, ctx.activation)
+        is_given = isinstance(exchange, Given)
+        twice = (
+            not is_given and residual is None and exchange.masking is None and ops.outrun_memory(input, ctx.activation)
+        )
         sums, grad_weight, grad_bias, stored = ops.batch_norm_act_backward_reduce(
             grad, input, mean, invstd, weight, bias, residual, code, parameter, fingerprint, not twice
         )
@@ -92,7 +95,10 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             grad = stored
             op = _in_place if residual is None and input.device.type == "cpu" else op
     grad_input = None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[0] and isinstance(exchange, Given):
+        # Nothing passes through statistics that are given: no deviation, which may be infinite, is multiplied by zero.
+        grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
+    elif ctx.needs_input_grad[0]:
         sums = ops.clear_clamped(exchange.all_reduce(sums), clamped)
         grad_input = exchange.backward_elemt(grad, input, weight, mean, invstd, sums, count, op=op)
     return grad_input, grad_weight, grad_bias, grad

@@ -344,3 +344,23 @@ def test_autocast():
     output.sum().backward()
     assert output.dtype == torch.bfloat16
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_infinite_values_in_evaluation_have_the_gradients_of_torch(residual, twice):
+    """Constants have no derivative to multiply an infinite deviation with."""
+    layer = SyncBatchNorm(1, activation="relu").eval()
+    alone = nn.BatchNorm1d(1).eval()
+    given = torch.tensor([[-torch.inf], [1.0], [-2.0], [3.0]])
+    added, grad_output = (torch.randn(4, 1) for _ in range(2))
+    results = []
+    for call in (
+        lambda x: layer(x, added if residual else None),
+        lambda x: (alone(x) + added if residual else alone(x)).relu(),
+    ):
+        input = given.clone().requires_grad_()
+        output = call(input)
+        results.append((output, *torch.autograd.grad(output, input, grad_output, create_graph=twice)))
+    assert results[1][1].isfinite().all()
+    torch.testing.assert_close(*results)
