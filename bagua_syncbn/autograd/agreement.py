@@ -33,8 +33,8 @@ class Question:
         self._size = communicator.size
         fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
         self._said = ops.parts_of(fingerprint) if self._is_sum else ops.words_of_row(speaker, call)
-        packed = torch.zeros(numel, dtype=dtype)
-        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype)
+        packed = torch.zeros(numel, dtype=dtype, device="cpu")
+        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
         self.packed = packed.to(device)
         self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
 
@@ -106,7 +106,8 @@ def resume(conversation: Conversation) -> None:
 
 
 def codes_of(text: str) -> Tensor:
-    return torch.tensor(list(text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)), dtype=torch.float32)
+    codes = list(text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT))
+    return torch.tensor(codes, dtype=torch.float32, device="cpu")
 
 
 def by_text(gathered: Tensor) -> list[str]:

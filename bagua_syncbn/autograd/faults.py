@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from .identity import Identity, describe
+from .torch_private import outside_of_modes
 
 
 class Fault:
     """The memory of the host that ops of one kind of device write to, see :mod:`bagua_syncbn.ops.schemas`."""
 
     def __init__(self, pinned: bool) -> None:
-        self.tensor = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
+        with outside_of_modes():
+            self.tensor = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=pinned)
         # Read without an op: it is looked at in every call.
         self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
 
     def take(self) -> list[int]:
-        record: list[int] = self.tensor.tolist()
-        self.tensor.zero_()
+        with outside_of_modes():
+            record: list[int] = self.tensor.tolist()
+            self.tensor.zero_()
         return record
 
 

@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,16 @@ _selective_modes = tuple(
 )
 _takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _seen = nullcontext()
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Within, tensors are real ones that any op may write to, whatever mode is on: inference, or FakeTensorMode.
+
+    A default device is not seen to: name the device.
+    """
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        yield
 
 
 def is_capturing() -> bool:

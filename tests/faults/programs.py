@@ -222,3 +222,19 @@ def run_after_failure() -> list[str]:
             messages.append(str(error))
     dist.destroy_process_group(group)
     return messages
+
+
+def run_under_meta() -> str:
+    """The last rank calls another layer, while tensors are made elsewhere. Returns the message of the error."""
+    group = dist.new_group()
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    layer = model.c if dist.get_rank() == dist.get_world_size() - 1 else model.a
+    input = torch.randn(4, layer.num_features)
+    try:
+        with torch.device("meta"):
+            layer(input)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(group)
+    return "finished"

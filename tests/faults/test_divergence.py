@@ -3,6 +3,8 @@
 The table in docs/reliability.md is about these rows.
 """
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import programs
@@ -240,3 +242,32 @@ def test_what_is_remembered_has_an_end(pool):
 
 def test_a_rank_that_raised_is_described_where_no_texts_are_exchanged():
     assert describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
+
+
+# Each import in a process of its own, of one that has imported torch.
+IMPORTED_IN_MODES = """
+import os, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+for mode in (torch.device("meta"), FakeTensorMode(), torch.inference_mode()):
+    if os.fork() == 0:
+        with mode:
+            import bagua_syncbn
+            bagua_syncbn.check()
+        from bagua_syncbn import ops
+        from bagua_syncbn.autograd.faults import ON_CPU
+        rows = torch.stack([ops.batch_norm_stats(torch.ones(4, 2), 5, call) for call in (1, 2)])
+        ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, ON_CPU.tensor)
+        os._exit(0 if ON_CPU.kind.value == 1 else 9)
+    print(os.wait()[1])
+"""
+
+
+def test_the_package_can_be_imported_in_any_mode():
+    ended = subprocess.run([sys.executable, "-c", IMPORTED_IN_MODES], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["0"] * 3, ended.stderr
+
+
+def test_ranks_under_a_default_device_find_out_that_they_differ(pool):
+    for message in pool.run(programs.run_under_meta, 2):
+        assert "got rank 0: forward of SyncBatchNorm1d 'a'" in message
+        assert "rank 1: forward of SyncBatchNorm1d 'c'" in message
