@@ -69,7 +69,7 @@ def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:
 
 # What the checks look at and what decides who computes, but for the ranks, the tensors and the numbers in each layer.
 _attributes = attrgetter(
-    *("eps_mode", "skip_nonfinite", "place_in_model", "name_in_model", "fused_activation", "is_followed"),
+    *("eps_mode", "skip_nonfinite", "converted_model", "name_in_model", "fused_activation", "is_followed"),
     *("_masking", "_kept", "_replica", "_is_replica"),
 )
 

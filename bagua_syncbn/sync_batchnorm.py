@@ -98,9 +98,8 @@ class SyncBatchNorm(_BatchNorm):
     # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
     # copies and files.
     name_in_model: str | None = None
-    # Given by conversion: a number for the layer's place among the synchronized layers of the model, the same on all
-    # ranks.
-    place_in_model: int = 0
+    # Given by conversion: what all layers of that model have in common, and the layers of each copy of it.
+    converted_model: Any = None
 
     # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,
     # and the second does not count here.

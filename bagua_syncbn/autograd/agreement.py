@@ -16,7 +16,7 @@ from .faults import differ
 from .identity import RAISED, WORD, Identity, describe, exact_bits, process, speaker_of
 from .torch_private import is_capturing, unseen_by_selective_checkpointing
 
-_TEXT = 320  # bytes in which a rank says what it does
+_TEXT = 480  # bytes in which a rank says what it does
 
 
 def can_ask(device: torch.device) -> bool:
@@ -106,7 +106,10 @@ def resume(conversation: Conversation) -> None:
 
 
 def codes_of(text: str) -> Tensor:
-    codes = list(text.encode("ascii", "replace")[:_TEXT].ljust(_TEXT))
+    said = text.encode("ascii", "replace").ljust(_TEXT)
+    if len(said) > _TEXT:  # what a long one ends in tells calls apart too
+        said = said[: _TEXT // 2 - 5] + b" ... " + said[-_TEXT // 2 :]
+    codes = list(said)
     return torch.tensor(codes, dtype=torch.float32, device="cpu")
 
 

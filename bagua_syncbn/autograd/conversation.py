@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -41,6 +42,25 @@ class Conversation:
         self._nodes = 0
         self._after: dict[tuple[int, int], Identity] = {}
         self.last: Identity | None = None
+        self._numbers: dict[int, tuple[ref[Any], int]] = {}
+        self._callers: Counter[str] = Counter()
+
+    def number_of(self, caller: object, kind: str) -> int:
+        """Returns the number of a model, or of a layer by itself, among those of its ``kind`` that call in this group.
+
+        They are counted at their first calls, which all ranks make in the same order; what a rank has besides, and
+        never calls here, does not count.
+        """
+        key = id(caller)
+        known = self._numbers.get(key)
+        if known is None:
+
+            def forget(_: Any) -> None:
+                self._numbers.pop(key, None)
+
+            self._callers[kind] += 1
+            known = self._numbers[key] = ref(caller, forget), self._callers[kind]
+        return known[1]
 
     def expected(self) -> Identity | None:
         """What comes next: what did after the same calls of this step, else after the same last call."""

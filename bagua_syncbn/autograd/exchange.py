@@ -341,5 +341,6 @@ def exchange_of(
 
 def line_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, communicator: Communicator) -> Line:
     """Returns what a call has in common with those of the other ranks of ``communicator``, of which there are some."""
-    identity, conversation = identity_of(layer, input, options), conversation_in(communicator)
+    conversation = conversation_in(communicator)
+    identity = identity_of(layer, input, options, conversation)
     return Line(identity, communicator, conversation, exact_bits(communicator.size))

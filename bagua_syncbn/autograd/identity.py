@@ -1,18 +1,22 @@
 """Who speaks in a message, and of what: the words that travel with the statistics, and the text for people.
 
 The words are small integers, which every rank that makes the same call has alike. Three go with what is gathered: of
-the layer, which is its place in the converted model, of the terms that the call must have in common, and the number of
+the layer, made of what a text for people calls it; of the terms that the call must have in common; and the number of
 the call in its group. In a sum words would mix: there a fingerprint of them goes in three parts, each with its square.
 The ranks agree if and only if the mean of the squares is the square of the mean.
 """
 
+import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+
+if TYPE_CHECKING:
+    from .conversation import Conversation
 
 # Words fit float32, which holds every integer up to 2**24.
 WORD = 2**24
@@ -75,7 +79,7 @@ class Identity:
     """A call as all ranks must make it.
 
     Attributes:
-        key: words for the layer, 0 where its place is not known, and for the terms.
+        key: words for the layer, 0 where the call has none, and for the terms.
         speaker: both in one number.
         message: whether its message is a sum, else it is gathered; its size and dtype.
         text: the same for people.
@@ -86,17 +90,17 @@ class Identity:
     backward: "Identity"
     derivative: "Identity"
 
-    def __init__(self, place: int, name: str, terms: Terms, direction: int) -> None:
+    def __init__(self, layer: int, name: str, terms: Terms, direction: int) -> None:
         numel = 2 * terms.channels + (ops.PARTS if direction else 2 + ops.WORDS)
         self.message = bool(direction), numel, torch.float64 if terms.is_double else torch.float32
-        self.key = place, terms.word(direction)
-        self.speaker = place * WORD + self.key[1]
+        self.key = layer, terms.word(direction)
+        self.speaker = layer * WORD + self.key[1]
         self.text = f"{_DIRECTIONS[direction]} of {name} ({_text_of(terms)})"
         _texts[self.key] = self.text
 
 
 def _text_of(terms: Terms) -> str:
-    values = [f"{terms.channels} channels", "float64" if terms.is_double else "float32", f"eps={terms.eps:g}"]
+    values = [f"{terms.channels} channels", "float64" if terms.is_double else "float32", f"eps={terms.eps}"]
     values.append(f"momentum={None if terms.momentum == -1 else terms.momentum}")
     if terms.eps_mode:
         values.append(f"eps_mode={ops.EPS_MODES[terms.eps_mode]}")
@@ -122,15 +126,23 @@ def terms_of(input: Tensor, options: ops.MergeOptions, momentum: float | None) -
     return Terms(int(channels), eps, momentum, mode, options.skip_nonfinite, is_double, accumulates)
 
 
-def identity_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Identity:
+def identity_of(
+    layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, conversation: "Conversation"
+) -> Identity:
     """Returns the identity of a forward call; those of what follows in backward are its attributes."""
-    place, name = getattr(layer, "place_in_model", 0), getattr(layer, "name_in_model", None)
+    name, model = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None)
+    kind = type(layer).__name__ if model is None else model.name
+    number = 0 if layer is None else conversation.number_of(model or layer, kind)
     # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
     momentum = None if getattr(layer, "momentum", 0) is None else options.momentum
-    call = place, name, type(layer), input.size(1), input.dtype, momentum, options[4:7], options.kept is None
+    caller = number, None if model is None else kind, name, type(layer)
+    call = caller, input.size(1), input.dtype, momentum, options[4:7], options.kept is None
     identity = _identities.get(call)
     if identity is None:
-        identity = _identities[call] = _make_identity(place, speaker_of(layer), terms_of(input, options, momentum))
+        speaker = speaker_of(layer) if model is None else f"{speaker_of(layer)} of {kind}"
+        speaker = f"{speaker} #{number}" if number > 1 else speaker
+        word = 0 if layer is None else zlib.crc32(speaker.encode()) % (WORD - 1) + 1
+        identity = _identities[call] = _make_identity(word, speaker, terms_of(input, options, momentum))
     return identity
 
 
@@ -145,11 +157,11 @@ def speaker_of(layer: nn.Module | None) -> str:
 _identities: dict[Any, Identity] = {}
 
 
-def _make_identity(place: int, speaker: str, terms: Terms) -> Identity:
+def _make_identity(layer: int, speaker: str, terms: Terms) -> Identity:
     if len(_identities) == _MOST_IDENTITIES:  # options that change with every step
         _identities.clear()
         _texts.clear()
-    identity, backward, derivative = (Identity(place, speaker, terms, direction) for direction in range(3))
+    identity, backward, derivative = (Identity(layer, speaker, terms, direction) for direction in range(3))
     identity.backward = derivative.backward = backward
     identity.derivative = backward.derivative = derivative
     return identity
@@ -160,11 +172,11 @@ _MOST_IDENTITIES = 2**14
 
 def describe(words: Sequence[float]) -> str:
     """Returns in words for people what another rank said in the three that are gathered."""
-    place, terms, call = map(int, words)
-    text = _texts.get((place, terms))
+    layer, terms, call = map(int, words)
+    text = _texts.get((layer, terms))
     if terms == RAISED:
         text = "an error of its own, which it shows"
     if text is None:
-        same = [text for (other, _), text in _texts.items() if other == place != 0]
+        same = [text for (other, _), text in _texts.items() if other == layer != 0]
         text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"
     return f"{text}, call {call}" if call else text

@@ -8,7 +8,6 @@ meet torch's.
 
 import sys
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -78,24 +77,22 @@ def convert_sync_batchnorm(
     """
     peers: Any = peers_of(process_group)
     # All the classes first: one layer that is refused leaves all as they were.
-    targets: dict[nn.Module, tuple[type[SyncBatchNorm], str]] = {}
+    targets: dict[nn.Module, type[SyncBatchNorm]] = {}
     findings = examine(module, filter)
     for finding in findings:
         if finding.error is not None:
             raise finding.error
         if finding.target is not None:
-            targets[finding.module] = finding.target, finding.names[0]
+            targets[finding.module] = finding.target
     _warn_of_synchronized_strangers(findings)
     with _restored_on_error(targets):
-        for layer, (cls, name) in targets.items():
+        for layer, cls in targets.items():
             change_class(layer, cls)
-            if name:
-                vars(layer)["name_in_model"] = name
             if peers is not EVERYONE:
                 layer.process_group = peers
             if skip_nonfinite:
                 vars(layer)["skip_nonfinite"] = True
-        _give_places(module)
+        _name_layers(module)
     forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
@@ -131,7 +128,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     unfuse_activations(module)
     with _restored_on_error(layers):
         for layer, cls, attributes in zip(layers, classes, groups, strict=True):
-            for name in ("_peers", "_settled", "groups_before", "name_in_model", "place_in_model"):
+            for name in ("_peers", "_settled", "groups_before", "name_in_model", "converted_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
             object.__setattr__(layer, "__class__", cls)
@@ -156,12 +153,23 @@ def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
     object.__setattr__(layer, "__class__", cls)
 
 
-def _give_places(module: nn.Module) -> None:
-    """Tells each synchronized layer its place among those of ``module``: by it the ranks know that they are in one."""
-    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    model = [layer.num_features for layer in layers]
-    for index, layer in enumerate(layers):
-        vars(layer)["place_in_model"] = zlib.crc32(f"{index} {model}".encode()) % 2**24
+class ConvertedModel:
+    """A model, for its synchronized layers: one object for all of them, and another one for those of each copy."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of its class
+
+
+def _name_layers(module: nn.Module) -> None:
+    """Tells each synchronized layer its name in ``module``, and that they are in one: by it the ranks know a layer."""
+    name = type(module).__name__
+    layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}
+    before = {vars(layer).get("converted_model") for layer in layers.values()} - {None}
+    model = before.pop() if len(before) == 1 else None
+    if model is None or model.name != name:  # converted again it stays the model that it was
+        model = ConvertedModel(name)
+    for name, layer in layers.items():
+        vars(layer).update(name_in_model=name, converted_model=model)
 
 
 def _take_group(layer: nn.Module) -> None:

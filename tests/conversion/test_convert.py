@@ -54,7 +54,7 @@ def test_standard_layers(local, synced, shape):
     assert convert_sync_batchnorm(model) is model
     assert model[0] is layer
     assert type(layer) is synced
-    assert vars(layer) == {**attributes, "name_in_model": "0", "place_in_model": layer.place_in_model}
+    assert vars(layer) == {**attributes, "name_in_model": "0", "converted_model": layer.converted_model}
     model(torch.randn(shape))
     assert revert_sync_batchnorm(model) is model
     assert type(layer) is local

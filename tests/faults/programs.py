@@ -6,6 +6,7 @@ backward pass of all that was called since the last one, ``>`` the same one by o
 exception that the program catches and goes on with its next step.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
 from bagua_syncbn.autograd import conversation
-from bagua_syncbn.communicators import TorchCommunicator
+from bagua_syncbn.communicators import LOCAL, TorchCommunicator
 from benchmarks.core.waiting import CollectiveClock
 
 STEPS = 3
@@ -238,3 +239,89 @@ def run_under_meta() -> str:
     finally:
         dist.destroy_process_group(group)
     return "finished"
+
+
+class Critic(nn.Sequential):
+    pass
+
+
+class Judge(nn.Sequential):
+    pass
+
+
+def _finishes(steps: Sequence[Sequence[nn.Module]]) -> str:
+    """Calls some modules in each step. Returns the message of the error, or "finished"."""
+    try:
+        for step in steps:
+            for module in step:
+                module(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "finished"
+
+
+def run_swapped(kind: str) -> str:
+    """Three steps of two models, of which the last rank swaps them in the last."""
+    group = dist.new_group()
+    communicator = TorchCommunicator(group)
+    first: nn.Module = Critic(nn.BatchNorm1d(8))
+    second: nn.Module = (Judge if kind == "models of two classes" else Critic)(nn.BatchNorm1d(8))
+    for model in (first, second):
+        bagua_syncbn.convert_sync_batchnorm(model, communicator)
+    if kind == "a model and its copy":
+        second = copy.deepcopy(first)
+    if kind == "layers made by hand":
+        first, second = (bagua_syncbn.SyncBatchNorm1d(8, process_group=communicator) for _ in range(2))
+    steps = [[first, second]] * 3
+    if dist.get_rank() == dist.get_world_size() - 1:
+        steps[2] = [second, first]
+    message = _finishes(steps)
+    dist.destroy_process_group(group)
+    return message
+
+
+# What the last rank has besides the model that all train: more models, of which it trains none in this group.
+MORE: dict[str, Callable[[nn.Sequential, TorchCommunicator], Any]] = {
+    "a norm that nothing calls": lambda model, _: model.add_module("unused", nn.BatchNorm1d(8)),
+    "a head of its own": lambda model, _: model.add_module(
+        "head", bagua_syncbn.SyncBatchNorm1d(8, process_group=LOCAL)
+    ),
+    "a model converted before": lambda model, communicator: bagua_syncbn.convert_sync_batchnorm(
+        Critic(nn.BatchNorm1d(8)), communicator
+    ),
+    "a copy that it evaluates": lambda model, communicator: copy.deepcopy(
+        bagua_syncbn.convert_sync_batchnorm(model, communicator)
+    ).eval()(torch.ones(2, 8)),
+}
+
+
+def run_with_more(more: str) -> str:
+    """Three steps of two models of one class; the last rank has one thing more."""
+    group = dist.new_group()
+    communicator = TorchCommunicator(group)
+    models = []
+    for _ in range(2):
+        model = Critic()
+        model.add_module("norm", nn.BatchNorm1d(8))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            MORE[more](model, communicator)
+        models.append(bagua_syncbn.convert_sync_batchnorm(model, communicator, filter=lambda name, _: name != "head"))
+    if more == "a norm that nothing calls" and dist.get_rank() == dist.get_world_size() - 1:
+        for model in models:
+            model.forward = model.norm.forward
+    message = _finishes([models] * 3)
+    dist.destroy_process_group(group)
+    return message
+
+
+def run_under_long_names() -> str:
+    """The last rank has another ``eps`` in a layer of a very long name."""
+    group = dist.new_group()
+    model = nn.Sequential()
+    model.add_module("x" * 1000, nn.BatchNorm1d(8))
+    bagua_syncbn.convert_sync_batchnorm(model, TorchCommunicator(group))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model[0].eps = 1.0000001e-5
+    message = _finishes([[model]])
+    dist.destroy_process_group(group)
+    return message

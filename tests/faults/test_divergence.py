@@ -3,6 +3,7 @@
 The table in docs/reliability.md is about these rows.
 """
 
+import copy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import programs
 import pytest
 import torch
 from programs import REFUSED, Change, Model, run
-from torch import nn
+from torch import Tensor, nn
 
 import bagua_syncbn
 from bagua_syncbn.autograd.identity import RAISED, describe
@@ -50,8 +51,16 @@ def other_channels(model: Model) -> None:
     model.b.num_features = 10
 
 
-def other_kind_of_call(model: Model) -> None:
-    model.a.__dict__["place_in_model"] = 0  # as of a functional call
+def made_by_hand(model: Model) -> None:
+    model.a = bagua_syncbn.SyncBatchNorm1d(8, process_group=model.a.process_group)
+
+
+def by_a_function(model: Model) -> None:
+    def normalize(layer: nn.Module, x: Tensor) -> Tensor:
+        tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
+        return bagua_syncbn.sync_batch_norm(x, *tensors, process_group=layer.process_group)
+
+    model.spoiled = {"a": normalize}
 
 
 def attribute(name, value):
@@ -59,7 +68,7 @@ def attribute(name, value):
 
 
 # Named at once: "forward of SyncBatchNorm1d 'a'" and so on.
-A, B, C = "'a' (8", "'b' (8", "'c' (12"
+A, B, C = "'a' of Model (8", "'b' of Model (8", "'c' of Model (12"
 NAMED = {
     # other order, other branch, more or fewer calls
     "two layers of equal size swapped": Row("bac<", told=(A, B)),
@@ -106,7 +115,8 @@ NAMED = {
     "float64": Row(change=nn.Module.double, told=("float32", "float64", A)),
     "float64 in one layer": Row(change=lambda model: model.b.double(), told=("float32", "float64", B)),
     "other number of channels": Row(change=other_channels, told=("8 channels", "10 channels", "'b'")),
-    "a layer without a place": Row(change=other_kind_of_call, told=(A,)),
+    "a layer made by hand": Row(change=made_by_hand, told=(A, "SyncBatchNorm1d (8")),
+    "a functional call": Row(change=by_a_function, told=(A, "sync_batch_norm (8")),
 }  # fmt: skip
 
 # Nothing is sent that others could compare: they wait until the time-out.
@@ -213,10 +223,49 @@ def test_what_all_ranks_are_refused_they_may_leave_out(pool, kind):
         assert kind in message
 
 
-def test_layers_made_by_hand_get_their_places_from_conversion():
+def test_layers_made_by_hand_get_their_names_from_conversion():
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*(bagua_syncbn.SyncBatchNorm(3) for _ in range(2))))
     assert [layer.name_in_model for layer in model] == ["0", "1"]
-    assert len({0, *(layer.place_in_model for layer in model)}) == 3
+
+
+def test_a_model_stays_the_same_one_when_it_is_converted_again():
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    before = model[0].converted_model
+    bagua_syncbn.convert_sync_batchnorm(model)
+    assert model[0].converted_model is model[1].converted_model is before
+    copied = copy.deepcopy(model)
+    assert copied[0].converted_model is copied[1].converted_model is not before
+
+
+# Two models that look alike, what the last rank calls in the third of three steps, and what the error says of it.
+SWAPPED = {
+    "models of two classes": (
+        "forward of SyncBatchNorm1d '0' of Critic (8",
+        "forward of SyncBatchNorm1d '0' of Judge (8",
+    ),
+    "models of one class": ("'0' of Critic (8", "'0' of Critic #2 (8"),
+    "a model and its copy": ("'0' of Critic (8", "'0' of Critic #2 (8"),
+    "layers made by hand": ("forward of SyncBatchNorm1d (8", "forward of SyncBatchNorm1d #2 (8"),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_models_that_look_alike_are_told_apart(pool, kind):
+    for message in pool.run(programs.run_swapped, 2, kind):
+        for told in SWAPPED[kind]:
+            assert told in message
+
+
+@pytest.mark.parametrize("more", programs.MORE)
+def test_a_rank_may_have_more_than_the_others(pool, more):
+    assert pool.run(programs.run_with_more, 2, more) == ["finished"] * 2
+
+
+def test_long_texts_differ_in_what_they_end_in(pool):
+    for message in pool.run(programs.run_under_long_names, 2):
+        assert "call 1; rank 1: " in message
+        assert "eps=1e-05" in message
+        assert "eps=1.0000001e-05" in message
 
 
 # Collectives of each step: one for each call and one for each question.

@@ -64,7 +64,7 @@ CHANGES = {
     "skip_nonfinite": set_attribute("skip_nonfinite", True),
     "untracked": set_attribute("track_running_stats", False),
     "an activation": set_attribute("fused_activation", "relu"),
-    "place_in_model": set_attribute("place_in_model", 3),
+    "name_in_model": set_attribute("name_in_model", "other"),
     "evaluation": lambda layer: layer.eval(),
     "alone": set_attribute("process_group", LOCAL),
     "one of DataParallel's replicas": lambda layer: vars(layer).update(_is_replica=True),
