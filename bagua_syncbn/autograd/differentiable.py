@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .agreement import tell_peers
 from .epilogue import Epilogue
-from .exchange import AnyExchange, Given
+from .exchange import Alone, AnyExchange, Given
+from .torch_private import is_grads_batch
 
 
 def differentiable_batch_norm(
@@ -64,18 +66,22 @@ def differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of input, weight, bias and residual as functions of the tensors; None if not needed.
 
-    Autograd makes them from :func:`differentiable_batch_norm`, so that no formula is written twice.
+    Autograd makes them from :func:`differentiable_batch_norm`, so that no formula is written twice. They are functions
+    where gradients are enabled, and constants elsewhere. ``grad_output`` may be a batch of gradients, where this rank
+    is alone.
     """
+    create_graph = torch.is_grad_enabled()
     residual = None if epilogue is None else epilogue.residual
-    # Views, so that autograd ends at this use of each: one may depend on another.
-    input = input.view_as(input)
-    weight, bias, residual = (None if tensor is None else tensor.view_as(tensor) for tensor in (weight, bias, residual))
     unused = ops.MergeOptions(None, None, None, None, 0.0, "plus")
-    epilogue = None if epilogue is None else epilogue._replace(residual=residual)
-    output = differentiable_batch_norm(input, weight, bias, unused, exchange, merged, epilogue)
+    with torch.enable_grad():
+        # Views, so that autograd ends at this use of each: one may depend on another.
+        input = input.view_as(input)
+        weight, bias, residual = (None if t is None else t.view_as(t) for t in (weight, bias, residual))
+        epilogue = None if epilogue is None else epilogue._replace(residual=residual)
+        output = differentiable_batch_norm(input, weight, bias, unused, exchange, merged, epilogue)
     tensors = (input, weight, bias, residual)
     wanted = [tensor for tensor, needed in zip(tensors, needs_grad, strict=True) if tensor is not None and needed]
-    grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=True))
+    grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=create_graph))
     return tuple(next(grads) if needed else None for needed in needs_grad)
 
 
@@ -109,7 +115,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count, clamped = ctx.saved_tensors
-        total = _AllReduce.apply(torch.cat([grad_mean, grad_invstd]), ctx.exchange)
+        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.exchange)
         grad_mean, grad_invstd = total.chunk(2)
         slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
         centered = input - ops.per_channel(mean, input)
@@ -125,18 +131,28 @@ class _Merged(torch.autograd.Function):
         dims = ops.reduced_dims(input)
         tangent = _of_statistics(tangent, ctx.exchange)
         centered = _of_statistics(centered, ctx.exchange)
-        total = _AllReduce.apply(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.exchange) / count
+        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.exchange) / count
         tangent_mean, covariance = total.chunk(2)
         return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
 
     @staticmethod
-    def vmap(*_: Any) -> None:
-        raise _no_vmap()
+    def vmap(_info: Any, _in_dims: Any, _input: Any, _options: Any, exchange: AnyExchange, _merged: Any) -> None:
+        raise _no_vmap(exchange)
 
 
 def _of_statistics(values: Tensor, exchange: AnyExchange) -> Tensor:
     """Returns ``values`` (N, C, \\*), 0 where the input has no share in the statistics."""
     return values if exchange.masking is None else exchange.masking.clear(values)
+
+
+def _all_reduce(packed: Tensor, exchange: AnyExchange) -> Tensor:
+    """Returns the sum over ranks of ``packed``, as a function of it."""
+    if isinstance(exchange, Alone):
+        return exchange.total(packed)
+    if is_grads_batch(packed):
+        raise _no_vmap(exchange)
+    total: Tensor = _AllReduce.apply(packed, exchange)
+    return total
 
 
 class _AllReduce(torch.autograd.Function):
@@ -152,20 +168,23 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad_output, ctx.exchange), None
+        return _all_reduce(grad_output, ctx.exchange), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        total: Tensor = _AllReduce.apply(tangent, ctx.exchange)
-        return total
+        return _all_reduce(tangent, ctx.exchange)
 
     @staticmethod
-    def vmap(*_: Any) -> None:
-        raise _no_vmap()
+    def vmap(_info: Any, _in_dims: Any, _packed: Any, exchange: AnyExchange) -> None:
+        raise _no_vmap(exchange)
 
 
-def _no_vmap() -> RuntimeError:
-    return RuntimeError(
-        "sync_batch_norm: expected no torch.func.vmap over training with the statistics of a group, because its "
-        "collectives cannot be batched; vmap the model in eval(), or after revert_sync_batchnorm"
+def _no_vmap(exchange: AnyExchange) -> RuntimeError:
+    refusal = RuntimeError(
+        "sync_batch_norm: expected no torch.func.vmap over training and no is_grads_batched in its backward pass with "
+        "the statistics of a group, because its collectives cannot be batched; call it once for each sample of the "
+        "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
+    if not isinstance(exchange, Alone):
+        tell_peers(exchange._communicator, None, refusal)
+    return refusal

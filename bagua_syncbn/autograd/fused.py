@@ -17,6 +17,7 @@ from .. import ops
 from .differentiable import differentiable_backward
 from .epilogue import Epilogue
 from .exchange import Alone, AnyExchange, Exchange, Given
+from .torch_private import is_transformed
 
 
 def fused_batch_norm(
@@ -64,7 +65,8 @@ class _FusedBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _differentiable_gradients if torch.is_grad_enabled() else _gradients
+        is_more = torch.is_grad_enabled() or is_transformed(grad_output)
+        gradients = _differentiable_gradients if is_more else _gradients
         needs_grad = ctx.needs_input_grad[:4]
         grads = gradients(ctx, grad_output)
         return *(grad if needed else None for grad, needed in zip(grads, needs_grad, strict=True)), *[None] * 6

@@ -26,6 +26,7 @@ from .. import ops
 from ..communicators.replicas import Replica
 from .epilogue import Epilogue
 from .outputs import note_output
+from .torch_private import is_transformed
 
 
 def replicated_batch_norm(
@@ -89,6 +90,11 @@ def _once_differentiable(backward: _Backward) -> _Backward:
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if any(map(is_transformed, grads)):
+            raise RuntimeError(
+                "sync_batch_norm: expected neither is_grads_batched nor torch.func in a backward pass among replicas "
+                "of one process; call backward once for each gradient"
+            )
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from .epilogue import Epilogue
 from .exchange import AnyExchange, Exchange, Line, exchange_of
 from .fused import fused_batch_norm
 from .outputs import note_output
-from .torch_private import apply_of, is_transforming, unseen_by_selective_checkpointing
+from .torch_private import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
 
 
 def synchronized_batch_norm(
@@ -89,7 +89,7 @@ class _Step(torch.autograd.Function):
         input, weight, mean, invstd, count, clamped = ctx.saved_tensors
         needs = ctx.needs_input_grad
         exchange: AnyExchange = ctx.exchange
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled() or is_transformed(grad_output):  # create_graph=True, is_grads_batched=True
             merged = mean, invstd, count, clamped
             bias = torch.zeros_like(mean, requires_grad=True)  # of which nothing depends on the value
             grads = differentiable_backward(grad_output, input, weight, bias, merged, exchange, (*needs[:3], False))

@@ -65,6 +65,16 @@ def is_transforming() -> bool:
     return _has_transforms() or _level_of_duals() >= 0
 
 
+def is_grads_batch(gradient: torch.Tensor) -> bool:
+    """Whether it is several gradients in one, as autograd.grad(..., is_grads_batched=True) makes them."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def is_transformed(gradient: torch.Tensor) -> bool:
+    """Whether ``gradient``, given to a backward pass, may be what operations of torch take but kernels do not."""
+    return is_transforming() or is_grads_batch(gradient)
+
+
 # The tensor itself, or what is in it where a transform that has ended left it over.
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 

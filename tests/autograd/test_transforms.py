@@ -102,6 +102,82 @@ def test_vmap_is_refused_in_training_and_works_in_evaluation(pool):
     assert pool.run(batched, 2) == [(2, 2, 3, 2), (2, 5, 3, 2)]
 
 
+OPTIONS = (
+    {},
+    {"momentum": None},
+    {"eps_mode": "clamp"},
+    {"skip_nonfinite": True},
+    {"activation": "relu"},
+    {"activation": "silu"},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("length", [2, 2**16], ids=["small", "large"])
+def test_gradients_in_batches(length, training, options):
+    """Whether F.batch_norm computes or our own step, which the size decides among others."""
+    layer, input = SyncBatchNorm(2, dtype=torch.float64, **options), draw(4, 2, length, seed=1).requires_grad_()
+    output = layer.train(training)(input, **({"residual": input.cos()} if "activation" in options else {}))
+    wanted, grad_outputs = (input, *layer.parameters()), draw(3, *output.shape, seed=2)
+    for create_graph in (False, True):
+        batches = torch.autograd.grad(output, wanted, grad_outputs, True, create_graph, is_grads_batched=True)
+        each = [torch.autograd.grad(output, wanted, grad, retain_graph=True) for grad in grad_outputs]
+        for batch, expected in zip(batches, zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(batch, torch.stack(expected))
+        assert batches[0].requires_grad == create_graph
+
+
+@pytest.mark.parametrize("mask", [None, draw(5, 1, 2, seed=3) > -1])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradcheck_with_gradients_in_batches(options, mask):
+    """torch's own tests of its layers ask for it."""
+    layer, input = SyncBatchNorm(3, dtype=torch.float64, **options), draw(5, 3, 2, seed=1).requires_grad_()
+    checked = {"check_batched_grad": True, "fast_mode": True}
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x, mask=mask), (input, *layer.parameters()), **checked)
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x, mask=mask), (input, *layer.parameters()), **checked)
+
+
+def in_batches():
+    layer = SyncBatchNorm(3, dtype=torch.float64)
+    input, grad_outputs = shares()[0][0].requires_grad_(), draw(2, *shares()[0][0].shape, seed=2)
+    layer(input).sum().backward()
+    backward = vjp(layer, input)[1]
+    told = []
+    for attempt in (
+        lambda: torch.autograd.grad(layer(input), input, grad_outputs, is_grads_batched=True),
+        lambda: vmap(backward)(grad_outputs),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            attempt()
+        told.append(str(caught.value))
+    only_parameters = layer(input.detach())
+    grads = torch.autograd.grad(only_parameters, layer.weight, grad_outputs, is_grads_batched=True)
+    return told, grads[0].shape, layer(input).shape
+
+
+def test_gradients_in_batches_are_refused_over_ranks(pool):
+    for rank, (told, *shapes) in enumerate(pool.run(in_batches, 2)):
+        assert all("no is_grads_batched in its backward pass" in text for text in told)
+        assert shapes == [(2, 3), (SPLITS[rank], *SIZE[1:])]
+
+
+def one_in_batches():
+    layer, input = SyncBatchNorm(3, dtype=torch.float64), shares()[0][0].requires_grad_()
+    layer(input).sum().backward()
+    grad_outputs, batched = draw(2, *input.shape, seed=2), dist.get_rank() == 1
+    with pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad(layer(input), input, grad_outputs if batched else grad_outputs[0], is_grads_batched=batched)
+    return str(caught.value)
+
+
+def test_a_rank_whose_gradients_come_in_batches_tells_its_peers(pool):
+    first, second = pool.run(one_in_batches, 2)
+    pool.forget_job()
+    assert "rank 1: RuntimeError in sync_batch_norm" in first
+    assert second.startswith("sync_batch_norm: expected no torch.func.vmap")
+
+
 def test_one_process_has_all_that_torch_has():
     primals = draw(*SIZE, seed=1), draw(3, seed=2), draw(3, seed=3)
     torch.testing.assert_close(

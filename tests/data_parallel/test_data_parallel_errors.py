@@ -117,6 +117,12 @@ def test_recomputation_in_backward_is_refused(use_reentrant):
         promptly(output.sum().backward)
 
 
+def test_gradients_in_batches_are_refused():
+    output = parallel(build(SynchronizedBatchNorm1d), "cpu", 2)(input := inputs_of(nn.BatchNorm1d, 4).requires_grad_())
+    with pytest.raises(RuntimeError, match=r"sync_batch_norm: expected neither is_grads_batched nor"):
+        torch.autograd.grad(output, input, torch.randn(3, *output.shape).double(), is_grads_batched=True)
+
+
 def test_replicas_that_never_run(monkeypatch):
     # One after the other, on one thread: the first cannot know that the second is not on its way.
     monkeypatch.setattr(replicas, "TIMEOUT", 0.1)
