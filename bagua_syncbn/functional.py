@@ -154,7 +154,16 @@ def sync_batch_norm(
         num_batches_tracked = None  # it counts what the running statistics hold
     is_kept = kept is not None
     if not torch.compiler.is_compiling():
-        is_kept, masking = as_in_first_run(layer, (is_kept, masking))
+        tracks = running_mean is not None
+        is_kept, masking, tracked = as_in_first_run(layer, (is_kept, masking, tracks))
+        # Left by fairscale's checkpoint_wrapper, which turns tracking off in the first of its two passes.
+        if tracks and not tracked and hasattr(layer, "_track_running_stats_backup"):
+            refusal = RuntimeError(
+                "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
+                f"move running statistics, where a repetition moves none; got one around {type(layer).__name__}"
+            )
+            tell_peers(process_group, layer, refusal)
+            raise refusal
     options = ops.MergeOptions(
         running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite, kept
     )

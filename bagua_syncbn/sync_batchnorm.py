@@ -101,10 +101,6 @@ class SyncBatchNorm(_BatchNorm):
     # Given by conversion: what all layers of that model have in common, and the layers of each copy of it.
     converted_model: Any = None
 
-    # fairscale's checkpoint_wrapper asks for it. Without it, it keeps the first of two passes from counting its batch,
-    # and the second does not count here.
-    disable_patch_batchnorm: ClassVar[bool] = True
-
     # convert_sync_batchnorm, under the name that torch and Bagua give it. Put here by the conversion room: this module
     # does not know what happens to models.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]

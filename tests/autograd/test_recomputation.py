@@ -8,6 +8,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from fake_packages import fairscale_checkpoint_wrapper
 from observed import collectives
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -254,6 +255,41 @@ def test_a_repetition_that_calls_more_often():
         use_reentrant=True,
     )
     with pytest.raises(RuntimeError, match=r"SyncBatchNorm1d '0': expected a repetition to call .* 1 time"):
+        output.sum().backward()
+
+
+def train_by_fairscale(kind):
+    """Runs steps without and with its wrapper; returns outputs, gradients and buffers."""
+    results = []
+    for wrap in (nn.Identity(), fairscale_checkpoint_wrapper):
+        torch.manual_seed(0)
+        block = convert_sync_batchnorm(make_blocks(kind)[1].append(nn.Identity()))
+        wrap(block)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            drawn = torch.randn(2, sum(SPLITS), 4, generator=generator, dtype=torch.float64)
+            input, grad_output = drawn.split(SPLITS, dim=1)[dist.get_rank()] if dist.is_initialized() else drawn
+            output = block(input.requires_grad_())
+            output.backward(grad_output)
+        results.append((output.detach(), input.grad, [p.grad for p in block.parameters()], list(block.buffers())))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["plain", "average", "own forward", "frozen"])
+def test_fairscale_needs_nothing(pool, kind):
+    for plain, wrapped in (train_by_fairscale(kind), *pool.run(train_by_fairscale, 2, kind)):
+        torch.testing.assert_close(wrapped, plain)
+
+
+def test_fairscale_with_a_region_is_refused():
+    region = Repeatable()
+
+    class Block(nn.Sequential):
+        def forward(self, input):
+            return region(super().forward)(input)
+
+    output = fairscale_checkpoint_wrapper(Block(SyncBatchNorm(3)))(torch.randn(4, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"Repeatable: expected none within fairscale's checkpoint_wrapper"):
         output.sum().backward()
 
 

@@ -6,6 +6,7 @@ Written from what the packages document: the same names, base classes and attrib
 import importlib.util
 import sys
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -134,11 +135,46 @@ def _named(cls: type, name: str) -> type:
     return type(name, (cls,), {"forward": cls.forward})
 
 
-def _checkpoint_wrapper(module):
-    """Like the first of fairscale's two passes: nothing is counted but by layers that ask to be left alone."""
+class _TwoPasses(torch.autograd.Function):
+    """As fairscale's CheckpointFunction: a pass without gradients, and one more in backward."""
+
+    @staticmethod
+    def forward(ctx, _, function, *args):
+        ctx.function = function
+        ctx.save_for_backward(*args)
+        with torch.no_grad():
+            return function(*args)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        args = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*args)
+        torch.autograd.backward(output, grad_output)
+        return None, None, *(tensor.grad for tensor in args)
+
+
+def fairscale_checkpoint_wrapper(module):
+    """Without gradients its layers track no statistics, but for those that ask to be left alone."""
+
+    def before(layer, _):
+        if not torch.is_grad_enabled():
+            layer._track_running_stats_backup, layer.track_running_stats = layer.track_running_stats, False
+
+    def after(layer, *_):
+        if not torch.is_grad_enabled():
+            layer.track_running_stats = layer._track_running_stats_backup
+
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not hasattr(layer, "disable_patch_batchnorm"):
-            layer.track_running_stats = False
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
+    function = partial(type(module).forward, module)
+    module.forward = lambda *args: (
+        _TwoPasses.apply(torch.tensor([], requires_grad=True), function, *args)
+        if torch.is_grad_enabled()
+        else function(*args)
+    )
     return module
 
 
@@ -149,7 +185,7 @@ _CONTENTS = {
     "detectron2.engine": {"DefaultTrainer": _Trainer},
     "detectron2.layers": {"NaiveSyncBatchNorm": _named(Detectron2, "NaiveSyncBatchNorm")},
     "fairscale.experimental.nn": {"SyncBatchNorm": _named(Fairscale, "SyncBatchNorm")},
-    "fairscale.nn.checkpoint": {"checkpoint_wrapper": _checkpoint_wrapper},
+    "fairscale.nn.checkpoint": {"checkpoint_wrapper": fairscale_checkpoint_wrapper},
     "lightning.pytorch": {"Trainer": _Trainer},
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
     "mmcv.ops": {"SyncBatchNorm": _named(Mmcv, "SyncBatchNorm")},
