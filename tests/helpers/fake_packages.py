@@ -1,15 +1,15 @@
-"""Packages that blocks of the documentation import and that are not installed for the tests, by what these blocks use.
+"""Packages that blocks of the documentation import, by what these blocks use: installed ones are not looked at.
 
-Written from what the packages document: the same names, base classes and attributes.
+Written from the packages' sources: the same names, base classes and attributes.
 """
 
-import importlib.util
 import sys
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,7 +20,7 @@ class _OwnForward:
     channel_last = False
 
     def forward(self, input):
-        channel = input.dim() - 1 if self.channel_last else 1
+        channel = input.dim() - 1 if getattr(self, "channel_last", False) else 1
         dims = [dim for dim in range(input.dim()) if dim != channel]
         var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
         normalized = (input - mean) * (var + self.eps).rsqrt()
@@ -37,12 +37,22 @@ class Apex(_OwnForward, _BatchNorm):
         return output.relu() if self.fuse_relu else output
 
 
-class Fairscale(_OwnForward, nn.BatchNorm2d):
+class Fairscale(nn.BatchNorm2d):
     _process_group = None
 
+    def forward(self, input):
+        if not dist.is_initialized() or not self.training:
+            return super().forward(input)
+        return _OwnForward.forward(self, input)
 
-class Detectron2(_OwnForward, nn.BatchNorm2d):
+
+class Detectron2(nn.BatchNorm2d):
     _stats_mode = ""
+
+    def forward(self, input):
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not self.training:
+            return super().forward(input)
+        return _OwnForward.forward(self, input)
 
 
 class Mmcv(_OwnForward, nn.Module):
@@ -199,30 +209,32 @@ PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
 
 @contextmanager
 def stand_in_for(package: str):
-    """Lets ``package`` be imported; the installed one, if it is."""
+    """Lets ``package`` be imported, also where another one of the name is installed: tests do not depend on that."""
     if package not in PACKAGES:
         raise ValueError(f"package: expected one of {sorted(PACKAGES)}, got {package!r}")
-    if importlib.util.find_spec(package) is not None:
-        yield
-        return
-    added = []
+    installed = _take_out(package)
     try:
         for name, contents in _CONTENTS.items():
             if name.partition(".")[0] == package:
-                _add(name, contents, added)
+                _add(name, contents)
         yield
     finally:
-        for name in added:
-            del sys.modules[name]
+        _take_out(package)
+        sys.modules.update(installed)
 
 
-def _add(name: str, contents: dict, added: list[str]) -> None:
+def _take_out(package: str) -> dict[str, ModuleType]:
+    """Takes the modules of ``package`` out of those that were imported, and returns them."""
+    names = [name for name in sys.modules if name.partition(".")[0] == package]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _add(name: str, contents: dict) -> None:
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         module = ".".join(parts[:end])
         if module not in sys.modules:
             sys.modules[module] = ModuleType(module)
-            added.append(module)
             if end > 1:
                 setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[module])
     vars(sys.modules[name]).update(contents)
