@@ -13,14 +13,14 @@ from .. import ops
 from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
 from .conversation import Conversation, conversation_in
 from .faults import differ
-from .identity import RAISED, WORD, Identity, describe, exact_bits, process, speaker_of
+from .identity import RAISED, WORD, Identity, describe, exact_bits, kind_of, speaker_of, word_of
 from .torch_private import is_capturing, unseen_by_selective_checkpointing
 
 _TEXT = 480  # bytes in which a rank says what it does
 
 
 def can_ask(device: torch.device) -> bool:
-    return not process.compiles and not (device.type == "cuda" and is_capturing())
+    return not (device.type == "cuda" and is_capturing())
 
 
 class Question:
@@ -73,11 +73,12 @@ def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) ->
     with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
         communicator = peers_of(process_group).found()
         if isinstance(communicator, TorchCommunicator):
-            _tell(communicator, f"{type(error).__name__} in {speaker_of(layer)}", str(error))
+            conversation = conversation_in(communicator)
+            if word_of(kind_of(layer)) not in conversation.compiled:
+                _tell(communicator, conversation, f"{type(error).__name__} in {speaker_of(layer)}", str(error))
 
 
-def _tell(communicator: TorchCommunicator, what: str, why: str) -> None:
-    conversation = conversation_in(communicator)
+def _tell(communicator: TorchCommunicator, conversation: Conversation, what: str, why: str) -> None:
     device, call = conversation.device, conversation.calls + 1
     if device is None or conversation.failure is not None or not can_ask(device):
         return

@@ -9,7 +9,8 @@ from weakref import ref
 import torch
 
 from ..communicators import Communicator
-from .identity import Identity
+from .identity import Identity, Terms, note_text, text_of, word_of
+from .torch_private import group_named
 
 if TYPE_CHECKING:
     from .agreement import Raised
@@ -35,6 +36,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.compiled: set[int] = set()  # kinds whose calls here were compiled, of which no more is known than terms
         self.device: torch.device | None = None  # of the messages; None before the first one
         self.failure: str | None = None  # the call after which this rank does not know what others expect
         self.raised: Raised | None = None  # in case that is an error of its own, which others may have raised too
@@ -90,10 +92,29 @@ class Conversation:
 
 
 _conversations: dict[int, tuple[Any, Conversation]] = {}
+_compiled_unnamed: set[int] = set()
 
 
 def conversation_in(communicator: Communicator) -> Conversation:
-    group = getattr(communicator, "group", communicator)
+    return _conversation_of(getattr(communicator, "group", communicator))
+
+
+def note_compilation(group_name: str | None, kind: str, *terms: Any) -> None:
+    """Notes that a call of these terms is compiled, by a layer of this kind, in the group of that name.
+
+    Without a name it says so of all groups that have none.
+    """
+    word = word_of(kind)
+    note_text((word, Terms(*terms).word(0)), f"compiled forward of a layer of {kind} ({text_of(Terms(*terms))})")
+    compiled = _compiled_unnamed if group_name is None else _conversation_of(group_named(group_name)).compiled
+    compiled.add(word)
+
+
+# Run when it is traced, and not traced: a checkpointed region that is compiled must not change what is outside of it.
+note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _conversation_of(group: Any) -> Conversation:
     number = id(group)
     known = _conversations.get(number)
     if known is None:
@@ -105,5 +126,8 @@ def conversation_in(communicator: Communicator) -> Conversation:
             held: Any = ref(group, forget)
         except TypeError:
             held = group
-        known = _conversations[number] = held, Conversation()
+        conversation = Conversation()
+        if not hasattr(group, "group_name"):
+            conversation.compiled = _compiled_unnamed
+        known = _conversations[number] = held, conversation
     return known[1]

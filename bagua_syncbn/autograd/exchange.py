@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator
 from .agreement import Question, by_text, can_ask, codes_of, resume
-from .conversation import Conversation, conversation_in
+from .conversation import Conversation, conversation_in, note_compilation
 from .faults import ON_CPU, Fault, differ, fault_for, fault_on, found, number_of_sum, raise_if_found
 from .identity import (
     WORD,
@@ -29,9 +29,9 @@ from .identity import (
     exact_bits,
     hash_of,
     identity_of,
-    note_compilation,
-    process,
+    kind_of,
     terms_of,
+    word_of,
 )
 
 
@@ -62,12 +62,14 @@ class Exchange:
     _stats: Any = ops.batch_norm_stats
     _backward_elemt: Any = ops.batch_norm_backward_elemt
 
-    __slots__ = ("_communicator", "_conversation", "_exact_bits", "_fault", "_identity", "_number")
+    __slots__ = ("_communicator", "_conversation", "_exact_bits", "_fault", "_identity", "_is_compiled", "_number")
 
     def __init__(self, line: Line) -> None:
         self._identity, self._communicator, self._conversation, self._exact_bits = line
         self._fault: Fault | None = None
         self._number = 0
+        # Its peers may be in compiled code: as that does, it says no more than its terms, and nothing is predicted.
+        self._is_compiled = self._identity.kind in self._conversation.compiled
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
         """Returns the statistics of all ranks' inputs.
@@ -82,14 +84,13 @@ class Exchange:
         fault = self._fault = fault_for(gathered)
         merged = ops.merge_stats(gathered, options, None if fault is None else fault.tensor)
         if fault is ON_CPU and fault.kind.value:
-            self._raise_found(identity)
+            self._raise_found(identity, gathered[:, -ops.WORDS :].tolist())
         return merged
 
     def fingerprint(self, identity: Identity | None = None) -> int:
         """Returns the fingerprint that goes with the sums of the backward pass, or with those of ``identity``."""
-        number = 0 if process.compiles else self._number
         speaker, call = self._words(identity or self._identity.backward)
-        return hash((speaker, call, number)) & self._exact_bits
+        return hash((speaker, call, self._number)) & self._exact_bits
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         """Returns the sums of all ranks, and of their words: for the op that takes them apart."""
@@ -139,11 +140,18 @@ class Exchange:
         if conversation.failure is not None:
             resume(conversation)
         raise_if_found()
-        return (identity.key[1], 0) if process.compiles else (identity.speaker, (conversation.calls + 1) % WORD)
+        if self._is_compiled:
+            return identity.kind * WORD + identity.key[1], 0
+        return identity.speaker, (conversation.calls + 1) % WORD
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, identity: Identity) -> Tensor:
         """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same."""
         conversation = self._conversation
+        if self._is_compiled:
+            try:
+                return collective(packed)
+            except BaseException as error:
+                self._fail(identity, error)
         if conversation.node.expected is not identity:
             self._agree_on(identity, packed)
         try:
@@ -188,27 +196,36 @@ class Exchange:
             "cannot be used any more"
         ) from error
 
-    def _raise_found(self, identity: Identity) -> NoReturn:
+    def _raise_found(self, identity: Identity, rows: Sequence[Sequence[float]] = ()) -> NoReturn:
         """Raises for what an op on CPU has found."""
         record, call = ON_CPU.take(), self._conversation.calls
         if record[0] == 2:
             self._conversation.failure = self._say(identity, call)
             raise RuntimeError(found(record))
-        self._disagree(identity, call, torch.device("cpu"))
+        self._disagree(identity, call, torch.device("cpu"), rows)
 
     def _disagree(
         self, identity: Identity, call: int, device: torch.device, rows: Sequence[Sequence[float]] = ()
     ) -> NoReturn:
-        """Raises for ranks that make different calls. On CPU all ranks know and come here; elsewhere some may not."""
+        """Raises for ranks that make different calls.
+
+        On CPU all ranks know and come here, but for those in compiled code; elsewhere some may not.
+        """
         own = self._conversation.failure = self._say(identity, call)
-        if device.type == "cpu":
+        all_come = all(row[-1] for row in rows) if rows else not self._conversation.compiled
+        if device.type == "cpu" and all_come:
             said = by_text(self._communicator.all_gather(codes_of(own)))
+        elif rows:
+            said = [f"rank {rank}: {describe(row)}" for rank, row in enumerate(rows)]
+            said[self._communicator.rank] = f"rank {self._communicator.rank}: {own}"
         else:
-            said = [describe(row) for row in rows] or [f"{own} on this rank", "another on another"]
+            said = ["this rank: " + own, "another rank: another call"]
         raise RuntimeError(differ(said))
 
     def _say(self, identity: Identity, call: int) -> str:
         """Returns what this rank does in a call, for people."""
+        if self._is_compiled:
+            return f"{identity.text}, of a model that was compiled"
         of_forward = f", of the forward in call {self._number}" if identity.message[0] else ""
         return f"{identity.text}, call {call}{of_forward}"
 
@@ -240,14 +257,15 @@ class InGraph:
     elementwise: Any = ops.reference
     lays_out = False
 
-    def __init__(self, terms: Terms, communicator: Communicator, masking: ops.Masking | None) -> None:
-        note_compilation()
+    def __init__(self, kind: str, terms: Terms, communicator: Communicator, masking: ops.Masking | None) -> None:
+        note_compilation(getattr(communicator, "name", None), kind, *terms)
         self.masking, self.zeroed = masking, None if masking is None else masking.zeroed()
         self._terms = terms
+        self._kind = word_of(kind)
         self._communicator = communicator
 
     def gather(self, input: Tensor, options: ops.MergeOptions) -> ops.MergedStats:
-        packed = _stats(input, self.masking, self._terms.word(0), 0)
+        packed = _stats(input, self.masking, self._kind * WORD + self._terms.word(0), 0)
         gathered = self._communicator.all_gather(packed)
         # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
         merged = ops.merge_stats(gathered, options.without_buffers())
@@ -256,7 +274,7 @@ class InGraph:
         return merged
 
     def fingerprint(self) -> int:
-        return hash_of(self._terms.word(1), 0, 0) & exact_bits(self._communicator.size)
+        return hash_of(self._kind * WORD + self._terms.word(1), 0, 0) & exact_bits(self._communicator.size)
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         return self._communicator.all_reduce(sums)
@@ -332,7 +350,7 @@ def exchange_of(
     if torch.compiler.is_compiling():
         if communicator.size == 1:
             return AloneInGraph(masking)
-        return InGraph(terms_of(input, options, options.momentum), communicator, masking)
+        return InGraph(kind_of(layer), terms_of(layer, input, options), communicator, masking)
     if communicator.size == 1:
         return _ALONE if masking is None else Alone(masking)
     line = line_of(layer, input, options, communicator)

@@ -27,25 +27,6 @@ RAISED = 0
 _DIRECTIONS = ("forward", "backward", "double backward")
 
 
-class _Process:
-    """Of this process."""
-
-    compiles = False  # it has run a compiled call, of which the other ranks learn no more than its terms
-
-
-process = _Process()
-
-
-def note_compilation() -> None:
-    """Notes that this process compiles."""
-    process.compiles = True
-
-
-# Run when it is traced, and not traced: a checkpointed region that is compiled must not change what is outside of it.
-# As by torch.compiler.assume_constant_result, which would have every process import the compiler.
-note_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 class Terms(NamedTuple):
     """What a call must have in common on all ranks. Numbers only, whose hash is the same in each process."""
 
@@ -66,7 +47,15 @@ def hash_of(*numbers: float) -> int:
     return hash(numbers)
 
 
-hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above; torch 2.10 cannot trace hash
+def word_of(text: str) -> int:
+    """Returns a word for ``text``, above 0."""
+    return zlib.crc32(text.encode()) % (WORD - 1) + 1
+
+
+# Run when they are traced, and not traced, which torch 2.10 cannot do. As by torch.compiler.assume_constant_result,
+# which would have every process import the compiler.
+hash_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+word_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exact_bits(ranks: int) -> int:
@@ -81,25 +70,27 @@ class Identity:
     Attributes:
         key: words for the layer, 0 where the call has none, and for the terms.
         speaker: both in one number.
+        kind: word for the class of the model, or of a layer by itself.
         message: whether its message is a sum, else it is gathered; its size and dtype.
         text: the same for people.
     """
 
-    __slots__ = ("backward", "derivative", "key", "message", "speaker", "text")
+    __slots__ = ("backward", "derivative", "key", "kind", "message", "speaker", "text")
 
     backward: "Identity"
     derivative: "Identity"
 
-    def __init__(self, layer: int, name: str, terms: Terms, direction: int) -> None:
+    def __init__(self, layer: int, name: str, kind: str, terms: Terms, direction: int) -> None:
         numel = 2 * terms.channels + (ops.PARTS if direction else 2 + ops.WORDS)
         self.message = bool(direction), numel, torch.float64 if terms.is_double else torch.float32
         self.key = layer, terms.word(direction)
         self.speaker = layer * WORD + self.key[1]
-        self.text = f"{_DIRECTIONS[direction]} of {name} ({_text_of(terms)})"
+        self.kind = word_of(kind)
+        self.text = f"{_DIRECTIONS[direction]} of {name} ({text_of(terms)})"
         _texts[self.key] = self.text
 
 
-def _text_of(terms: Terms) -> str:
+def text_of(terms: Terms) -> str:
     values = [f"{terms.channels} channels", "float64" if terms.is_double else "float32", f"eps={terms.eps}"]
     values.append(f"momentum={None if terms.momentum == -1 else terms.momentum}")
     if terms.eps_mode:
@@ -115,8 +106,20 @@ def _text_of(terms: Terms) -> str:
 _texts: dict[tuple[int, int], str] = {}
 
 
-def terms_of(input: Tensor, options: ops.MergeOptions, momentum: float | None) -> Terms:
-    """Returns the terms of a call with ``input``, by a layer of this ``momentum``."""
+def note_text(key: tuple[int, int], text: str) -> None:
+    """Notes what to call a call of these words for layer and terms."""
+    _texts[key] = text
+
+
+def momentum_of(layer: nn.Module | None, options: ops.MergeOptions) -> float | None:
+    """Returns the momentum that all ranks have in common in a call of ``layer``."""
+    # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
+    return None if getattr(layer, "momentum", 0) is None else options.momentum
+
+
+def terms_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> Terms:
+    """Returns the terms of a call of ``layer`` with ``input``."""
+    momentum = momentum_of(layer, options)
     # As they are: torch.compile may have symbols for them, but only numbers in a set.
     channels, eps, momentum = (
         next(iter({number})) for number in (input.size(1), options.eps, -1.0 if momentum is None else momentum)
@@ -130,38 +133,41 @@ def identity_of(
     layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, conversation: "Conversation"
 ) -> Identity:
     """Returns the identity of a forward call; those of what follows in backward are its attributes."""
-    name, model = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None)
-    kind = type(layer).__name__ if model is None else model.name
+    name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
     number = 0 if layer is None else conversation.number_of(model or layer, kind)
-    # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
-    momentum = None if getattr(layer, "momentum", 0) is None else options.momentum
     caller = number, None if model is None else kind, name, type(layer)
-    call = caller, input.size(1), input.dtype, momentum, options[4:7], options.kept is None
+    call = caller, input.size(1), input.dtype, momentum_of(layer, options), options[4:7], options.kept is None
     identity = _identities.get(call)
     if identity is None:
         speaker = speaker_of(layer) if model is None else f"{speaker_of(layer)} of {kind}"
         speaker = f"{speaker} #{number}" if number > 1 else speaker
-        word = 0 if layer is None else zlib.crc32(speaker.encode()) % (WORD - 1) + 1
-        identity = _identities[call] = _make_identity(word, speaker, terms_of(input, options, momentum))
+        word = 0 if layer is None else word_of(speaker)
+        identity = _identities[call] = _make_identity(word, speaker, kind, terms_of(layer, input, options))
     return identity
+
+
+def kind_of(layer: nn.Module | None) -> str:
+    """Returns the class of the model that a layer is in, or that of a layer by itself."""
+    model = getattr(layer, "converted_model", None)
+    kind: str = type(layer).__name__ if model is None else model.name
+    return "sync_batch_norm" if layer is None else kind
 
 
 def speaker_of(layer: nn.Module | None) -> str:
     """Returns what to call a layer, or a call without one, in a text for people."""
     name = getattr(layer, "name_in_model", None)
-    kind = "sync_batch_norm" if layer is None else type(layer).__name__
-    return kind if name is None else f"{kind} {name!r}"
+    return kind_of(layer) if name is None else f"{type(layer).__name__} {name!r}"
 
 
 # By all that they are made of.
 _identities: dict[Any, Identity] = {}
 
 
-def _make_identity(layer: int, speaker: str, terms: Terms) -> Identity:
+def _make_identity(layer: int, speaker: str, kind: str, terms: Terms) -> Identity:
     if len(_identities) == _MOST_IDENTITIES:  # options that change with every step
         _identities.clear()
         _texts.clear()
-    identity, backward, derivative = (Identity(layer, speaker, terms, direction) for direction in range(3))
+    identity, backward, derivative = (Identity(layer, speaker, kind, terms, direction) for direction in range(3))
     identity.backward = derivative.backward = backward
     identity.derivative = backward.derivative = derivative
     return identity
@@ -174,9 +180,11 @@ def describe(words: Sequence[float]) -> str:
     """Returns in words for people what another rank said in the three that are gathered."""
     layer, terms, call = map(int, words)
     text = _texts.get((layer, terms))
+    if not call:
+        return text or "a compiled call that this rank has not compiled"
     if terms == RAISED:
         text = "an error of its own, which it shows"
     if text is None:
         same = [text for (other, _), text in _texts.items() if other == layer != 0]
         text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"
-    return f"{text}, call {call}" if call else text
+    return f"{text}, call {call}"

@@ -40,6 +40,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def group_named(name: str) -> Any:
+    """Returns the process group of a name, by which compiled code knows it."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._resolve_process_group(name)
+
+
 def is_exporting() -> bool:
     """torch.compiler.is_exporting, which is true of all that torch 2.10 compiles."""
     return getattr(torch.compiler, "_is_exporting_flag", False)

@@ -325,3 +325,40 @@ def run_under_long_names() -> str:
     message = _finishes([[model]])
     dist.destroy_process_group(group)
     return message
+
+
+def run_beside_compiled(program: str) -> str:
+    """Steps of a compiled model and one that is not, of which the last rank runs another ``program`` in the second."""
+    group = dist.new_group()
+    communicator = TorchCommunicator(group)
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
+    compiled = torch.compile(
+        bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator), backend="eager"
+    )
+    try:
+        for step in range(3):
+            compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            model.run(program if step and dist.get_rank() == dist.get_world_size() - 1 else "abc<")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(group)
+    return "finished"
+
+
+def run_compiled_on_one() -> str:
+    """After calls that repeat the last rank compiles a model, the others do not. Returns the message of the error."""
+    group = dist.new_group()
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), TorchCommunicator(group))
+    for _ in range(2):
+        model(torch.randn(4, 8))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model = torch.compile(model, backend="eager")
+    try:
+        model(torch.randn(4, 8))
+        bagua_syncbn.check()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(group)
+    return "finished"

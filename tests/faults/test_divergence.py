@@ -191,6 +191,25 @@ def test_a_rank_that_falls_back_from_compiled_code_is_no_other(pool):
         assert running_mean.tolist() == [0.5] * 8
 
 
+BESIDE = {"bac<": (A, B), "cab<": (A, C), "abc>": ("backward of", C), "ac<": (B, C)}
+
+
+@pytest.mark.parametrize("program", ["abc<", *BESIDE])
+def test_what_is_compiled_takes_nothing_from_other_models(pool, program):
+    first, second = pool.run(programs.run_beside_compiled, 2, program)
+    assert (first == "finished") is (program == "abc<") is (second == "finished")
+    for told in BESIDE.get(program, ()):
+        assert told in first + second
+
+
+def test_a_rank_that_compiles_beside_others_is_named(pool):
+    *eager, compiled = pool.run(programs.run_compiled_on_one, 3)
+    for message in eager:
+        assert "rank 0: forward of SyncBatchNorm1d '0' of Judge (8 channels" in message
+        assert "rank 2: compiled forward of a layer of Judge" in message or "rank 2: a compiled call" in message
+    assert "rank 2: compiled forward of a layer of Judge (8 channels" in compiled
+
+
 def test_compiled_models_that_differ_are_found_out(pool):
     for messages in pool.run(programs.run_compiled, 2):
         assert len(messages) == 2

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -129,20 +128,12 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
                 if store != current:
                     join(store, rank, world_size)
                     current = store
-                _forget_compiled_calls()
                 answer = True, function(*args)
             except EOFError:  # the session ended
                 return
             except BaseException:
                 answer = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(answer))
-
-
-def _forget_compiled_calls() -> None:
-    """Each function is a program of its own: what an earlier one compiled says nothing of it."""
-    identity = sys.modules.get("bagua_syncbn.autograd.identity")
-    if identity is not None:
-        identity.process.compiles = False
 
 
 def join_job(store: str, rank: int, world_size: int) -> None:
