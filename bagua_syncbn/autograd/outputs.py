@@ -1,9 +1,10 @@
 """Outputs that nobody stores: what autograd is to save of a layer's output is made anew when backward asks for it.
 
-A layer saves its input x, and the layer after it its output y. But y is an elementwise function of x, so while
-:func:`recompute_outputs` is in force, what is saved of y is a recipe: x, of which no copy is made, and the factors of
-the layer. Which tensors are outputs is known and not concluded: the step leaves the recipe at the node of autograd that
-y came from, and a write to y gives it another version or another node.
+A layer saves its input x, and what comes after it saves its output y, or an activation of y. Both are elementwise
+functions of x, so while :func:`recompute_outputs` is in force, what is saved of them is a recipe: x, of which no copy
+is made, the factors of the layer, and the activation. Which tensors are outputs is known and not concluded. The step
+leaves the recipe at the node of autograd that y came from; the node of an activation leads to that one and has its
+formula; and a write to y gives it another version or another node.
 """
 
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar, overload
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +33,11 @@ def recompute_outputs(module: _Module) -> _Module: ...
 def recompute_outputs(module: _Module | None = None) -> _Module | AbstractContextManager[None]:
     """Keeps the outputs of synchronized layers out of what is stored for the backward pass.
 
-    What other layers would save of such an output, or of a view of it, is made anew in backward by one elementwise pass
-    over the input of the synchronized layer, which that saves anyway. The values are bit for bit the same, because the
-    same kernel runs on the same input. In a process alone the layers compute by the kernels of this package while it is
-    in force, and no longer by :func:`torch.nn.functional.batch_norm`.
+    What other layers would save of such an output, of a view of it, or of an activation that follows, is made anew in
+    backward by elementwise passes over the input of the synchronized layer, which that saves anyway. It does not matter
+    whether the activation is a module or a function, nor whether it works in place. The values are bit for bit the
+    same, because the same kernels run on the same input. In a process alone the layers compute by the kernels of this
+    package while it is in force, and no longer by :func:`torch.nn.functional.batch_norm`.
 
     It has no effect in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within other
     hooks for saved tensors, such as those of activation checkpointing and of :func:`torch.autograd.graph.save_on_cpu`:
@@ -117,8 +120,39 @@ def _exit(module: nn.Module, *_: object) -> None:
         this_thread.forwards.pop()[1].__exit__()
 
 
-class _Recipe:
-    """How an output is made from its input, and who waits for it."""
+class _Remade:
+    """A tensor that is made anew in backward: once for all who wait for it."""
+
+    def __init__(self) -> None:
+        self._takers = self._waiting = 0
+        self._made: Tensor | None = None
+
+    def promise(self, tensor: Tensor | None = None) -> Callable[[], Tensor]:
+        """Returns what gives the whole, or ``tensor`` if that is a view of it."""
+        self._takers += 1
+        if tensor is None or tensor._base is None:
+            return self._take
+        return partial(self._take_view, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _take_view(self, size: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
+        return self._take().as_strided(size, stride, offset)
+
+    def _take(self) -> Tensor:
+        if self._made is None:
+            with torch.no_grad():
+                self._made, self._waiting = self._make(), self._takers
+        made = self._made
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._made = None
+        return made
+
+    def _make(self) -> Tensor:
+        raise NotImplementedError
+
+
+class _Recipe(_Remade):
+    """How an output is made from its input, and what an activation makes of it."""
 
     def __init__(
         self,
@@ -129,32 +163,39 @@ class _Recipe:
         activation: ops.Activation | None,
         zeroed: Tensor | None,
     ) -> None:
+        super().__init__()
         self._name = name
-        self.version = output._version
         self._input, self._input_version = input.detach(), input._version
         self._factors, self._activation, self._zeroed = factors, activation, zeroed
-        self._takers = self._waiting = 0
-        self._made: Tensor | None = None
+        self._version, self._storage = output._version, output.untyped_storage()._cdata
+        self._shape = output.dtype, output.size(), output.stride()
+        # Counts the writes to the output, also after that has gone, and holds none of its memory.
+        self._writes = output.detach()
+        self._writes.data = output.new_empty(0)
+        self._activated: WeakValueDictionary[ops.Activation, _Activated] = WeakValueDictionary()
 
-    def promise(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Returns what gives the output, or ``tensor``, a view of it."""
-        self._takers += 1
-        if tensor._base is None:
-            return self._take
-        return partial(self._take_view, tensor.size(), tensor.stride(), tensor.storage_offset())
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which comes from the layer, has the values that the layer gave it."""
+        return tensor._version == self._version and tensor.dtype == self._shape[0]
 
-    def _take_view(self, size: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
-        return self._take().as_strided(size, stride, offset)
+    def of_activation(self, activation: ops.Activation, tensor: Tensor) -> "_Remade | None":
+        """Returns how ``tensor``, which the activation has made of the output, is made; None if it was written to.
 
-    def _take(self) -> Tensor:
-        """Returns the output; made once for all who take it in a backward pass."""
-        if self._made is None:
-            self._made, self._waiting = self._make(), self._takers
-        made = self._made
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._made = None
-        return made
+        Or if the output was, but by the activation itself where that works in place.
+        """
+        is_in_place = tensor.untyped_storage()._cdata == self._storage
+        if self._writes._version != self._version + is_in_place:
+            return None
+        if tensor._version != (self._writes._version if is_in_place else 0):
+            return None
+        if (tensor.dtype, tensor.size(), tensor.stride()) != self._shape:
+            return None
+        if activation == ops.IDENTITY:
+            return self
+        activated = self._activated.get(activation)
+        if activated is None:
+            activated = self._activated[activation] = _Activated(self, activation)
+        return activated
 
     def _make(self) -> Tensor:
         if self._input._version != self._input_version:
@@ -162,18 +203,26 @@ class _Recipe:
                 f"{self._name}: expected an input that stays as it was until backward, from which recompute_outputs "
                 "makes the output anew; it was written to in place"
             )
-        with torch.no_grad():
-            activation = self._activation
-            made: Tensor
-            if self._zeroed is not None:
-                made = ops.batch_norm_masked_elemt(self._input, *self._factors, self._zeroed)
-            elif activation is None:
-                made = ops.batch_norm_elemt(self._input, *self._factors)
-            else:
-                made = ops.batch_norm_act_elemt(
-                    self._input, *self._factors, None, activation.code, activation.parameter
-                )
-            return made
+        made: Tensor
+        if self._zeroed is not None:
+            made = ops.batch_norm_masked_elemt(self._input, *self._factors, self._zeroed)
+        elif self._activation is None:
+            made = ops.batch_norm_elemt(self._input, *self._factors)
+        else:
+            code, parameter = self._activation.code, self._activation.parameter
+            made = ops.batch_norm_act_elemt(self._input, *self._factors, None, code, parameter)
+        return made
+
+
+class _Activated(_Remade):
+    """An activation of a layer's output, by the operation of torch that has made it before."""
+
+    def __init__(self, recipe: _Recipe, activation: ops.Activation) -> None:
+        super().__init__()
+        self._normalized, self._activation = recipe.promise(), activation
+
+    def _make(self) -> Tensor:
+        return self._activation.of(self._normalized())
 
 
 def note_output(
@@ -209,12 +258,21 @@ def _name_of(layer: nn.Module | str | None) -> str:
     return layer if isinstance(layer, str) else speaker_of(layer)
 
 
-def _recipe_of(tensor: Tensor) -> _Recipe | None:
-    """Returns the recipe for ``tensor``, or for what it is a view of; None if there is none for its present values."""
+def _recipe_of(tensor: Tensor) -> _Remade | None:
+    """Returns how ``tensor`` is made, or what it is a view of; None where nothing says so of its present values.
+
+    The graph of autograd says what has made it: a layer, or an activation of torch from the output of a layer.
+    """
     whole = tensor if tensor._base is None else tensor._base
-    recipe = getattr(whole.grad_fn, "recipe", None)
-    known = isinstance(recipe, _Recipe) and recipe.version == whole._version and tensor.dtype == whole.dtype
-    return recipe if known else None
+    node = whole.grad_fn
+    recipe = getattr(node, "recipe", None)
+    if isinstance(recipe, _Recipe):
+        return recipe if recipe.has_made(whole) else None
+    activation = None if node is None else ops.activation_recorded_by(node)
+    if node is None or activation is None:
+        return None
+    recipe = getattr(node.next_functions[0][0], "recipe", None)
+    return recipe.of_activation(activation, whole) if isinstance(recipe, _Recipe) else None
 
 
 def _pack(tensor: Tensor) -> Callable[[], Tensor]:

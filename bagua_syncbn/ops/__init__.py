@@ -3,7 +3,7 @@
 import torch
 
 from . import reference
-from .activations import IDENTITY, Activation, activation_of
+from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
 from .fallback import cuda_problem
 from .layout import laid_out_as
 from .masking import Masking
@@ -39,6 +39,7 @@ __all__ = [
     "MergedStats",
     "accumulate_dtype",
     "activation_of",
+    "activation_recorded_by",
     "batch_norm_act_backward_elemt",
     "batch_norm_act_backward_reduce",
     "batch_norm_act_elemt",

@@ -14,9 +14,12 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs
+from bagua_syncbn.ops import activations
 
 
 class Readers(nn.Module):
@@ -190,6 +193,131 @@ def test_two_who_wait_for_an_output_share_it(monkeypatch):
     assert len(made) == 1
     loss.backward()
     assert len(made) == 2
+
+
+class Storages(TorchDispatchMode):
+    """Notes what operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self, size):
+        """How many of ``size`` bytes still are there."""
+        return sum(nbytes == size and not storage.expired() for storage, nbytes in self.made.values())
+
+
+# Each with whether it can work in place.
+ACTIVATIONS = {
+    "relu": (nn.ReLU, True),
+    "relu6": (nn.ReLU6, True),
+    "leaky_relu": (partial(nn.LeakyReLU, 0.3), True),
+    "elu": (partial(nn.ELU, 1.3), True),
+    "silu": (nn.SiLU, True),
+    "gelu": (nn.GELU, False),
+    "gelu_tanh": (partial(nn.GELU, approximate="tanh"), False),
+    "hardswish": (nn.Hardswish, True),
+    "sigmoid": (nn.Sigmoid, False),
+    "tanh": (nn.Tanh, False),
+}
+CASES = [(name, False) for name in ACTIVATIONS] + [(name, True) for name, (_, can) in ACTIVATIONS.items() if can]
+
+
+def test_all_activations_are_tried():
+    assert list(ACTIVATIONS) == activations.ACTIVATIONS
+
+
+@pytest.mark.parametrize(("name", "inplace"), CASES, ids=str)
+@pytest.mark.parametrize("last", [nn.Conv2d, nn.Identity])
+def test_no_activation_is_stored(name, inplace, last):
+    """What reads it stores nothing, and an activation that stores its own result does not either."""
+
+    def block():
+        activation = ACTIVATIONS[name][0](**({"inplace": True} if inplace else {}))
+        return [nn.Conv2d(4, 4, 3, padding=1), SyncBatchNorm(4, eps_mode="clamp"), activation]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*block(), *block(), last(4, 4, 3))
+    plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
+    torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
+    with Storages() as storages:
+        loss = model(batch).sum()
+    assert storages.alive(batch.untyped_storage().nbytes()) == 3  # the batch, and the inputs of the layers
+    loss.backward()
+
+
+class Forwards(nn.Module):
+    """What nobody can know before a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.act, self.last = SyncBatchNorm(4, eps_mode="clamp"), nn.ReLU(), nn.Conv2d(4, 4, 1)
+
+    def kept(self, input):
+        output = self.bn(input)
+        self.out = output, self.act(output)
+        return self.last(self.out[1]) + self.out[0]
+
+    def branch(self, input):
+        output = self.bn(input)
+        return self.last(self.act(output) if torch.is_grad_enabled() else output)
+
+    def function(self, input):
+        return self.last(F.silu(self.bn(input))) + torch.tanh(self.bn(input)).exp()
+
+    def written_before(self, input):
+        output = self.bn(input)
+        with torch.no_grad():
+            output.clamp_(-0.5, 0.5)
+        return self.last(self.act(output))
+
+    def written_behind(self, input):
+        output = self.bn(input)
+        activated = torch.tanh(output)
+        with torch.no_grad():
+            output.zero_()
+        return self.last(activated)
+
+    def result_written(self, input):
+        output = F.leaky_relu(self.bn(input))
+        with torch.no_grad():
+            output.mul_(2)
+        return self.last(output)
+
+    def in_place_twice(self, input):
+        return self.last(F.relu_(F.silu(self.bn(input), inplace=True)))
+
+    def in_place_on_a_part(self, input):
+        output = self.bn(input)
+        output[:, :2].sigmoid_()
+        return self.last(output)
+
+    def other_format(self, input):
+        return self.last(self.bn(input).clone(memory_format=torch.channels_last)).sigmoid()
+
+    def other_formulas(self, input):
+        output = self.bn(input)
+        return self.last(F.selu(output)) * self.last(F.hardtanh(output, -1, 2)) + self.last(F.celu(output, 2.0))
+
+
+FORWARDS = [name for name in vars(Forwards) if name != "__init__" and not name.startswith("__")]
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_only_what_was_computed_counts(name):
+    torch.manual_seed(0)
+    model = Forwards()
+    plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
+    results = step(model, batch, partial(HOWS["context"], getattr(model, name)))
+    torch.testing.assert_close(results, step(plain, batch, getattr(plain, name)), rtol=0, atol=0)
 
 
 def test_what_was_written_to():
