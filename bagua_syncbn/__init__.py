@@ -1,13 +1,14 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
 from .accumulation import accumulate_statistics
-from .autograd import Repeatable, check, recompute_outputs
+from .autograd import Repeatable, check
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
     fuse_activations,
     patch_torch_converter,
+    recompute_outputs,
     register_converter,
     revert_sync_batchnorm,
 )

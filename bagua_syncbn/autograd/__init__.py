@@ -9,7 +9,7 @@ from .epilogue import Epilogue
 from .exchange import Line, line_of
 from .faults import check
 from .fused import fused_evaluation
-from .outputs import recompute_outputs, this_thread
+from .outputs import Recomputed, this_thread
 from .replicas import replicated_batch_norm
 from .step import plain_batch_norm, synchronized_batch_norm
 from .torch_private import (
@@ -24,6 +24,7 @@ from .torch_private import (
 __all__ = [
     "Epilogue",
     "Line",
+    "Recomputed",
     "Repeatable",
     "as_in_first_run",
     "check",
@@ -36,7 +37,6 @@ __all__ = [
     "is_transforming",
     "line_of",
     "plain_batch_norm",
-    "recompute_outputs",
     "replicated_batch_norm",
     "synchronized_batch_norm",
     "tell_peers",

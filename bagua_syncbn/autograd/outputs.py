@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,69 +23,19 @@ from .epilogue import Epilogue
 from .identity import speaker_of
 from .torch_private import may_hook_saving, saving_hooks
 
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-@overload
-def recompute_outputs(module: None = None) -> AbstractContextManager[None]: ...
-@overload
-def recompute_outputs(module: _Module) -> _Module: ...
-def recompute_outputs(module: _Module | None = None) -> _Module | AbstractContextManager[None]:
-    """Keeps the outputs of synchronized layers out of what is stored for the backward pass.
-
-    What other layers would save of such an output, of a view of it, or of an activation that follows, is made anew in
-    backward by elementwise passes over the input of the synchronized layer, which that saves anyway. It does not matter
-    whether the activation is a module or a function, nor whether it works in place. The values are bit for bit the
-    same, because the same kernels run on the same input. In a process alone the layers compute by the kernels of this
-    package while it is in force, and no longer by :func:`torch.nn.functional.batch_norm`.
-
-    It has no effect in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within other
-    hooks for saved tensors, such as those of activation checkpointing and of :func:`torch.autograd.graph.save_on_cpu`:
-    there these decide. Two outputs are stored as ever: that of a layer with a residual, and one whose input is itself
-    an output that is made anew.
-
-    Args:
-        module: a model, which does so in each forward pass from now on; copies of it, too. None for a context manager,
-            to be entered around forward passes; the backward pass may be outside of it.
-
-    Returns:
-        ``module``, the same object, or the context manager.
-
-    Raises:
-        TypeError: ``module`` is no module.
-
-    A backward pass raises RuntimeError if the input of a layer was written to after its forward pass. Writes through
-    ``.data``, which autograd does not see, are not seen here.
-
-    Example::
-
-        >>> with bagua_syncbn.recompute_outputs():
-        ...     loss = model(images).square().mean()
-        >>> loss.backward()
-
-        >>> model = bagua_syncbn.recompute_outputs(model)
-    """
-    if module is None:
-        return _Recomputed()
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module or None, got {type(module).__name__}")
-    if _enter not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_exit, always_call=True)
-    return module
-
 
 class _Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0  # of the contexts of recompute_outputs that it is in, in a repetition as in the first run
-        self.forwards: list[tuple[nn.Module, _Recomputed]] = []  # that it is in, of models that recompute
         self.runs: list[Any] = []  # of checkpointed regions that it is in, the innermost last, see checkpointing.py
 
 
 this_thread = _Local()
 
 
-class _Recomputed(AbstractContextManager[None]):
+class Recomputed(AbstractContextManager[None]):
+    """Keeps outputs of layers from being stored while it is entered."""
+
     def __init__(self) -> None:
         self._hooks: list[saved_tensors_hooks | None] = []
 
@@ -105,19 +55,6 @@ class _Recomputed(AbstractContextManager[None]):
         hooks = self._hooks.pop()
         if hooks is not None:
             hooks.__exit__(*error)
-
-
-def _enter(module: nn.Module, _: object) -> None:
-    if not torch.compiler.is_compiling():
-        recomputed = _Recomputed()
-        recomputed.__enter__()
-        this_thread.forwards.append((module, recomputed))
-
-
-def _exit(module: nn.Module, *_: object) -> None:
-    # Called also where a hook before _enter has raised.
-    if not torch.compiler.is_compiling() and this_thread.forwards and this_thread.forwards[-1][0] is module:
-        this_thread.forwards.pop()[1].__exit__()
 
 
 class _Remade:

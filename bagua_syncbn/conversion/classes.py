@@ -1,8 +1,7 @@
 """The classes of converted layers, and the way back from them."""
 
 import copy
-import sys
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
@@ -17,6 +16,7 @@ from ..sync_batchnorm import (
     SyncBatchNorm3d,
     state_to_travel,
 )
+from .changes import change_and_class, class_with, is_sharded_class, sharded_class
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -25,8 +25,6 @@ _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm3d: SyncBatchNorm3d,
     BatchNorm: SyncBatchNorm,
 }
-
-_Class = TypeVar("_Class", bound=nn.Module)
 
 # Neither side is kept alive.
 _derived_classes: WeakKeyDictionary[type[nn.Module], ReferenceType[type[SyncBatchNorm]]] = WeakKeyDictionary()
@@ -37,8 +35,11 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     """Returns the class that layers of class ``cls`` get without a converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
-    if _is_sharded_class(cls):
-        return _sharded_class(cls, synchronized_class(cls.__bases__[1]))
+    change, before = change_and_class(cls)
+    if change is not None:
+        return cast(type[SyncBatchNorm], class_with(synchronized_class(before), change))
+    if is_sharded_class(cls):
+        return sharded_class(cls, synchronized_class(cls.__bases__[1]))
     if cls in _STANDARD_CLASSES:
         return _STANDARD_CLASSES[cls]
     if cls is nn.SyncBatchNorm:
@@ -62,8 +63,11 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
     """
     if _is_parametrized_class(cls):
         return _class_before_parametrized(cls)
-    if _is_sharded_class(cls):
-        return _sharded_class(cls, class_before_conversion(cls.__bases__[1]))
+    if is_sharded_class(cls):
+        return sharded_class(cls, class_before_conversion(cls.__bases__[1]))
+    change, before = change_and_class(cls)
+    if change is not None:
+        return class_with(class_before_conversion(before), change)
     if "local_class" not in vars(cls):
         raise TypeError(
             f"module: expected layers whose class names its local_class, got {full_name(cls)}; "
@@ -152,20 +156,6 @@ def _deepcopy_parametrized(layer: SyncBatchNorm, memo: dict[int, Any]) -> SyncBa
     memo[id(layer)] = replica
     replica.__dict__ = copy.deepcopy(SyncBatchNorm.__getstate__(layer), memo)
     return replica
-
-
-# Layers to which fully_shard was applied. torch gives them a class made of FSDPModule and theirs, in this order.
-
-
-def _is_sharded_class(cls: type) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, not used
-    return fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
-
-
-def _sharded_class(cls: type, base: type[_Class]) -> type[_Class]:
-    """The sharded class ``cls`` with another layer's class as its second base."""
-    namespace = {name: value for name, value in vars(cls).items() if name in ("__module__", "__deepcopy__")}
-    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), namespace)
 
 
 # Pickling. A derived class cannot be imported by name: a file holds the classes that it was made from.

@@ -18,8 +18,10 @@ from torch import nn
 from ..communicators import EVERYONE, Peers, peers_of
 from ..following import unfuse_activations
 from ..sync_batchnorm import SyncBatchNorm
+from . import changes
 from .classes import class_before_conversion
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
+from .recomputing import recomputing
 from .registry import groups_of
 from .report import summary
 
@@ -107,7 +109,8 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
     Layers that were made as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or
     ``3d``, and those made as :class:`SyncBatchNorm` become :class:`~bagua_syncbn.sync_batchnorm.BatchNorm`. Layers that
-    were :class:`torch.nn.SyncBatchNorm` become that again, with the group that they had.
+    were :class:`torch.nn.SyncBatchNorm` become that again, with the group that they had. :func:`recompute_outputs` is
+    undone.
 
     Args:
         module: the model, which may have been loaded from a file or copied.
@@ -122,18 +125,26 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     If it raises, ``module`` is unchanged.
     """
     check_module(module)
-    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    classes = [class_before_conversion(type(layer)) for layer in layers]
+    changed = {part: cls for part in module.modules() if (cls := _class_to_go_back_to(part)) is not type(part)}
+    layers = [layer for layer in changed if isinstance(layer, SyncBatchNorm)]
     groups = [_groups_before_conversion(layer) for layer in layers]
     unfuse_activations(module)
-    with _restored_on_error(layers):
-        for layer, cls, attributes in zip(layers, classes, groups, strict=True):
+    with _restored_on_error(changed):
+        for layer, attributes in zip(layers, groups, strict=True):
             for name in ("_peers", "_settled", "groups_before", "name_in_model", "converted_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
-            object.__setattr__(layer, "__class__", cls)
+        for part, cls in changed.items():
+            object.__setattr__(part, "__class__", cls)
     forget_compiled_code(module)
     return module
+
+
+def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
+    cls = type(part)
+    if changes.has(part, recomputing):
+        cls = changes.class_without(cls, recomputing)
+    return class_before_conversion(cls) if issubclass(cls, SyncBatchNorm) else cls
 
 
 def forget_compiled_code(module: nn.Module) -> None:

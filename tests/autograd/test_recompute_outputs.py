@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
@@ -13,12 +14,15 @@ from replicated import PAIRS, inputs_of, parallel
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad
+from torch.fx import symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
+from bagua_syncbn.autograd import this_thread
+from bagua_syncbn.autograd.torch_private import saving_hooks
 from bagua_syncbn.ops import activations
 
 
@@ -383,9 +387,11 @@ def test_compiled(inside):
     torch.testing.assert_close(step(model, batch, compiled), step(make_model("chain"), batch))
 
 
-def test_compiled_for_good():
+@pytest.mark.parametrize("part", [False, True])
+def test_compiled_for_good(part):
     batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
     model = recompute_outputs(make_model("chain"))
+    model = nn.Sequential(model) if part else model
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(step(model, batch, compiled), step(make_model("chain"), batch))
 
@@ -401,6 +407,79 @@ def test_replicas(single_threaded):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+class Interrupted(nn.Module):
+    """A forward that Ctrl-C ends, and a class that is made in a way of its own."""
+
+    error = None
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input):
+        output = self.layer(input)
+        if self.error is not None:
+            raise self.error
+        return output
+
+    def __reduce__(self):
+        return Interrupted, (self.layer,)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_whatever_ends_a_forward_ends_the_recomputation(error):
+    model = recompute_outputs(Interrupted(SyncBatchNorm(4, track_running_stats=False)))
+    input = torch.randn(5, 4)
+    model.error = error
+    with pytest.raises(error):
+        model(input)
+    assert saving_hooks() is None
+    assert not this_thread.depth
+    model.error = None
+    grad(lambda input: model(input).square().sum())(input)
+
+
+def recomputes(model):
+    """Whether the layers in ``model`` are called within hooks."""
+    seen = []
+    layer = next(layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
+    with layer.register_forward_pre_hook(lambda *_: seen.append(saving_hooks() is not None)):
+        model(torch.randn(5, 4))
+    return seen == [True]
+
+
+MODELS = {
+    "sequential": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()),
+    "layer": lambda: nn.BatchNorm1d(4),
+    "reduced": lambda: Interrupted(nn.BatchNorm1d(4)),
+    "traced": lambda: symbolic_trace(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("first", [convert_sync_batchnorm, recompute_outputs])
+def test_a_model_recomputes_until_that_is_undone(kind, first):
+    model = MODELS[kind]()
+    types = [type(part) for part in model.modules()]
+    second = recompute_outputs if first is convert_sync_batchnorm else convert_sync_batchnorm
+    assert second(first(model)) is model
+    assert recompute_outputs(model) is model
+    assert isinstance(model, types[0])
+    assert repr(model).startswith(types[0].__name__.replace("BatchNorm1d", "SyncBatchNorm1d"))
+    # torch.fx makes the class of a copy itself.
+    copies = [] if kind == "traced" else [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in (*copies, model):
+        assert recomputes(each)
+        assert recompute_outputs(each, enabled=False) is each
+        assert recompute_outputs(each, enabled=False) is each
+        assert not recomputes(each)
+    revert_sync_batchnorm(recompute_outputs(model))
+    assert not recomputes(model)
+    assert [type(part) for part in model.modules()] == types
+
+
 def test_what_is_no_model():
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module or None, got list"):
         recompute_outputs([])
+    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module with enabled=False, got NoneType"):
+        recompute_outputs(None, enabled=False)

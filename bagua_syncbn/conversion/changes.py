@@ -1,0 +1,91 @@
+"""Modules of any class that get another method: their class changes to one derived from it, and back."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import nn
+
+_Class = TypeVar("_Class", bound=nn.Module)
+
+Change = Callable[[Any], dict[str, Any]]
+"""A function of a module of Python that returns, for a class, the methods of the class that its modules get."""
+
+# Neither class is kept alive.
+_derived: WeakKeyDictionary[type[nn.Module], dict[Change, ReferenceType[type[nn.Module]]]] = WeakKeyDictionary()
+
+
+def class_with(cls: type[nn.Module], change: Change) -> type[nn.Module]:
+    """Returns a class derived from ``cls``, of the same name, with the methods of ``change``."""
+    cached = _derived.setdefault(cls, {}).get(change)
+    derived = cached() if cached else None
+    if derived is None:
+
+        def reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+            # The class cannot be imported by name: a file holds what it was made from.
+            reduced: Any = cls.__reduce_ex__(module, protocol)
+            function, arguments, *state = reduced
+            arguments = tuple(cls if argument is type(module) else argument for argument in arguments)
+            return _new_module, (change, function, arguments), *state
+
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        made_by = {"__reduce_ex__": reduce_ex, "change_and_class": (change, cls)}
+        derived = type(cls.__name__, (cls,), {**names, **made_by, **change(cls)})
+        _derived[cls][change] = ref(derived)
+    return derived
+
+
+def class_without(cls: type[nn.Module], change: Change) -> type[nn.Module]:
+    """Returns the class that modules of ``cls``, which have ``change``, had before.
+
+    Raises:
+        TypeError: something that is not known has derived another class since.
+    """
+    if is_sharded_class(cls):
+        return sharded_class(cls, class_without(cls.__bases__[1], change))
+    made_by, before = change_and_class(cls)
+    if made_by is None:
+        raise TypeError(f"module: expected a class as this package made it, got {cls}, which was derived from that")
+    return before if made_by is change else class_with(class_without(before, change), made_by)
+
+
+def change_and_class(cls: type[nn.Module]) -> tuple[Change | None, type[nn.Module]]:
+    """Returns what ``cls`` was made by and from; None and ``cls`` for any other class."""
+    found: tuple[Change | None, type[nn.Module]] = vars(cls).get("change_and_class", (None, cls))
+    return found
+
+
+def has(module: nn.Module, change: Change) -> bool:
+    """Whether ``module`` has the methods of ``change``."""
+    return any(change_and_class(cls)[0] is change for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+
+
+def apply(module: nn.Module, change: Change) -> None:
+    if not has(module, change):
+        object.__setattr__(module, "__class__", class_with(type(module), change))
+
+
+def undo(module: nn.Module, change: Change) -> None:
+    if has(module, change):
+        object.__setattr__(module, "__class__", class_without(type(module), change))
+
+
+def _new_module(change: Change, function: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    module = function(*arguments)
+    apply(module, change)
+    return module
+
+
+# Modules to which fully_shard was applied. torch gives them a class made of FSDPModule and theirs, in this order.
+
+
+def is_sharded_class(cls: type) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, not used
+    return fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
+
+
+def sharded_class(cls: type, base: type[_Class]) -> type[_Class]:
+    """The sharded class ``cls`` with another class as its second base."""
+    namespace = {name: value for name, value in vars(cls).items() if name in ("__module__", "__deepcopy__")}
+    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), namespace)
