@@ -60,10 +60,17 @@ def check_tensors(input: Tensor, tensors: dict[str, Tensor | None], num_batches_
         _found_right.add(kinds)
 
 
+def check_is_tensor(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value``, of the argument ``name``, is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
 def check_residual(residual: Tensor | None, input: Tensor) -> None:
     """Raises unless ``residual`` is None or has the dtype, size and device of ``input``."""
     if residual is None:
         return
+    check_is_tensor("residual", residual)
     if residual.dtype != input.dtype:
         raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
     if not is_tracing() and residual.size() != input.size():

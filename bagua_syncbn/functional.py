@@ -102,9 +102,11 @@ def sync_batch_norm(
         residual: :math:`r`, (N, C, \*), of the dtype of ``input`` and on its device, in any memory format; or None.
         mask: bool, broadcastable to (N, 1, \*): true at the positions whose values make the statistics. The others are
             normalized by the same statistics, and their gradient is that of an elementwise function. Ranks may have
-            masks or none, and nothing but masked positions.
+            masks or none, and nothing but masked positions. A mask of fewer dimensions is refused if the first of them
+            has N elements and may be that of samples.
         lengths: (N), integers, in place of ``mask``: how many places along the last dimension of ``input``, which has
-            at least 3, make the statistics in each sample, from the first one on.
+            at least 3, make the statistics in each sample, from the first one on. On CUDA, where no host waits to look,
+            one below 0 counts as 0, and one above the dimension as all of it.
         zero_masked: whether the output is 0 at masked positions, whatever the input is there; their gradient is 0.
 
     Returns:
@@ -112,8 +114,9 @@ def sync_batch_norm(
 
     Raises:
         TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; ``residual``
-            is of another dtype; ``mask`` is not bool, or ``lengths`` not of integers; a parameter or buffer is not
-            floating point; ``num_batches_tracked`` is boolean or complex; ``process_group`` is of no known kind.
+            is of another dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor;
+            a parameter or buffer is not floating point; ``num_batches_tracked`` is boolean or complex;
+            ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; ``activation`` is none of

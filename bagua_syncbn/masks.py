@@ -6,7 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
+from .autograd import is_transforming
+from .checks import check_is_tensor
 from .ops import Masking
 
 
@@ -32,11 +36,16 @@ def masking_of(
         _check_lengths(lengths, input)
         return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
     assert mask is not None
+    check_is_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
     size = _size_of_mask(input.shape)
     if not _broadcasts(mask.shape, size):
-        raise ValueError(f"mask: expected a tensor that broadcasts to (N, 1, *), {size}, got {list(mask.shape)}")
+        raise ValueError(
+            f"mask: expected a tensor that broadcasts to (N, 1, *), {size}, got {list(mask.shape)}"
+            + _hint(mask.shape, size)
+        )
+    _check_is_read_in_one_way(mask.shape, size)
     if mask.device != input.device:
         raise RuntimeError(f"mask: expected it on {input.device}, where input is, got {mask.device}")
     return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)
@@ -51,7 +60,29 @@ def _broadcasts(shape: torch.Size, size: list[int]) -> bool:
     return len(shape) <= len(size) and all(own in (1, expected) for own, expected in ends)
 
 
+def _hint(shape: torch.Size, size: list[int]) -> str:
+    """Returns what to do with a mask of one dimension for samples, and none for channels."""
+    has_samples = len(shape) == len(size) - 1 and _broadcasts(shape, [size[0], *size[2:]])
+    return "; give mask.unsqueeze(1)" if has_samples else ""
+
+
+def _check_is_read_in_one_way(shape: torch.Size, size: list[int]) -> None:
+    """Raises ValueError for a mask whose first dimension may be that of samples as well as the one that it is read as.
+
+    Dimensions that are missing are taken to be the first ones, as everywhere in torch.
+    """
+    missing = len(size) - len(shape)
+    if missing == 0 or len(shape) == 0 or shape[0] == 1 or shape[0] != size[0]:
+        return
+    own, of_samples = [1] * missing + [*shape], [shape[0]] + [1] * missing + [*shape[1:]]
+    raise ValueError(
+        f"mask: expected a shape that is read in one way, got {list(shape)}, whose first dimension may be samples or "
+        f"places; give mask.view({of_samples}) for samples, mask.view({own}) for places that all samples have alike"
+    )
+
+
 def _check_lengths(lengths: Tensor, input: Tensor) -> None:
+    check_is_tensor("lengths", lengths)
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths: expected an integer tensor, got {lengths.dtype}")
     if input.dim() < 3 or lengths.shape != input.shape[:1]:
@@ -61,6 +92,11 @@ def _check_lengths(lengths: Tensor, input: Tensor) -> None:
         )
     if lengths.device != input.device:
         raise RuntimeError(f"lengths: expected it on {input.device}, where input is, got {lengths.device}")
+    # Elsewhere the host would wait for the device.
+    if type(lengths) is Tensor and lengths.is_cpu and not (is_compiling() or is_tracing() or is_transforming()):
+        wrong = [length for length in lengths.tolist() if not 0 <= length <= input.size(-1)]
+        if wrong:
+            raise ValueError(f"lengths: expected from 0 to {input.size(-1)}, the size of input, got {wrong[0]}")
 
 
 Rule = Callable[[Tensor, torch.Size], Tensor | None]
@@ -88,6 +124,7 @@ class _Given(NamedTuple):
         raise RuntimeError(
             f"mask: expected one that fits every layer within masked, got {list(self.mask.shape)} for "
             f"{type(layer).__name__}{f' {name!r}' if name else ''} with an input of {list(input.shape)}; give a rule"
+            + _hint(self.mask.shape, _size_of_mask(input.shape)).replace("; give", ", or")
         )
 
 
@@ -115,6 +152,7 @@ def masked(
         zero_masked: as that of :func:`sync_batch_norm`.
 
     Raises:
+        TypeError: ``mask`` or ``lengths`` is no tensor.
         ValueError: not one of ``mask`` and ``lengths`` is given, or ``lengths`` without a ``rule``.
 
     A layer raises RuntimeError if its input does not fit the mask and there is no rule.
@@ -128,6 +166,7 @@ def masked(
         raise ValueError("mask, lengths: expected one of them, got both or neither")
     if lengths is not None and rule is None:
         raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
+    check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)
     given: Any = _Given(mask, lengths, rule, zero_masked)
     layers = [module for module in model.modules() if hasattr(module, "_masking")]
     before = [layer._masking for layer in layers]

@@ -326,14 +326,54 @@ def test_refused_by_name():
         (TypeError, "lengths: expected an integer", {"lengths": torch.ones(4)}),
         (ValueError, "lengths: expected \\(N\\)", {"lengths": torch.ones(3, dtype=torch.int64)}),
         (RuntimeError, "mask: expected it on cpu", {"mask": mask.to("meta")}),
+        (ValueError, r"\[4, 9\]; give mask.unsqueeze\(1\)", {"mask": mask[:, 0]}),
+        (ValueError, "lengths: expected from 0 to 9.*got 10", {"lengths": torch.tensor([1, 9, 0, 10])}),
+        (ValueError, "lengths: expected from 0 to 9.*got -1", {"lengths": torch.tensor([1, 9, 0, -1])}),
+        (TypeError, "mask: expected a tensor, got list", {"mask": mask.tolist()}),
+        (TypeError, "lengths: expected a tensor, got list", {"lengths": [1, 2, 3, 4]}),
+        (TypeError, "residual: expected a tensor, got list", {"residual": input.tolist()}),
+        (TypeError, "residual: expected a tensor, got float", {"residual": 0.5}),
     ):
         with pytest.raises(error, match=match):
             layer(input, **masks)
     assert layer.num_batches_tracked == 0
     with pytest.raises(ValueError, match="rule: expected one"), masked(layer, lengths=torch.ones(4)):
         pass
+    with pytest.raises(TypeError, match="mask: expected a tensor, got list"), masked(layer, [True]):
+        pass
+    with (
+        pytest.raises(TypeError, match="lengths: expected a tensor, got list"),
+        masked(layer, lengths=[1], rule=halved),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match=r"; give a rule, or mask.unsqueeze\(1\)"), masked(layer, mask[:, 0]):
+        layer(input)
     with pytest.raises(RuntimeError, match="among replicas"), masked(layer, mask[:2]):
         parallel(layer, "cpu", 2)(input)
+
+
+@pytest.mark.parametrize(("size", "shape", "is_clear"), [
+    ((4, 3, 4, 6), (4, 6), False),
+    ((4, 3, 4), (4,), False),
+    ((4, 3, 4, 2, 6), (4, 2, 6), False),
+    ((4, 3, 5, 4), (4,), False),
+    ((4, 3, 5, 6), (5, 6), True),
+    ((4, 3, 4, 6), (1, 6), True),
+    ((1, 3, 1, 6), (1, 6), True),
+    ((4, 3, 4, 6), (6,), True),
+    ((4, 3, 4, 6), (1, 4, 6), True),
+    ((4, 3, 4, 6), (), True),
+])  # fmt: skip
+def test_masks_are_read_in_one_way(size, shape, is_clear):
+    mask, (input, _), layer = torch.rand(shape) < 2, draw(size), make_layer(3)
+    if is_clear:
+        torch.testing.assert_close(layer(input, mask=mask), make_layer(3)(input))
+        return
+    with pytest.raises(ValueError, match="mask: expected a shape that is read in one way") as caught:
+        layer(input, mask=mask)
+    _, *ways = str(caught.value).split("mask.view(")
+    for way in ways:
+        layer(input, mask=mask.view([int(number) for number in way[1 : way.index("]")].split(", ")]))
 
 
 def test_what_is_not_counted_without_a_job():
