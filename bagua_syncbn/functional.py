@@ -20,13 +20,14 @@ from .autograd import (
     is_repetition,
     is_transforming,
     replicated_batch_norm,
+    speaker_of,
     synchronized_batch_norm,
     tell_peers,
     this_thread,
     unseen_by_selective_checkpointing,
 )
 from .checks import check_eps, check_eps_mode, check_kind, check_residual, check_tensors
-from .communicators import EVERYONE, Replica, peers_of
+from .communicators import EVERYONE, Communicator, Peers, Replica, peers_of
 from .masks import masking_of
 from .ops import activation_of
 
@@ -175,7 +176,7 @@ def sync_batch_norm(
             raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         return replicated_batch_norm(input, weight, bias, options, process_group, epilogue)
     peers = peers_of(process_group)
-    communicator = peers.communicator()
+    communicator = peers.communicator() if torch.compiler.is_compiling() else _communicator_of(peers, layer)
     if communicator.size == 1:
         if peers is EVERYONE and not torch.compiler.is_compiling():
             _warn_if_launched_with_others()
@@ -195,6 +196,15 @@ def sync_batch_norm(
         return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
     output = synchronized_batch_norm(input, weight, bias, options, communicator, layer, None, masking)
     return output if epilogue is None else _after_masked(output, epilogue, masking)
+
+
+def _communicator_of(peers: Peers, layer: nn.Module | None) -> Communicator:
+    """Returns whom a call of ``layer`` talks to; errors of the first use, in which the ranks meet, name the layer."""
+    try:
+        return peers.communicator()
+    except (RuntimeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        raise kind(f"forward of {speaker_of(layer)}: {error}") from error
 
 
 def _after_masked(output: Tensor, epilogue: Epilogue, masking: ops.Masking) -> Tensor:

@@ -9,6 +9,7 @@ from .epilogue import Epilogue
 from .exchange import Line, line_of
 from .faults import check
 from .fused import fused_evaluation
+from .identity import speaker_of
 from .outputs import Recomputed, this_thread
 from .replicas import replicated_batch_norm
 from .step import plain_batch_norm, synchronized_batch_norm
@@ -38,6 +39,7 @@ __all__ = [
     "line_of",
     "plain_batch_norm",
     "replicated_batch_norm",
+    "speaker_of",
     "synchronized_batch_norm",
     "tell_peers",
     "this_thread",

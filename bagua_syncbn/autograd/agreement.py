@@ -95,7 +95,8 @@ def resume(conversation: Conversation) -> None:
     if raised is None:
         raise RuntimeError(
             f"process_group: expected one that works, got one that failed before, in the {conversation.failure}; "
-            "its ranks do not agree on what comes next any more: end the job, or make a new group"
+            "its ranks do not agree on what comes next any more: end the job, or convert the model again on all ranks, "
+            "with a group that torch.distributed.new_group() has made since"
         )
     answer = raised.answer.wait()
     said = [describe(row) for row in raised.question.rows_of(answer)]

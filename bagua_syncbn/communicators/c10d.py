@@ -3,9 +3,12 @@
 import copy
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -181,18 +184,22 @@ class Job:
         self.rank: int = world.rank()
         self.size: int = world.size()
         self._backend, self._store = dist.distributed_c10d._world.pg_map[world]
+        self._device = world.bound_device_id
+        self._timeout: timedelta = _timeout(world) or self._store.timeout  # type: ignore[attr-defined]
         self._exchanges = 0
         self._given: dict[tuple[int, ...], ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
-        self._times_made: Counter[str] = Counter()
+        self._times_tried: Counter[str] = Counter()
         self._own_ranks: dict[Any, tuple[int, ...]] = {}
+        self._finding = Lock()
+        self._making: dict[str, Lock] = {}
 
     @property
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.size))
 
     def remember(self, group: Any) -> tuple[int, ...]:
-        """Returns the ranks of a group that the user has made. What is made here for these ranks takes after it."""
+        """Returns the ranks of a group that the user has made. A RankGroup of these ranks takes after it."""
         ranks = tuple(sorted(dist.get_process_group_ranks(group)))
         if group is not self._world():
             self._given[ranks] = ref(group)
@@ -200,20 +207,26 @@ class Job:
 
     def own_ranks(self, rule: Any, find: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the ranks that ``find`` found for ``rule`` at its first use in this job."""
-        if rule not in self._own_ranks:
-            self._own_ranks[rule] = find()
-        return self._own_ranks[rule]
+        with self._finding:
+            if rule not in self._own_ranks:
+                self._own_ranks[rule] = find()
+            return self._own_ranks[rule]
 
-    def layers_group(self, ranks: tuple[int, ...], like_given: bool) -> Any:
+    def layers_group(self, ranks: tuple[int, ...], what: str, given: Any = None, like_given: bool = False) -> Any:
         """Returns the group of these ranks that layers have to themselves, made by its members at their first use.
 
-        Its backend, options and time-out are those of the group that the user has made, with ``like_given`` and if
-        there is one, else of the job.
-        """
-        given = self._alive(self._given.get(ranks)) if like_given else None
-        return self._made_once("layers", ranks, given or self._world())
+        There is one for each ``given`` group, and one for these ranks without it. Its backend, options and time-out are
+        those of ``given``; with ``like_given`` those of the last group of these ranks that was given; else of the job.
 
-    def users_group(self, ranks: tuple[int, ...], like_given: bool) -> Any:
+        Raises:
+            RuntimeError: some members did not come within the job's time-out.
+        """
+        if given is not None:
+            return self._made_once("layers", ranks, given, what, named_after=given.group_name)
+        model = self._alive(self._given.get(ranks)) if like_given else None
+        return self._made_once("layers", ranks, model or self._world(), what)
+
+    def users_group(self, ranks: tuple[int, ...], what: str, like_given: bool) -> Any:
         """Returns a group of these ranks for the user: the default one, one that he gave, or one made by the members.
 
         Not that of the layers: what he sends through it must not come between what they send.
@@ -221,72 +234,161 @@ class Job:
         given = self._alive(self._given.get(ranks)) if like_given else None
         if given is not None or len(ranks) == self.size:
             return given or self._world()
-        return self._made_once("user", ranks, self._world())
+        return self._made_once("user", ranks, self._world(), what)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Returns what the ranks of the job brought, in their order; all of them make the call. Of JSON's types.
-
-        Through the job's store, without tensors: in the middle of a trace there are none that can be sent.
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Returns what the ranks of the job brought for ``what``, in their order; all of them make the call.
 
         Raises:
             RuntimeError: a rank did not come within the job's time-out.
         """
+        number = self._exchanges
+        self._exchanges += 1
+        return self._meet(f"exchange {number}", self.everyone, value, what)
+
+    def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str) -> list[Any]:
+        """Returns what ``ranks`` brought to the meeting ``key``, of JSON's types; each of them makes the call, once.
+
+        Through the job's store, without tensors: in the middle of a trace there are none that can be sent. A meeting
+        takes place for all of them or for none: the first rank that gives up decides so for those that come later.
+
+        Raises:
+            RuntimeError: some did not come within the job's time-out.
+        """
         if str(self._backend) == "fake":  # torch's, with nobody there
-            return [value] * self.size
-        store = dist.distributed_c10d.PrefixStore(f"bagua_syncbn/{self._exchanges}", self._store)
+            return [value] * len(ranks)
+        store = dist.distributed_c10d.PrefixStore(f"bagua_syncbn/{key}", self._store)
+        try:
+            outcome = self._outcome_of(store, ranks, value, what)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"process_group: expected the job's store to answer in the first use of {what}, got "
+                f"{type(error).__name__}: {error}; the rank that keeps it may have ended"
+            ) from error
+        if "failed" in outcome:
+            raise RuntimeError(
+                f"process_group: expected {_ranks(ranks)} to make the first use of {what} together, got that "
+                f"{outcome['failed']}; sync_group makes a description's groups beforehand"
+            )
+        brought: list[Any] = outcome["brought"]
+        return brought
+
+    def _outcome_of(self, store: Any, ranks: Sequence[int], value: Any, what: str) -> Any:
+        """Returns what was decided of the meeting in ``store``, and tells the others if this rank leaves it."""
+        doing = dist.distributed_c10d.PrefixStore(_DOING, self._store)
+        doing.set(str(self.rank), what)
         store.set(str(self.rank), json.dumps(value))
         try:
-            if self.rank == 0:
-                store.set("all", json.dumps([json.loads(store.get(str(rank))) for rank in range(self.size)]))
-            brought: list[Any] = json.loads(store.get("all"))
-        except dist.DistStoreError as error:
-            raise RuntimeError(
-                f"process_group: expected all {self.size} ranks of the job to make the first use of a group together, "
-                "got no sign of some within its time-out; sync_group makes a description's groups beforehand"
-            ) from error
-        self._exchanges += 1
-        return brought
+            outcome = self._wait_for_outcome(store, ranks)
+        except BaseException as error:
+            with suppress(RuntimeError):
+                _settle(store, {"failed": f"rank {self.rank} left with {type(error).__name__}"})
+            raise
+        if "failed" not in outcome:
+            doing.set(str(self.rank), "")
+        return outcome
+
+    def _wait_for_outcome(self, store: Any, ranks: Sequence[int]) -> Any:
+        """Returns what was decided of the meeting in ``store``; the first of its ranks sees that all have come.
+
+        By questions and not by a wait, which would keep other threads from the store.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = 0.001
+        while not store.check(["outcome"]):
+            if self.rank == ranks[0] and store.check([str(rank) for rank in ranks]):
+                return _settle(store, {"brought": [json.loads(store.get(str(rank))) for rank in ranks]})
+            if time.monotonic() > deadline:
+                return _settle(store, {"failed": self._who_is_missing(store, ranks)})
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return json.loads(store.get("outcome"))
+
+    def _who_is_missing(self, store: Any, ranks: Sequence[int]) -> str:
+        doing = dist.distributed_c10d.PrefixStore(_DOING, self._store)
+        missing = [str(rank) for rank in ranks if not store.check([str(rank)])]
+        does = {rank: doing.get(rank).decode() for rank in missing if doing.check([rank])}
+        told = [f"rank {rank} waits in the first use of {what}" for rank, what in does.items() if what]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "an answer"
+        waited = f"rank {self.rank} waited for {who} for {self._timeout.total_seconds():g} s, the job's time-out"
+        return "; ".join([waited, *told])
 
     def _alive(self, group: "ref[Any] | None") -> Any:
         found = None if group is None else group()
         return found if found is not None and is_alive(found) else None
 
-    def _made_once(self, whose: str, ranks: tuple[int, ...], model: Any) -> Any:
+    def _made_once(
+        self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
+    ) -> Any:
         backend, _ = dist.distributed_c10d._world.pg_map[model]
-        digest = hashlib.sha1(f"{backend} {ranks}".encode(), usedforsecurity=False).hexdigest()
-        name = f"bagua_syncbn:{whose}:{digest}"
-        group = self._alive(self._made.get(name))
-        if group is None:
-            group = self._make_group(ranks, model, f"{name}:{self._times_made[name]}")
-            self._times_made[name] += 1
-            self._made[name] = ref(group)
+        key = f"{backend} {ranks}" if named_after is None else f"{backend} {ranks} {named_after}"
+        name = f"bagua_syncbn:{whose}:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
+        with self._making.setdefault(name, Lock()):
+            group = self._alive(self._made.get(name))
+            if group is None:
+                # All members count alike: those that come to an attempt that has failed fail in it too.
+                number = self._times_tried[name]
+                self._times_tried[name] += 1
+                group = self._make_group(ranks, model, f"{name}:{number}", what, named_after is not None)
+                self._made[name] = ref(group)
         return group
 
-    def _make_group(self, ranks: tuple[int, ...], model: Any, name: str) -> Any:
+    def _make_group(self, ranks: tuple[int, ...], model: Any, name: str, what: str, is_given: bool) -> Any:
         """What torch's ``new_group`` does, by the members alone and under a name that they know without asking.
 
         That function names a group by how many there are: in the job, which takes all ranks of it, or on the rank, and
         then members that are in different numbers of other groups wait for each other forever.
         """
+        self._meet(name, ranks, None, what)
         world = self._world()
         backend: Any
         store: Any
         backend, store = dist.distributed_c10d._world.pg_map[model]
-        with _as_members_alone(world, ranks):
-            group, _ = dist.distributed_c10d._new_process_group_helper(
-                len(ranks),
-                ranks.index(self.rank),
-                list(ranks),
-                backend,
-                self._store,
-                name,  # type: ignore[arg-type]
-                backend_options=_nccl_options(model),
-                timeout=_timeout(model) or store.timeout,
-                device_id=world.bound_device_id,
-                group_desc="bagua_syncbn",
-            )
+        # Each thread may have a group of its own, and make it while others make theirs: a store serves one at a time.
+        own_store = _clone(self._store) if is_given else self._store
+        # Split off the communicator of the job, one of NCCL would take all ranks, in an order that they share.
+        is_split = self._device is not None and not is_given and len(ranks) == self.size
+        try:
+            with _unbound(world, self._device, is_split):
+                group, _ = dist.distributed_c10d._new_process_group_helper(
+                    len(ranks),
+                    ranks.index(self.rank),
+                    list(ranks),
+                    backend,
+                    own_store,
+                    name,  # type: ignore[arg-type]
+                    backend_options=_nccl_options(model),
+                    timeout=_timeout(model) or store.timeout,
+                    device_id=self._device if is_split else None,
+                    group_desc="bagua_syncbn",
+                )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"process_group: expected {_ranks(ranks)} to connect in the first use of {what}, got on rank "
+                f"{self.rank} {type(error).__name__}: {error}; another rank may have ended"
+            ) from error
         dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
         return group
+
+
+_DOING = "bagua_syncbn/doing"  # under which each rank tells the first use that it waits in
+
+
+def _settle(store: Any, outcome: Any) -> Any:
+    """Decides what a meeting ends with, unless that is decided; returns what was."""
+    return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
+
+
+def _clone(store: Any) -> Any:
+    """Returns another connection to ``store``; of one that users have written themselves, that one."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        return store
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 _jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()
@@ -294,22 +396,29 @@ _jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()
 
 def job_of(world: Any) -> Job:
     """Returns the job that has ``world`` as its default group."""
-    job = _jobs.get(world)
-    if job is None:
-        job = _jobs[world] = Job(world)
+    with _finding_job:
+        job = _jobs.get(world)
+        if job is None:
+            job = _jobs[world] = Job(world)
     return job
 
 
+_finding_job = Lock()
+_binding = Lock()
+
+
 @contextmanager
-def _as_members_alone(world: Any, ranks: Sequence[int]) -> Iterator[None]:
-    """Within, a communicator of NCCL for some ranks is made anew: split off, it would take all ranks of the job."""
-    device = world.bound_device_id
-    if len(ranks) < world.size():
-        world.bound_device_id = None
-    try:
+def _unbound(world: Any, device: Any, is_split: bool) -> Iterator[None]:
+    """Within, unless ``is_split``, torch splits no communicator of NCCL off that of the job, bound to ``device``."""
+    if device is None:
         yield
-    finally:
-        world.bound_device_id = device
+        return
+    with _binding:
+        world.bound_device_id = device if is_split else None
+        try:
+            yield
+        finally:
+            world.bound_device_id = device
 
 
 def _all_options(group: Any) -> list[Any]:

@@ -63,6 +63,11 @@ def described(rule: Rule) -> Any:
     return RankGroup(lists) if is_ranks(rule) else [list(ranks) for ranks in lists]
 
 
+def told(rule: Rule) -> str:
+    """Returns ``rule`` as texts for people call it."""
+    return f"process_group={described(rule)!r}"
+
+
 def is_ranks(rule: Rule) -> TypeGuard[Ranks]:
     """Whether ``rule`` names the ranks of this one's group and no other groups."""
     return isinstance(rule, tuple) and isinstance(rule[0], int)
@@ -104,7 +109,7 @@ def group_ranks(rule: Rule, job: Job) -> Ranks:
 
 
 def _agree(rule: Rule, job: Job) -> Ranks:
-    brought = job.exchange([str(described(rule)), *_host()])
+    brought = job.exchange([str(described(rule)), *_host()], told(rule))
     rules = [rule for rule, *_ in brought]
     if len(set(rules)) > 1:
         what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))

@@ -1,15 +1,18 @@
 """The door. What a process_group may be is asked here, once; behind it there are only :class:`Peers`."""
 
+import copy
+import itertools
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, Protocol, runtime_checkable
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import bagua, c10d
-from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, rule_of
+from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, rule_of, told
 from .local import LOCAL
 
 
@@ -33,13 +36,19 @@ class Communicator(Protocol):
 
 
 class Seat:
-    """Where this process meets those that a rule stands for. There is one for each rule, found anew in each job."""
+    """Where this process meets those that a rule stands for: there is one for each rule, found anew in each job.
 
-    def __init__(self, rule: Rule) -> None:
+    A group of torch that the user gave has a seat of its own, beside the one of its ranks.
+    """
+
+    def __init__(self, rule: Rule, given: Callable[[], Any] | None = None) -> None:
         self.rule = rule
+        self.given = given  # returns the group, which is not kept alive; None where it is gone
+        self.number = next(_numbers)
         # What torch.compile guards on: None where it is to be found.
         self.communicator: Communicator | None = None
         self._world: Callable[[], Any] = lambda: None
+        _numbered[self.number] = self
 
     def find(self) -> Communicator:
         """Returns the communicator, which the ranks of the group make together at the first use in a job."""
@@ -48,7 +57,7 @@ class Seat:
             if not c10d.in_job():
                 c10d.default_group()  # so that it guards on there being none
                 return LOCAL
-            _take_seat(self.rule)
+            _take_seat(self.number)
             assert self.communicator is not None
             return self.communicator
         if bagua.is_initialized():
@@ -80,16 +89,22 @@ class Seat:
 
     def take(self) -> Communicator:
         """:meth:`find`, from the beginning."""
-        world, ranks = c10d.default_group(), self.ranks()
+        world = c10d.default_group()
+        communicator = self._make()
         self._world = _forgetting(self, world)
+        self.communicator = communicator
+        return communicator
+
+    def _make(self) -> Communicator:
+        given = None if self.given is None else self.given()
+        if self.given is not None and (given is None or not c10d.is_alive(given)):
+            raise RuntimeError(c10d.DESTROYED)
+        ranks = self.ranks()
         if len(ranks) == 1:
-            self.communicator = LOCAL
-        elif bagua.is_initialized():
-            self.communicator = bagua.communicator_among(ranks)
-        else:
-            group = c10d.job_of(world).layers_group(ranks, like_given=is_ranks(self.rule))
-            self.communicator = c10d.TorchCommunicator(group)
-        return self.communicator
+            return LOCAL
+        if bagua.is_initialized():
+            return bagua.communicator_among(ranks)
+        return make_communicator(ranks, self.rule, given)
 
     def ranks(self) -> tuple[int, ...]:
         """Returns the ranks of this one's group in the job that runs."""
@@ -107,18 +122,47 @@ def _forgetting(seat: Seat, group: Any) -> Callable[[], Any]:
     return ref(group, forget)
 
 
+def make_communicator(ranks: tuple[int, ...], rule: Rule, given: Any) -> Communicator:
+    """Returns the communicator that layers have to themselves, which its ``ranks`` make together at their first use.
+
+    Args:
+        ranks: the members, of the job of torch.distributed that runs.
+        rule: how the user described them.
+        given: the group that the user gave in place of a description, or None.
+    """
+    job = c10d.job_of(c10d.default_group())
+    group = job.layers_group(ranks, _told(rule, given), given, like_given=is_ranks(rule))
+    return c10d.TorchCommunicator(group)
+
+
+def _told(rule: Rule, given: Any) -> str:
+    return told(rule) if given is None else f"group {given.group_name!r} of ranks {rule}"
+
+
 _seats: dict[Rule, Seat] = {}
+_seats_of_given: WeakKeyDictionary[Any, Seat] = WeakKeyDictionary()
+_numbers = itertools.count()
+_numbered: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_seating = Lock()
 
 
 def _seat_of(rule: Rule) -> Seat:
-    if rule not in _seats:
-        _seats[rule] = Seat(rule)
-    return _seats[rule]
+    with _seating:
+        if rule not in _seats:
+            _seats[rule] = Seat(rule)
+        return _seats[rule]
 
 
-def _take_seat(rule: Rule) -> None:
+def _seat_of_given(group: Any, ranks: tuple[int, ...]) -> Seat:
+    with _seating:
+        if group not in _seats_of_given:
+            _seats_of_given[group] = Seat(ranks, ref(group))
+        return _seats_of_given[group]
+
+
+def _take_seat(number: int) -> None:
     """Sees to it, while torch.compile traces, that there is a communicator: runs as it stands and is not traced."""
-    seat = _seat_of(rule)
+    seat = _numbered[number]
     if seat.communicator is None:
         seat.take()
 
@@ -134,14 +178,19 @@ class Peers:
         rule: who they are.
         given: returns the group that the user gave, which is not kept alive; None where it is gone.
         exact: the one communicator to use, in the place of one made for layers alone.
+        seat: that of the group that the user gave; None for the one of ``rule``.
     """
 
     __slots__ = ("_given", "exact", "seat")
 
     def __init__(
-        self, rule: Rule = None, given: Callable[[], Any] | None = None, exact: Communicator | None = None
+        self,
+        rule: Rule = None,
+        given: Callable[[], Any] | None = None,
+        exact: Communicator | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        self.seat = _seat_of(rule)
+        self.seat = _seat_of(rule) if seat is None else seat
         self.exact = exact
         self._given = given
 
@@ -179,7 +228,7 @@ class Peers:
 
     @property
     def description(self) -> Any:
-        """What can be kept in a copy or a file."""
+        """What can be kept in a file."""
         return described(self.seat.rule) if self.exact is None else self.exact
 
     def torch_group(self) -> Any:
@@ -197,12 +246,16 @@ class Peers:
         world = c10d.default_group()
         if given is None or world is None or c10d.is_process_group(given):
             return given if world is not None else None
-        return c10d.job_of(world).users_group(self.seat.ranks(), like_given=is_ranks(self.seat.rule))
+        rule = self.seat.rule
+        return c10d.job_of(world).users_group(self.seat.ranks(), told(rule), like_given=is_ranks(rule))
 
     def group_before(self) -> Any:
         """Returns what a layer of another class had: the group itself, also where only its ranks were copied."""
         described_only = self._given is None and is_ranks(self.seat.rule)
         return self.torch_group() if described_only else self.process_group
+
+    def __deepcopy__(self, memo: Any) -> "Peers":
+        return self if self.seat.given is not None else peers_of(copy.deepcopy(self.description, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return peers_of, (self.description,)
@@ -285,7 +338,7 @@ def _peers_in(group: Any) -> Peers:
     """The members of a c10d group. The default one stands for everyone, in whatever job a copy is."""
     world = c10d.default_group()
     ranks = c10d.job_of(world).remember(group)
-    return Peers(None if group is world else ranks, ref(group))
+    return Peers(None, ref(group)) if group is world else Peers(ranks, ref(group), seat=_seat_of_given(group, ranks))
 
 
 def _ranks_of(group: Any) -> list[int]:

@@ -3,7 +3,9 @@
 import copy
 import gc
 import pickle
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -100,21 +102,24 @@ def alone_together():
     """Whether each way to say who gives a group that nobody else uses, and that is as the one it stands for."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
-    made = [communicator_of(kind).group for kind in (None, dist.group.WORLD, mine, 2)]
-    assert made[0] is made[1] is not dist.group.WORLD
-    assert made[2] is made[3] is not mine
+    kinds = (None, dist.group.WORLD, 4, mine, copy.deepcopy(SyncBatchNorm(1, process_group=mine)).process_group, 2)
+    made = [communicator_of(kind).group for kind in (*kinds, [[0, 1], [2, 3]])]
+    assert made[0] is made[1] is made[2] is not dist.group.WORLD
+    assert made[3] is made[4]
+    assert made[5] is made[6]
+    assert len({*map(id, made), id(mine)}) == 4
     exactly = TorchCommunicator(mine)
     layer = SyncBatchNorm(1, process_group=exactly)
     assert layer.process_group is copy.deepcopy(layer).process_group is exactly
     assert exactly.group is mine
     with pytest.raises(TypeError, match=r"got TorchCommunicator\(ranks=\(\d, \d\)\), which is one group"):
         pickle.dumps(layer)
-    return [dist.get_backend(group) for group in made], repr(layer)
+    return {dist.get_backend(group) for group in made}, repr(layer)
 
 
 def test_layers_have_groups_of_their_own(pool):
     for rank, (backends, text) in enumerate(pool.run(alone_together, 4)):
-        assert backends == ["gloo"] * 4
+        assert backends == {"gloo"}
         assert f"process_group=TorchCommunicator(ranks={(rank // 2 * 2, rank // 2 * 2 + 1)})" in text
 
 
@@ -130,6 +135,59 @@ def in_different_numbers_of_groups():
 
 def test_members_alone_make_the_groups_of_their_layers(pool):
     assert pool.run(in_different_numbers_of_groups, 3) == [[1.0, 0.5], [0.5], [1.0]]
+
+
+STEPS = 4
+
+
+def in_threads(kind):
+    """Each thread trains a model of its own, in a group of its own; returns what each has computed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    threads = 4
+    groups = {
+        "ranks": lambda: dist.new_group([0, 1]),
+        "all": dist.new_group,
+        "local": lambda: dist.new_group([0, 1], use_local_synchronization=True),
+    }
+    groups = [groups[kind]() for _ in range(threads)]
+    forget_groups()
+
+    def train(index):
+        layer = nn.BatchNorm1d(index + 1).double()
+        # A copy too keeps to the group that was given.
+        layer = copy.deepcopy(convert_sync_batchnorm(nn.Sequential(layer), groups[index]))[0]
+        inputs, grads = batches_of_thread(index, size)
+        results = []
+        for step in range(STEPS):
+            time.sleep(0.002 * ((index + rank) % threads))
+            x = inputs[step, rank].clone().requires_grad_()
+            y = layer(x)
+            y.backward(grads[step, rank])
+            results.append((y.detach(), x.grad))
+        return results, layer.running_var
+
+    with ThreadPoolExecutor(threads) as pool:
+        # In another order on each rank.
+        answers = {index: pool.submit(train, index) for index in sorted(range(threads), reverse=bool(rank))}
+        return [answers[index].result() for index in range(threads)]
+
+
+def batches_of_thread(index, size):
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(2, STEPS, size, 3, index + 1, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["ranks", "all", "local"])
+def test_threads_with_groups_of_their_own_are_jobs_of_their_own(pool, kind):
+    for rank, threads in enumerate(pool.run(in_threads, 2, kind)):
+        for index, (results, running_var) in enumerate(threads):
+            reference = nn.BatchNorm1d(index + 1).double()
+            for result, x, grad in zip(results, *batches_of_thread(index, 2), strict=True):
+                x = x.flatten(0, 1).requires_grad_()
+                y = reference(x)
+                y.backward(grad.flatten(0, 1))
+                torch.testing.assert_close(result, (y.detach().chunk(2)[rank], x.grad.chunk(2)[rank]))
+            torch.testing.assert_close(running_var, reference.running_var)
 
 
 def different_descriptions():
@@ -155,7 +213,7 @@ def timeouts_of_groups(store):
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
     given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
-    kinds = [None] if rank == 2 else [None, RankGroup((0, 1)), given]
+    kinds = [None] if rank == 2 else [None, given, RankGroup((0, 1))]
     groups = [communicator_of(kind).group for kind in kinds]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
@@ -163,7 +221,7 @@ def timeouts_of_groups(store):
 def test_groups_have_the_time_out_of_the_job_or_of_the_group_that_was_given(pool, tmp_path):
     first, *_, last = pool.run(timeouts_of_groups, 3, str(tmp_path / "store"))
     pool.forget_job()
-    assert first == [60, 60, 60]  # the layers of the same ranks share one
+    assert first == [60, 70, 70]  # ranks stand for the group that was given with them
     assert last == [60]
 
 
@@ -188,20 +246,19 @@ def on_meshes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     means = [mean_over(mesh[name]) for name in ("node", "local")]
     layer = SyncBatchNorm(1, process_group=mesh["local"])
-    described = copy.deepcopy(layer).process_group
-    same = communicator_of(described).group is communicator_of(mesh["local"]).group
+    same = copy.deepcopy(layer).process_group is mesh["local"].get_group()
     loaded = pickle.loads(pickle.dumps(layer)).process_group
     whole = copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group
     try:
         SyncBatchNorm(1, process_group=mesh)
     except ValueError as error:
-        return means, described, same, loaded, whole, str(error)
+        return means, same, loaded, whole, str(error)
 
 
 def test_meshes(pool):
-    for rank, (means, described, same, loaded, whole, error) in enumerate(pool.run(on_meshes, 4)):
+    for rank, (means, same, loaded, whole, error) in enumerate(pool.run(on_meshes, 4)):
         assert means == [rank % 2 + 1, rank // 2 * 2 + 0.5]
-        assert described == loaded == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
+        assert loaded == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
         assert same
         assert whole is None
         assert "expected a DeviceMesh of 1 dimension, got one of 2; name one, as in mesh['dp']" in error
@@ -300,6 +357,51 @@ def test_each_job_resolves_anew(pool):
     for world_size in (2, 3, 2):
         expected = [([rank], (world_size - 1) / 2, float(rank)) for rank in range(world_size)]
         assert pool.run(resolve_in_a_new_job, world_size) == expected
+
+
+# After a failure
+
+NEW_GROUPS = {"all": dist.new_group, "ranks": lambda: dist.new_group([1, 0])}
+OLD_GROUPS = {
+    "None": lambda: None,
+    "a number": lambda: 2,
+    "lists": lambda: [[0, 1]],
+    "sync_group": lambda: sync_group(2),
+}
+
+
+def after_a_failure(kind):
+    rank = dist.get_rank()
+    dist.barrier()
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=1.0)))
+    with pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers"):
+        model[rank](torch.randn(2, 1))
+    group = (NEW_GROUPS | OLD_GROUPS)[kind]()
+    convert_sync_batchnorm(model, group)
+    try:
+        model(torch.full((2, 1), float(rank)))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        forget_groups()
+    return "works"
+
+
+@pytest.mark.parametrize("kind", NEW_GROUPS)
+def test_a_group_that_was_made_since_a_failure_works(pool, kind):
+    pool.forget_job()
+    assert pool.run(after_a_failure, 2, kind) == ["works"] * 2
+    pool.forget_job()
+
+
+@pytest.mark.parametrize("kind", OLD_GROUPS)
+def test_the_group_that_has_failed_names_what_works(pool, kind):
+    pool.forget_job()
+    for message in pool.run(after_a_failure, 2, kind):
+        assert (
+            "convert the model again on all ranks, with a group that torch.distributed.new_group() has made" in message
+        )
+    pool.forget_job()
 
 
 # Groups of torch

@@ -382,10 +382,11 @@ class OwnState(nn.BatchNorm2d):
 
 
 def copies_of_layers_with_a_state_of_their_own():
-    model = convert_sync_batchnorm(nn.Sequential(OwnState(1)), dist.new_group([0, 1]))
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    return [(twin[0].seen, twin[0].process_group.ranks) for twin in twins]
+    group = dist.new_group([0, 1])
+    model = convert_sync_batchnorm(nn.Sequential(OwnState(1)), group)
+    copied, loaded = copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]
+    return copied.seen, loaded.seen, copied.process_group is group, loaded.process_group
 
 
-def test_a_state_of_its_own_holds_no_live_group(pool):
-    assert pool.run(copies_of_layers_with_a_state_of_their_own, 2) == [[(True, (0, 1))] * 2] * 2
+def test_a_state_of_its_own_takes_the_group_along(pool):
+    assert pool.run(copies_of_layers_with_a_state_of_their_own, 2) == [(True, True, True, RankGroup((0, 1)))] * 2

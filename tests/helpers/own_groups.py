@@ -11,7 +11,7 @@ def forget_groups():
     job = c10d.job_of(dist.group.WORLD)
     for known in (job._own_ranks, job._made, job._given):
         known.clear()
-    for seat in peers._seats.values():
+    for seat in peers._numbered.values():
         seat.communicator = None
 
 
