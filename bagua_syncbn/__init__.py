@@ -1,7 +1,7 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
 from .accumulation import accumulate_statistics
-from .autograd import Repeatable, check
+from .autograd import Repeatable, check, check_ranks
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "accumulate_statistics",
     "check",
+    "check_ranks",
     "conversion_report",
     "convert_sync_batchnorm",
     "fuse_activations",

@@ -1,5 +1,6 @@
 """Running statistics that move once a step, where a step has several micro-batches."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,8 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     Outputs and gradients are those without it: each micro-batch is normalized by its own statistics.
 
     A layer with ``skip_nonfinite`` leaves its buffers if any of the micro-batches has statistics that are not finite.
-    If an exception leaves the context, all buffers are as they were when it was entered.
+    If an exception leaves the context, all buffers are as they were when it was entered. It warns if ``model`` has no
+    synchronized layer.
 
     Args:
         model: whose layers accumulate, wrapped or not. All ranks of a group must enter it for the same layers.
@@ -40,6 +42,8 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
         >>> optimizer.step()
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
+    if not layers:
+        warnings.warn(f"accumulate_statistics: found no synchronized layer in {type(model).__name__}", stacklevel=3)
     for name, layer in layers.items():
         if layer._kept is not None:
             raise RuntimeError(

@@ -1,5 +1,6 @@
 """Which positions of an input count for its statistics."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -155,7 +156,8 @@ def masked(
         TypeError: ``mask`` or ``lengths`` is no tensor.
         ValueError: not one of ``mask`` and ``lengths`` is given, or ``lengths`` without a ``rule``.
 
-    A layer raises RuntimeError if its input does not fit the mask and there is no rule.
+    A layer raises RuntimeError if its input does not fit the mask and there is no rule. It warns if ``model`` has no
+    synchronized layer.
 
     Example::
 
@@ -169,6 +171,8 @@ def masked(
     check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)
     given: Any = _Given(mask, lengths, rule, zero_masked)
     layers = [module for module in model.modules() if hasattr(module, "_masking")]
+    if not layers:
+        warnings.warn(f"masked: found no synchronized layer in {type(model).__name__}", stacklevel=3)
     before = [layer._masking for layer in layers]
     try:
         for layer in layers:

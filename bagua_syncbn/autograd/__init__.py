@@ -7,7 +7,7 @@ from .agreement import tell_peers
 from .checkpointing import Repeatable, as_in_first_run, is_plain, is_repetition
 from .epilogue import Epilogue
 from .exchange import Line, line_of
-from .faults import check
+from .faults import check, check_ranks
 from .fused import fused_evaluation
 from .identity import speaker_of
 from .outputs import Recomputed, this_thread
@@ -29,6 +29,7 @@ __all__ = [
     "Repeatable",
     "as_in_first_run",
     "check",
+    "check_ranks",
     "fused_evaluation",
     "guard_of",
     "is_capturing",

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Sequence
 
@@ -70,7 +71,7 @@ def raise_if_found() -> None:
             raise RuntimeError(found(fault.take()))
 
 
-def check() -> None:
+def check_ranks() -> None:
     """Waits for the devices, and raises if ranks made different calls without an error so far.
 
     In eager mode on CPU they raise at once. On CUDA no host waits: where ranks differ the output or gradient is NaN,
@@ -82,11 +83,17 @@ def check() -> None:
 
     Example::
 
-        >>> bagua_syncbn.check()
+        >>> bagua_syncbn.check_ranks()
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     raise_if_found()
+
+
+def check() -> None:
+    """:func:`check_ranks` by its former name, which goes with the next release."""
+    warnings.warn("bagua_syncbn.check: renamed; call bagua_syncbn.check_ranks", DeprecationWarning, stacklevel=2)
+    check_ranks()
 
 
 def found(record: Sequence[int]) -> str:

@@ -199,7 +199,7 @@ def run_compiled() -> list[str]:
     before = [buffer.clone() for buffer in model.buffers()]
     compiled = torch.compile(model, backend="eager")
     messages = []
-    for find_out in (bagua_syncbn.check, lambda: alike(torch.randn(4, 8))):
+    for find_out in (bagua_syncbn.check_ranks, lambda: alike(torch.randn(4, 8))):
         assert compiled(torch.randn(4, 8)).isnan().all()
         assert all(map(torch.equal, before, model.buffers()))
         try:
@@ -356,7 +356,7 @@ def run_compiled_on_one() -> str:
         model = torch.compile(model, backend="eager")
     try:
         model(torch.randn(4, 8))
-        bagua_syncbn.check()
+        bagua_syncbn.check_ranks()
     except RuntimeError as error:
         return str(error)
     finally:

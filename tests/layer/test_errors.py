@@ -1,12 +1,24 @@
 """Bad input raises on the rank that can know, names the argument, and leaves the buffers as they were."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
+import bagua_syncbn
+from bagua_syncbn import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    accumulate_statistics,
+    masked,
+    sync_batch_norm,
+)
 
 MESSAGES = [
     (lambda: SyncBatchNorm2d(3), torch.randn(4, 3, 5), ValueError, "4D input"),
@@ -47,6 +59,21 @@ def raises_before_it_communicates():
 def test_no_rank_waits_for_one_with_bad_input(pool):
     pool.forget_job()  # in a job whose group is not made yet
     pool.run(raises_before_it_communicates, 2, timeout=60)
+
+
+@pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=torch.ones(1, dtype=torch.bool))])
+def test_models_without_synchronized_layers_are_told(context, recwarn):
+    with context(nn.Sequential(SyncBatchNorm(3))):
+        assert not recwarn.list
+    with pytest.warns(UserWarning, match=": found no synchronized layer in Sequential") as caught:  # noqa: SIM117
+        with context(nn.Sequential(nn.BatchNorm1d(3))):
+            pass
+    assert caught[0].filename == __file__
+
+
+def test_the_former_name_of_check_ranks():
+    with pytest.warns(DeprecationWarning, match="call bagua_syncbn.check_ranks"):
+        bagua_syncbn.check()
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
