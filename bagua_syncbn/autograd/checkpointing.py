@@ -18,7 +18,7 @@ from torch import nn
 
 from .identity import speaker_of
 from .outputs import this_thread
-from .torch_private import is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
+from .torch_private import is_in_backward, is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
 
 _Result = TypeVar("_Result")
 
@@ -35,6 +35,10 @@ class Repeatable:
 
     Called with a function, it returns that function as it runs within the region.
 
+    Raises:
+        RuntimeError: it is entered for another first run. That is where it is entered outside of a backward pass again,
+            and gradients are disabled, or were enabled the first time.
+
     Example::
 
         >>> deepspeed.checkpointing.checkpoint(bagua_syncbn.Repeatable()(block), input)
@@ -44,14 +48,25 @@ class Repeatable:
         self._gathered: _Gathered | None = None
         self._depth = 0
         self._choices: _Choices = {}
+        self._had_grad = False
 
     def __enter__(self) -> Repeatable:
         repeats = self._gathered is not None
         if self._gathered is None:
             self._gathered, self._depth = {}, this_thread.depth
+            self._had_grad = torch.is_grad_enabled()
+        elif (self._gathered or self._choices) and self._is_first_run():
+            raise RuntimeError(
+                "Repeatable: expected a repetition, in a backward pass or with gradients after a first run without, got "
+                "another first run; make one object for each forward pass"
+            )
         this_thread.runs.append(_Run(self._gathered, self._choices, repeats))
         this_thread.depth = self._depth
         return self
+
+    def _is_first_run(self) -> bool:
+        """Whether an entry is no repetition: these are for gradients, and in backward where there is a graph."""
+        return not is_in_backward() and (self._had_grad or not torch.is_grad_enabled())
 
     def __exit__(self, *_: Any) -> None:
         this_thread.depth = this_thread.runs.pop().depth_around
@@ -148,4 +163,11 @@ def is_plain() -> bool:
     return not (this_thread.runs or this_thread.depth) and is_untouched()
 
 
-observe_checkpoints(Repeatable)
+class _OfCheckpoint(Repeatable):
+    """Made by a checkpoint of torch for one pass, and entered whenever somebody asks for what was not saved."""
+
+    def _is_first_run(self) -> bool:
+        return False
+
+
+observe_checkpoints(_OfCheckpoint)

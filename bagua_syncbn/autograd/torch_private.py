@@ -46,6 +46,11 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(name)
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_exporting() -> bool:
     """torch.compiler.is_exporting, which is true of all that torch 2.10 compiles."""
     return getattr(torch.compiler, "_is_exporting_flag", False)

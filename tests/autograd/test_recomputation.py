@@ -293,9 +293,52 @@ def test_fairscale_with_a_region_is_refused():
         output.sum().backward()
 
 
+class Kept(OwnCheckpoint):
+    """One region for all passes."""
+
+    @staticmethod
+    def forward(ctx, function, input):
+        ctx.function = function
+        ctx.save_for_backward(input)
+        with torch.no_grad():
+            return function(input)
+
+
+def by_hand(run, input):
+    """First without gradients, and with gradients later, but not in backward."""
+    with torch.no_grad():
+        run(input)
+    return run(input)
+
+
+def keep_a_region(how):
+    layer = SyncBatchNorm(3)
+    run, input = Repeatable()(layer), torch.randn(4, 3, requires_grad=True)
+    forward = {"own": Kept.apply, "by hand": by_hand, "with gradients": lambda run, input: run(input)}[how]
+    layer.eval()
+    for _ in range(2):  # in which nothing is gathered
+        with torch.no_grad():
+            run(input)
+    layer, run = layer.train(), Repeatable()(layer)
+    forward(run, input).sum().backward()
+    before = [buffer.clone() for buffer in layer.buffers()]
+    with pytest.raises(RuntimeError, match=r"Repeatable: expected a repetition.*one object for each forward pass"):
+        forward(run, input.cos())
+    assert layer.num_batches_tracked == 1
+    torch.testing.assert_close(list(layer.buffers()), before)
+    forward(Repeatable()(layer), input.cos()).sum().backward()
+    assert layer.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("how", ["own", "by hand", "with gradients"])
+def test_a_region_is_of_one_pass(pool, how):
+    keep_a_region(how)
+    pool.run(keep_a_region, 2, how)
+
+
 def regions_alive():
     gc.collect()
-    return sum(type(thing) is Repeatable for thing in gc.get_objects())
+    return sum(isinstance(thing, Repeatable) for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested", "own"])
