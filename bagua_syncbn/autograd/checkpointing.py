@@ -57,8 +57,8 @@ class Repeatable:
             self._had_grad = torch.is_grad_enabled()
         elif (self._gathered or self._choices) and self._is_first_run():
             raise RuntimeError(
-                "Repeatable: expected a repetition, in a backward pass or with gradients after a first run without, got "
-                "another first run; make one object for each forward pass"
+                "Repeatable: expected a repetition, in a backward pass or with gradients after a first run without, "
+                "got another first run; make one object for each forward pass"
             )
         this_thread.runs.append(_Run(self._gathered, self._choices, repeats))
         this_thread.depth = self._depth
