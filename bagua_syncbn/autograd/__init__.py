@@ -3,6 +3,14 @@
 The first line of each file says what it is for.
 """
 
+from ..torch_internals import (
+    guard_of,
+    is_capturing,
+    is_exporting,
+    is_transforming,
+    unseen_by_selective_checkpointing,
+    unwrapped,
+)
 from .agreement import tell_peers
 from .checkpointing import Repeatable, as_in_first_run, is_plain, is_repetition
 from .epilogue import Epilogue
@@ -13,14 +21,6 @@ from .identity import speaker_of
 from .outputs import Recomputed, this_thread
 from .replicas import replicated_batch_norm
 from .step import plain_batch_norm, synchronized_batch_norm
-from .torch_private import (
-    guard_of,
-    is_capturing,
-    is_exporting,
-    is_transforming,
-    unseen_by_selective_checkpointing,
-    unwrapped,
-)
 
 __all__ = [
     "Epilogue",

@@ -11,10 +11,10 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
+from ..torch_internals import is_capturing, unseen_by_selective_checkpointing
 from .conversation import Conversation, conversation_in
 from .faults import differ
 from .identity import RAISED, WORD, Identity, describe, exact_bits, kind_of, speaker_of, word_of
-from .torch_private import is_capturing, unseen_by_selective_checkpointing
 
 _TEXT = 480  # bytes in which a rank says what it does
 

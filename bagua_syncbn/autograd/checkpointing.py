@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..torch_internals import is_in_backward, is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
 from .identity import speaker_of
 from .outputs import this_thread
-from .torch_private import is_in_backward, is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
 
 _Result = TypeVar("_Result")
 

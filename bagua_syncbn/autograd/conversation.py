@@ -9,8 +9,8 @@ from weakref import ref
 import torch
 
 from ..communicators import Communicator
+from ..torch_internals import group_named
 from .identity import Identity, Terms, note_text, text_of, word_of
-from .torch_private import group_named
 
 if TYPE_CHECKING:
     from .agreement import Raised

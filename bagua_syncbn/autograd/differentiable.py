@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..torch_internals import is_grads_batch
 from .agreement import tell_peers
 from .epilogue import Epilogue
 from .exchange import Alone, AnyExchange, Given
-from .torch_private import is_grads_batch
 
 
 def differentiable_batch_norm(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..torch_internals import outside_of_modes
 from .identity import Identity, describe
-from .torch_private import outside_of_modes
 
 
 class Fault:

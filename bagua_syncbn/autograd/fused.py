@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..torch_internals import is_transformed
 from .differentiable import differentiable_backward
 from .epilogue import Epilogue
 from .exchange import Alone, AnyExchange, Exchange, Given
-from .torch_private import is_transformed
 
 
 def fused_batch_norm(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
+from ..torch_internals import may_hook_saving, saving_hooks
 from .epilogue import Epilogue
 from .identity import speaker_of
-from .torch_private import may_hook_saving, saving_hooks
 
 
 class _Local(threading.local):

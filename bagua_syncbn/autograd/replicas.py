@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators.replicas import Replica
+from ..torch_internals import is_transformed
 from .epilogue import Epilogue
 from .outputs import note_output
-from .torch_private import is_transformed
 
 
 def replicated_batch_norm(

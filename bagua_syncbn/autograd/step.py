@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator
+from ..torch_internals import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
 from .agreement import tell_peers
 from .checkpointing import is_repetition, result_of_call
 from .differentiable import differentiable_backward, differentiable_batch_norm
@@ -14,7 +15,6 @@ from .epilogue import Epilogue
 from .exchange import AnyExchange, Exchange, Line, exchange_of
 from .fused import fused_batch_norm
 from .outputs import note_output
-from .torch_private import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
 
 
 def synchronized_batch_norm(

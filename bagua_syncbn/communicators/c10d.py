@@ -1,12 +1,11 @@
 """Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend."""
 
-import copy
 import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
 from typing import Any
@@ -16,14 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import torch_internals
 from .waiting import Begun, keep_last_works_of, wait_in_slices
 
 _IS_AVAILABLE = dist.is_available()
-
-# torch 2.13 renamed all_gather_into_tensor, and the method behind it.
-_GATHER, _GATHER_METHOD = (
-    ("all_gather_single",) * 2 if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "_allgather_base")
-)
 
 DESTROYED = (
     "process_group: expected a live group, got one that was destroyed; run forward and backward before "
@@ -61,8 +56,7 @@ class TorchCommunicator:
 
     def all_gather(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.size, self.name)
-            return _wait(gathered).view(self.size, -1)
+            return torch_internals.traced_all_gather(packed, self.size, self.name)
         group = self._group() or self.group  # which raises
         gathered, work = self._all_gather(group, packed, packed.is_cpu)
         if work is not None:
@@ -73,7 +67,7 @@ class TorchCommunicator:
         if _is_gathered(packed):
             return self.all_gather(packed).sum(0)
         if torch.compiler.is_compiling():
-            return _wait(torch.ops._c10d_functional.all_reduce(packed, "sum", self.name))
+            return torch_internals.traced_all_reduce(packed, self.name)
         if packed.is_cpu:
             group = self.group
             wait_in_slices(group.allreduce([packed]), group)
@@ -99,8 +93,8 @@ class TorchCommunicator:
         if not self._gathers_lists:
             try:
                 if packed.is_cpu:  # torch.distributed's function checks arguments for longer than the call itself takes
-                    return rows, getattr(group, _GATHER_METHOD)(gathered, packed)
-                return rows, getattr(dist, _GATHER)(gathered, packed, group=group, async_op=async_op)
+                    return rows, getattr(group, torch_internals.GATHER_METHOD)(gathered, packed)
+                return rows, getattr(dist, torch_internals.GATHER)(gathered, packed, group=group, async_op=async_op)
             except RuntimeError as error:
                 if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
                     raise
@@ -129,11 +123,6 @@ _MOST_GATHERED = 2**14
 def _is_gathered(packed: Tensor) -> bool:
     """Whether a sum is gathered, and added up by each rank: all ranks find the same, whether compiled or not."""
     return packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
-
-
-def _wait(tensor: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
-    return waited
 
 
 def in_job() -> bool:
@@ -183,9 +172,9 @@ class Job:
         self._world: Callable[[], Any] = ref(world)
         self.rank: int = world.rank()
         self.size: int = world.size()
-        self._backend, self._store = dist.distributed_c10d._world.pg_map[world]
-        self._device = world.bound_device_id
-        self._timeout: timedelta = _timeout(world) or self._store.timeout  # type: ignore[attr-defined]
+        self._backend, self._store = torch_internals.backend_and_store(world)
+        self._device = torch_internals.device_of(world)
+        self._timeout: timedelta = torch_internals.timeout_of(world)
         self._exchanges = 0
         self._given: dict[tuple[int, ...], ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
@@ -257,7 +246,7 @@ class Job:
         """
         if str(self._backend) == "fake":  # torch's, with nobody there
             return [value] * len(ranks)
-        store = dist.distributed_c10d.PrefixStore(f"bagua_syncbn/{key}", self._store)
+        store = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store)
         try:
             outcome = self._outcome_of(store, ranks, value, what)
         except RuntimeError as error:
@@ -275,7 +264,7 @@ class Job:
 
     def _outcome_of(self, store: Any, ranks: Sequence[int], value: Any, what: str) -> Any:
         """Returns what was decided of the meeting in ``store``, and tells the others if this rank leaves it."""
-        doing = dist.distributed_c10d.PrefixStore(_DOING, self._store)
+        doing = torch_internals.prefix_store(_DOING, self._store)
         doing.set(str(self.rank), what)
         store.set(str(self.rank), json.dumps(value))
         try:
@@ -305,7 +294,7 @@ class Job:
         return json.loads(store.get("outcome"))
 
     def _who_is_missing(self, store: Any, ranks: Sequence[int]) -> str:
-        doing = dist.distributed_c10d.PrefixStore(_DOING, self._store)
+        doing = torch_internals.prefix_store(_DOING, self._store)
         missing = [str(rank) for rank in ranks if not store.check([str(rank)])]
         does = {rank: doing.get(rank).decode() for rank in missing if doing.check([rank])}
         told = [f"rank {rank} waits in the first use of {what}" for rank, what in does.items() if what]
@@ -320,7 +309,7 @@ class Job:
     def _made_once(
         self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
     ) -> Any:
-        backend, _ = dist.distributed_c10d._world.pg_map[model]
+        backend, _ = torch_internals.backend_and_store(model)
         key = f"{backend} {ranks}" if named_after is None else f"{backend} {ranks} {named_after}"
         name = f"bagua_syncbn:{whose}:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
         with self._making.setdefault(name, Lock()):
@@ -340,35 +329,17 @@ class Job:
         then members that are in different numbers of other groups wait for each other forever.
         """
         self._meet(name, ranks, None, what)
-        world = self._world()
-        backend: Any
-        store: Any
-        backend, store = dist.distributed_c10d._world.pg_map[model]
         # Each thread may have a group of its own, and make it while others make theirs: a store serves one at a time.
-        own_store = _clone(self._store) if is_given else self._store
+        store = _clone(self._store) if is_given else self._store
         # Split off the communicator of the job, one of NCCL would take all ranks, in an order that they share.
-        is_split = self._device is not None and not is_given and len(ranks) == self.size
+        splits = not is_given and len(ranks) == self.size
         try:
-            with _unbound(world, self._device, is_split):
-                group, _ = dist.distributed_c10d._new_process_group_helper(
-                    len(ranks),
-                    ranks.index(self.rank),
-                    list(ranks),
-                    backend,
-                    own_store,
-                    name,  # type: ignore[arg-type]
-                    backend_options=_nccl_options(model),
-                    timeout=_timeout(model) or store.timeout,
-                    device_id=self._device if is_split else None,
-                    group_desc="bagua_syncbn",
-                )
+            return torch_internals.make_group(self._world(), ranks, model, store, name, self._device, splits)
         except RuntimeError as error:
             raise RuntimeError(
                 f"process_group: expected {_ranks(ranks)} to connect in the first use of {what}, got on rank "
                 f"{self.rank} {type(error).__name__}: {error}; another rank may have ended"
             ) from error
-        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-        return group
 
 
 _DOING = "bagua_syncbn/doing"  # under which each rank tells the first use that it waits in
@@ -404,40 +375,3 @@ def job_of(world: Any) -> Job:
 
 
 _finding_job = Lock()
-_binding = Lock()
-
-
-@contextmanager
-def _unbound(world: Any, device: Any, is_split: bool) -> Iterator[None]:
-    """Within, unless ``is_split``, torch splits no communicator of NCCL off that of the job, bound to ``device``."""
-    if device is None:
-        yield
-        return
-    with _binding:
-        world.bound_device_id = device if is_split else None
-        try:
-            yield
-        finally:
-            world.bound_device_id = device
-
-
-def _all_options(group: Any) -> list[Any]:
-    backends = (group._get_backend(device) for device in group._device_types)
-    options = (getattr(backend, "options", None) for backend in backends)  # which not all have
-    return [one for one in options if one is not None]
-
-
-def _timeout(group: Any) -> Any:
-    return next((options._timeout for options in _all_options(group)), None)
-
-
-def _nccl_options(group: Any) -> Any:
-    """Returns a copy of the options with which NCCL was set up for ``group``; None where it was not."""
-    if not dist.is_nccl_available():
-        return None
-    for options in _all_options(group):
-        if isinstance(options, dist.ProcessGroupNCCL.Options):
-            options = copy.deepcopy(options)
-            options.split_from = None  # type: ignore[assignment]
-            return options
-    return None

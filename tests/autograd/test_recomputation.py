@@ -16,8 +16,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from user_layers import BatchNormAct1d
 
-from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from bagua_syncbn.autograd import checkpointing, torch_private
+from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, torch_internals
+from bagua_syncbn.autograd import checkpointing
 from bagua_syncbn.communicators import LOCAL
 
 SPLITS = (2, 5)
@@ -367,11 +367,11 @@ class UnknownFrame(torch_checkpoint._CheckpointFrame):
 
 
 def test_a_torch_with_other_checkpoints_is_refused_by_name(monkeypatch):
-    assert torch_private._knows_checkpoints()
+    assert torch_internals._knows_checkpoints()
     monkeypatch.setattr(torch_checkpoint, "_CheckpointFrame", UnknownFrame)
-    monkeypatch.setattr(torch_private, "_has_known_checkpoints", torch_private._knows_checkpoints())
+    monkeypatch.setattr(torch_internals, "_has_known_checkpoints", torch_internals._knows_checkpoints())
     hook = torch_checkpoint._checkpoint_hook
-    torch_private.observe_checkpoints(Repeatable)
+    torch_internals.observe_checkpoints(Repeatable)
     assert torch_checkpoint._checkpoint_hook is hook
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     layer(input).sum().backward()

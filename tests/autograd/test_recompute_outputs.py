@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.autograd import this_thread
-from bagua_syncbn.autograd.torch_private import saving_hooks
 from bagua_syncbn.ops import activations
+from bagua_syncbn.torch_internals import saving_hooks
 
 
 class Readers(nn.Module):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import through_file
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
 from bagua_syncbn.communicators import (
     LOCAL,
     Communicator,
@@ -475,7 +475,7 @@ def exchange_where_single_all_gather_raises(message):
         raise RuntimeError(message)
 
     group = dist.new_group([0, 1])
-    with patch.object(type(group), c10d._GATHER_METHOD, unsupported):
+    with patch.object(type(group), torch_internals.GATHER_METHOD, unsupported):
         exactly = TorchCommunicator(group)
         return [exchange(exactly)[2], exchange(exactly)[2]], len(calls)
 

@@ -1,13 +1,17 @@
 """What this package uses of torch that torch does not document, in one place."""
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, checkpoint
 
@@ -197,3 +201,104 @@ def raise_if_under_unknown_checkpoint() -> None:
                 f"is repeated; got that of torch {torch.__version__}. Use a bagua_syncbn for this torch, or no "
                 "activation checkpointing around synchronized layers"
             )
+
+
+# Groups of torch.distributed. Seen in torch 2.13, and the parts that have changed since in 2.10.
+
+# torch 2.13 renamed all_gather_into_tensor, and the method behind it.
+GATHER, GATHER_METHOD = (
+    ("all_gather_single",) * 2 if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "_allgather_base")
+)
+
+
+def traced_all_gather(packed: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
+    """Returns the rows of all ranks, in a graph of torch.compile, which holds the name of a group and no group."""
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, size, group_name)
+    rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered).view(size, -1)
+    return rows
+
+
+def traced_all_reduce(packed: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Returns the sum over ranks, in a graph as of :func:`traced_all_gather`."""
+    reduced = torch.ops._c10d_functional.all_reduce(packed, "sum", group_name)
+    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
+    return total
+
+
+def prefix_store(prefix: str, store: Any) -> Any:
+    """Returns ``store`` with ``prefix`` before each key."""
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def backend_and_store(group: Any) -> tuple[Any, Any]:
+    """Returns the name of the backend of a group that is alive, and its store."""
+    return dist.distributed_c10d._world.pg_map[group]
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Returns how long collectives of ``group`` wait; for a backend that does not say, how long its store does."""
+    timeouts = (options._timeout for options in _all_options(group))
+    return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
+
+
+def device_of(world: Any) -> Any:
+    """Returns the device that NCCL is bound to in the job whose default group is ``world``; None for none."""
+    return world.bound_device_id
+
+
+def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: str, device: Any, splits: bool) -> Any:
+    """Returns a group that its ``ranks`` make, with the backend, options and time-out of the group ``model``.
+
+    Where NCCL is bound to a ``device`` in the job, whose default group is ``world``, a communicator that ``splits`` is
+    split off that of the job; all others are made anew.
+    """
+    with _splitting(world, device, splits):
+        group, _ = dist.distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(world.rank()),
+            list(ranks),
+            backend_and_store(model)[0],
+            store,
+            name,  # type: ignore[arg-type]
+            backend_options=_nccl_options(model),
+            timeout=timeout_of(model),
+            device_id=device if splits else None,
+            group_desc="bagua_syncbn",
+        )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+_binding = Lock()
+
+
+@contextmanager
+def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
+    """Within, torch splits communicators off that of the job or not: it does where the job is bound to a device."""
+    if device is None:
+        yield
+        return
+    with _binding:
+        world.bound_device_id = device if splits else None
+        try:
+            yield
+        finally:
+            world.bound_device_id = device
+
+
+def _all_options(group: Any) -> list[Any]:
+    backends = (group._get_backend(device) for device in group._device_types)
+    options = (getattr(backend, "options", None) for backend in backends)  # which not all have
+    return [one for one in options if one is not None]
+
+
+def _nccl_options(group: Any) -> Any:
+    """Returns a copy of the options with which NCCL was set up for ``group``; None where it was not."""
+    if not dist.is_nccl_available():
+        return None
+    for options in _all_options(group):
+        if isinstance(options, dist.ProcessGroupNCCL.Options):
+            options = copy.deepcopy(options)
+            options.split_from = None  # type: ignore[assignment]
+            return options
+    return None
