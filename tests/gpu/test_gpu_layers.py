@@ -6,10 +6,11 @@ import torch.distributed as dist
 from cases import laid_out
 from tolerances import assert_close
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from traced import count, trace
 
 import bagua_syncbn
-from benchmarks.gpu.counts import count, trace
-from benchmarks.gpu.one_rank import OneRankGroup
+from benchmarks.core.one_rank import OneRankGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -212,3 +213,51 @@ def test_ranks_that_share_the_gpu(pool, splits, layout):
     torch.testing.assert_close(sum(result[2] for result in results).double(), layer.weight.grad, rtol=1e-4, atol=1e-3)
     for result in results:
         assert_close(result[3], layer.running_var, "running_var")
+
+
+def train_with_ddp(local_rank):
+    """Two steps on this rank's half of a batch, as every user of GPUs writes them; returns parameters and buffers."""
+    torch.manual_seed(0)
+    model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1))
+    model = DistributedDataParallel(model, device_ids=[local_rank], output_device=local_rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch, labels in batches_of_ddp():
+        own = slice(dist.get_rank(), None, dist.get_world_size())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[own].to(local_rank)), labels[own].to(local_rank)).backward()
+        optimizer.step()
+    return {name: value.cpu() for name, value in model.module.state_dict().items()}
+
+
+def batches_of_ddp():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        yield torch.randn(8, 3, 64, 64, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+def test_ddp_with_device_ids(pool):
+    """Two ranks on the one GPU over gloo give what one process gives on the whole batch, in float64."""
+    torch.manual_seed(0)
+    model = little_model(0.1).double().cpu()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch, labels in batches_of_ddp():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch.double()), labels).backward()
+        optimizer.step()
+    for state in pool.run(train_with_ddp, 2, 0):
+        for name, wanted in model.state_dict().items():
+            actual = state[name].to(wanted.dtype)
+            torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_ddp_over_nccl(nccl):
+    """One rank, which is all that NCCL takes on one GPU: the reducer and the layers' own group beside each other."""
+    local_rank = 0
+    model = bagua_syncbn.convert_sync_batchnorm(little_model(None), nccl)
+    model = DistributedDataParallel(model, device_ids=[local_rank], output_device=local_rank)
+    wide = little_model(None)
+    for batch, labels in batches_of_ddp():
+        for each in (model, wide):
+            nn.functional.cross_entropy(each(batch.to(local_rank)), labels.to(local_rank)).backward()
+    for actual, wanted in zip(model.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-3, atol=1e-4)

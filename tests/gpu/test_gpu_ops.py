@@ -9,11 +9,11 @@ import torch
 from cases import laid_out
 from comparison import check_act_ops, check_last_of_many, check_masked_ops, check_ops
 from tolerances import assert_close
+from traced import count, trace
 
 from bagua_syncbn import ops
 from bagua_syncbn.ops import reference
 from bagua_syncbn.ops.activations import ACTIVATIONS
-from benchmarks.gpu.counts import count, trace
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_the_library_has_cuda_kernels():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ops(shape, dtype):
+def test_values_and_gradients(shape, dtype):
     check_ops(ops, *tensors(shape, dtype))
     if len(shape) == 4:
         check_ops(ops, *tensors(shape, dtype, "channels_last"), torch.float32)
@@ -47,7 +47,7 @@ def test_more_than_two_to_the_31_elements(shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ops_with_an_activation(dtype):
+def test_values_and_gradients_with_each_activation(dtype):
     inputs = ((8, 64, 28, 28), "contiguous"), ((8, 64, 28, 28), "channels_last"), ((70, 33), "contiguous")
     for activation, (shape, layout) in zip(
         (ops.IDENTITY, *map(ops.activation_of, ACTIVATIONS)), cycle(inputs), strict=False
@@ -59,7 +59,7 @@ def test_ops_with_an_activation(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ops_with_a_mask(shape, dtype):
+def test_values_and_gradients_with_a_mask(shape, dtype):
     for layout in ["contiguous"] + ["channels_last"] * (len(shape) == 4):
         input, grad_output = tensors(shape, dtype, layout)
         masks = [torch.rand(input.select(1, 0).shape) < 0.5]
@@ -68,9 +68,34 @@ def test_ops_with_a_mask(shape, dtype):
             check_masked_ops(ops, input.clone(), grad_output.clone(), mask.cuda())
 
 
+# Rows that are aligned and rows that are not, also in groups of channels; channels that fill slots and channels that do
+# not; more than one part.
+SMALL = [
+    (3, 2, 16, 16),
+    (2, 3, 7, 7),
+    (2, 1056, 3, 11),
+    (2, 8, 64, 64),
+    (1, 2, 150, 151),
+    (40, 24, 5, 5),
+    (3, 2500, 1, 2),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_every_kernel_on_small_inputs(shape, dtype):
+    """Under compute-sanitizer too, which slows kernels down a hundredfold."""
+    for layout in ("contiguous", "channels_last"):
+        input, grad_output = tensors(shape, dtype, layout)
+        check_ops(ops, input, grad_output)
+        check_act_ops(ops, ops.activation_of("silu"), input, grad_output, input.cos())
+        for mask in (torch.rand(input.select(1, 0).shape) < 0.5, torch.randint(shape[-1] + 1, (len(input),))):
+            check_masked_ops(ops, input.clone(), grad_output.clone(), mask.cuda())
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
-def test_gather_stats(buffer_dtype, momentum):
+def test_every_kernel_that_merges_ranks(buffer_dtype, momentum):
     rows = torch.stack([reference.batch_norm_stats(torch.randn(n, 300)) for n in (4, 0, 7)]).cuda()
     buffers = [torch.rand(300).to("cuda", buffer_dtype) for _ in range(2)] + [torch.tensor(4, device="cuda")]
     wide = [buffer.double() if buffer.is_floating_point() else buffer.clone() for buffer in buffers]
@@ -120,7 +145,7 @@ def test_a_stream_that_takes_the_handle_of_another():
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_graphs():
+def test_graphs_replay_beside_eager_work():
     """Replayed beside eager work on the same and on another stream, which has counters of its own."""
     input, grad_output = tensors((4, 8, 200, 200), torch.float32)
     ones = torch.ones(8, device="cuda")

@@ -1,22 +1,25 @@
-"""The tests for a GPU, and what measures one, without a GPU: on CPU tensors that stand for its own, see :mod:`card`.
+"""The tests for a GPU on CPU tensors and the emulated kernels: what they say in Python, and the kernels' values.
 
-This is no run on a GPU. What can fail here is what the tests say in Python, and the values of the kernels.
+"cuda" means the CPU in them, and NCCL gloo. Streams, graphs, launches and devices that differ are not rehearsed.
 """
 
 import shutil
 import sys
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import test_gpu_layers
 import test_gpu_ops
 import torch
 import torch.distributed as dist
-from card import on_card
+import without_pytest
 from emulated import find_headers
 from test_gpu_layers import nccl  # noqa: F401  a fixture
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
-from benchmarks.gpu import measure, report, timer
-from benchmarks.gpu.prove import read_cases
+from bagua_syncbn import ops
 
 pytestmark = [
     pytest.mark.skipif(find_headers() is None or shutil.which("g++") is None, reason="needs g++ and CUDA's headers"),
@@ -24,53 +27,53 @@ pytestmark = [
 ]
 
 
+class OnCPU(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.cuda or (function is torch.Tensor.to and isinstance(args[1], int)):
+            return args[0]
+        is_cuda = lambda value: isinstance(value, str | torch.device) and str(value).startswith("cuda")  # noqa: E731
+        args = ["cpu" if is_cuda(value) else value for value in args]
+        return function(*args, **{name: "cpu" if is_cuda(value) else value for name, value in (kwargs or {}).items()})
+
+
 @pytest.fixture(scope="module", autouse=True)
-def card(library):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what the programs do to it too
+def on_cpu(library):
+    threads, join, made = torch.get_num_threads(), dist.init_process_group, test_gpu_ops.tensors
+
+    def few(shape, *options):
+        """A sample of each image, and few channels and values: emulated, a million values take 0.1 s."""
+        sizes = [min(size, 40000) for size in shape]
+        return made((1, min(sizes[1], 16), *sizes[2:]) if len(shape) == 4 else sizes, *options)
+
+    torch.set_num_threads(1)
     library.emulate_stream(0, 0, False)
-    with on_card(library.ops):
+    with (
+        patch.object(test_gpu_ops, "ops", SimpleNamespace(**vars(ops) | vars(library.ops))),
+        patch.object(test_gpu_ops, "tensors", few),
+        patch.object(dist, "init_process_group", lambda backend, device_id=None, **rest: join("gloo", **rest)),
+        patch.object(test_gpu_layers, "DistributedDataParallel", lambda model, **_: DistributedDataParallel(model)),
+        OnCPU(),
+    ):
         yield
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def one_sample(monkeypatch):
-    """Of each image, and 16 channels and 40000 values a row at most: emulated, a million values take 0.1 s."""
-
-    def small(shape, *options):
-        sizes = [min(size, 40000) for size in shape]
-        return made((1, min(sizes[1], 16), *sizes[2:]) if len(shape) == 4 else sizes, *options)
-
-    made = test_gpu_ops.tensors
-    monkeypatch.setattr(test_gpu_ops, "tensors", small)
-
-
-@pytest.mark.slow
-def test_measuring(monkeypatch, tmp_path):
-    """On the one rank of a job of its own: before the tests of layers start theirs."""
-    output, codes = tmp_path / "cases.jsonl", []
-    monkeypatch.setattr(measure.os, "_exit", codes.append)
-    monkeypatch.setattr(timer, "_MOST", 3)
-    monkeypatch.setattr(sys, "argv", ["measure", "--dry-run", "--output", str(output)])
-    try:
-        measure.main()
-    finally:
-        dist.destroy_process_group()
-    cases = read_cases(output)
-    results = {"machine": {"l2_bytes": 2**16}, "parts": [], "cases": cases}
-    assert report.of_kind(results, "error") == []
-    assert (codes, cases[-1]) == ([0], {"kind": "end", "left_out": 0, "errors": 0})
-    assert [case["disagreements"] for case in report.of_kind(results, "ops")] == [[]] * 15
-    verdicts = {target.what: target.verdict for target in report.judge(results)}
-    for part in ("forward", "backward"):
-        for what in ("kernels", "collectives", "waits"):
-            assert verdicts[f"{what} in a {part} pass of a layer, most"] == "met"
-
-
-# Of the tests, all but those of what was built, of streams and graphs, of several ranks, and of billions of values.
+# All but the tests of what was built, of streams and graphs, of launches, of several ranks, and of billions of values.
 for _module in (test_gpu_ops, test_gpu_layers):
-    _left_out = ("library", "stream", "graph", "captured", "share", "to_the_31")
+    _left_out = ("library", "stream", "graph", "captured", "launch", "wait", "share", "ids", "to_the_31")
     globals().update(
         {n: t for n, t in vars(_module).items() if n.startswith("test_") and not any(word in n for word in _left_out)}
     )
+
+
+def test_a_machine_without_pytest_runs_them_too(capsys):
+    ends = []
+    with (
+        patch.dict(sys.modules),
+        patch.object(sys, "argv", ["", "test_gpu_ops.py", "-k", "merges"]),
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(without_pytest.os, "_exit", ends.append),
+    ):
+        del sys.modules["test_gpu_ops"]
+        without_pytest.main()
+    assert (ends, capsys.readouterr().out) == ([0], "8 passed, 0 failed\n")
