@@ -47,7 +47,7 @@ def sync_batch_norm(
     eps_mode: str = "plus",
     skip_nonfinite: bool = False,
     layer: nn.Module | None = None,
-    activation: str | tuple[str, float] | None = None,
+    activation: str | tuple[str, float] | nn.Module | None = None,
     residual: Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -99,7 +99,8 @@ def sync_batch_norm(
             calls without a module count as calls of one module.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
             ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, those of :mod:`torch.nn.functional`; the slope of
-            ``leaky_relu`` and the alpha of ``elu`` with it, as in ``("leaky_relu", 0.2)``; or None.
+            ``leaky_relu`` and the alpha of ``elu`` with it, as in ``("leaky_relu", 0.2)``; a module of torch for one of
+            these, as ``nn.ReLU()``; or None.
         residual: :math:`r`, (N, C, \*), of the dtype of ``input`` and on its device, in any memory format; or None.
         mask: bool, broadcastable to (N, 1, \*): true at the positions whose values make the statistics. The others are
             normalized by the same statistics, and their gradient is that of an elementwise function. Ranks may have
@@ -117,7 +118,7 @@ def sync_batch_norm(
         TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; ``residual``
             is of another dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor;
             a parameter or buffer is not floating point; ``num_batches_tracked`` is boolean or complex;
-            ``process_group`` is of no known kind.
+            ``activation`` or ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; ``activation`` is none of

@@ -48,7 +48,7 @@ def settle(layer: "SyncBatchNorm", input: Tensor) -> None:
     communicator = layer._peers.found() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
-    if layer.fused_activation is not None or layer.is_followed or layer._is_replica:
+    if layer.fused_activation is not None or layer._is_replica:
         return
     facts, _, _, tensors = _look_at(layer, input)
     if not (layer._kept is layer._masking is layer._replica is None) or any(unwrapped(t) is not t for t in tensors):
@@ -69,7 +69,7 @@ def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:
 
 # What the checks look at and what decides who computes, but for the ranks, the tensors and the numbers in each layer.
 _attributes = attrgetter(
-    *("eps_mode", "skip_nonfinite", "converted_model", "name_in_model", "fused_activation", "is_followed"),
+    *("eps_mode", "skip_nonfinite", "converted_model", "name_in_model", "fused_activation"),
     *("_masking", "_kept", "_replica", "_is_replica"),
 )
 

@@ -11,7 +11,6 @@ from . import ops
 from .autograd import tell_peers
 from .checks import check_dimensions, check_eps_mode
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
-from .following import activation_in, follower_of, marked_for
 from .functional import sync_batch_norm
 from .ops import activation_of
 from .settled import Settled, settle
@@ -59,7 +58,8 @@ class SyncBatchNorm(_BatchNorm):
         skip_nonfinite: whether to leave the running statistics as they are in a step whose batch statistics, of all
             ranks, are infinite or not a number. Also an attribute, which can be set.
         activation: computed by the layer, which then stores its input only for the backward pass; see
-            :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute, ``fused_activation``, which can be set.
+            :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute, ``fused_activation``, which can be set:
+            ``activation`` is what other classes call modules of theirs.
 
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
@@ -67,8 +67,10 @@ class SyncBatchNorm(_BatchNorm):
         - Output: as the input, in its memory format
 
     Raises:
-        TypeError, ValueError: ``process_group`` is of no known kind, or excludes this rank.
-        ValueError: ``eps_mode`` is neither of the two; ``activation`` is none that there is.
+        TypeError, ValueError: ``process_group`` is of no known kind, or excludes this rank; ``activation`` is none that
+            there is.
+        ValueError: ``eps_mode`` is neither of the two.
+        AttributeError: ``activation`` is set, and not ``fused_activation``.
 
     Example::
 
@@ -88,12 +90,7 @@ class SyncBatchNorm(_BatchNorm):
 
     # What the layer computes after the normalization, see sync_batch_norm. Not "activation", under which classes that
     # are converted have modules.
-    fused_activation: str | tuple[str, float] | None = None
-
-    # Set by fuse_activations: whether it may do the work of an activation module that follows, see following.py; and
-    # what is known of it, for conversion_report.
-    is_followed: bool = False
-    activation_note: str | None = None
+    fused_activation: str | tuple[str, float] | nn.Module | None = None
 
     # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
     # copies and files.
@@ -140,7 +137,7 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
         eps_mode: str = "plus",
         skip_nonfinite: bool = False,
-        activation: str | tuple[str, float] | None = None,
+        activation: str | tuple[str, float] | nn.Module | None = None,
     ) -> None:
         peers = peers_of(process_group)
         check_eps_mode(eps_mode)
@@ -152,6 +149,15 @@ class SyncBatchNorm(_BatchNorm):
         self.eps_mode = eps_mode
         self.skip_nonfinite = skip_nonfinite
         self.fused_activation = activation
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "fused_activation":
+            value = activation_of(value)
+        elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
+            raise AttributeError(
+                f"activation: expected {type(self).__name__}.fused_activation to be set, got activation"
+            )
+        super().__setattr__(name, value)
 
     @property
     def process_group(self) -> Any:
@@ -184,47 +190,16 @@ class SyncBatchNorm(_BatchNorm):
             options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
             given = {name: value for name, value in options.items() if value is not None and value is not False}
             return as_one_node(self, input, (input,), given)
-        try:
-            self._check_input_dim(input)
-        except ValueError as error:
-            if self.training:
-                tell_peers(self._peers, self, error)
-            raise
+        _check_dimensions(self, input)
         is_plain = residual is mask is lengths is None and not is_dynamo_compiling()
         settled = self._settled if is_plain else None
         if settled is not None and (output := settled.step(self, input)) is not None:
             return output
-        tracks = self.training and self.track_running_stats
-        running_mean, running_var = self._tensor("running_mean"), self._tensor("running_var")
-        uses_batch = self.training or (running_mean is None and running_var is None)
-        uses_running = tracks or not uses_batch
-        follower = None
-        # What follows the layer sees the zeros of a mask, and need not leave them 0.
-        if self.is_followed and self.fused_activation is None and self._masking is None and mask is lengths is None:
-            follower = follower_of(self)
-        output = sync_batch_norm(
-            input,
-            running_mean if uses_running else None,
-            running_var if uses_running else None,
-            self._tensor("weight"),
-            self._tensor("bias"),
-            uses_batch,
-            self.momentum,
-            self.eps,
-            self._ranks() if self.training else LOCAL,
-            num_batches_tracked=self._tensor("num_batches_tracked") if tracks else None,
-            eps_mode=self.eps_mode,
-            skip_nonfinite=self.skip_nonfinite,
-            layer=self,
-            activation=self.fused_activation if follower is None else activation_in(follower),
-            residual=residual,
-            mask=mask,
-            lengths=lengths,
-            zero_masked=zero_masked,
-        )
+        options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+        output = _normalize(self, input, self.fused_activation, **options)
         if is_plain:
             settle(self, input)
-        return output if follower is None else marked_for(follower, output)
+        return output
 
     def _tensor(self, name: str) -> Any:
         """Returns the attribute, where it is a parameter or buffer without torch's search, which takes 0.6 us of each.
@@ -285,6 +260,48 @@ class SyncBatchNorm(_BatchNorm):
             f"torch.jit.script: expected a model without synchronized layers, got {type(self).__name__}; "
             "script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
         )
+
+
+# Functions: classes that are converted have methods of any name.
+
+
+def forward_with(layer: SyncBatchNorm, input: Tensor, activation: str | tuple[str, float] | nn.Module) -> Tensor:
+    """Returns what ``layer`` makes of ``input``, and then ``activation``: what a container calls that fuses the two."""
+    _check_dimensions(layer, input)
+    return _normalize(layer, input, activation)
+
+
+def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
+    try:
+        layer._check_input_dim(input)
+    except ValueError as error:
+        if layer.training:
+            tell_peers(layer._peers, layer, error)
+        raise
+
+
+def _normalize(layer: SyncBatchNorm, input: Tensor, activation: Any, **options: Any) -> Tensor:
+    tracks = layer.training and layer.track_running_stats
+    running_mean, running_var = layer._tensor("running_mean"), layer._tensor("running_var")
+    uses_batch = layer.training or (running_mean is None and running_var is None)
+    uses_running = tracks or not uses_batch
+    return sync_batch_norm(
+        input,
+        running_mean if uses_running else None,
+        running_var if uses_running else None,
+        layer._tensor("weight"),
+        layer._tensor("bias"),
+        uses_batch,
+        layer.momentum,
+        layer.eps,
+        layer._ranks() if layer.training else LOCAL,
+        num_batches_tracked=layer._tensor("num_batches_tracked") if tracks else None,
+        eps_mode=layer.eps_mode,
+        skip_nonfinite=layer.skip_nonfinite,
+        layer=layer,
+        activation=activation,
+        **options,
+    )
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:

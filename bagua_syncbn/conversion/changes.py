@@ -56,19 +56,21 @@ def change_and_class(cls: type[nn.Module]) -> tuple[Change | None, type[nn.Modul
     return found
 
 
-def has(module: nn.Module, change: Change) -> bool:
-    """Whether ``module`` has the methods of ``change``."""
-    return any(change_and_class(cls)[0] is change for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+def has(cls: type[nn.Module], change: Change) -> bool:
+    """Whether modules of ``cls`` have the methods of ``change``."""
+    return any(vars(base).get("change_and_class", (None,))[0] is change for base in cls.__mro__)
 
 
 def apply(module: nn.Module, change: Change) -> None:
-    if not has(module, change):
-        object.__setattr__(module, "__class__", class_with(type(module), change))
+    cls = type(module)
+    if not has(cls, change):
+        object.__setattr__(module, "__class__", class_with(cls, change))
 
 
 def undo(module: nn.Module, change: Change) -> None:
-    if has(module, change):
-        object.__setattr__(module, "__class__", class_without(type(module), change))
+    cls = type(module)
+    if has(cls, change):
+        object.__setattr__(module, "__class__", class_without(cls, change))
 
 
 def _new_module(change: Change, function: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:

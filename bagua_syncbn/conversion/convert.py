@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from ..communicators import EVERYONE, Peers, peers_of
-from ..following import unfuse_activations
 from ..sync_batchnorm import SyncBatchNorm
 from . import changes
-from .classes import class_before_conversion
+from .classes import class_before_conversion, full_name
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
+from .fusing import fusing
 from .recomputing import recomputing
 from .registry import groups_of
 from .report import summary
@@ -109,8 +109,8 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
     Layers that were made as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or
     ``3d``, and those made as :class:`SyncBatchNorm` become :class:`~bagua_syncbn.sync_batchnorm.BatchNorm`. Layers that
-    were :class:`torch.nn.SyncBatchNorm` become that again, with the group that they had. :func:`recompute_outputs` is
-    undone.
+    were :class:`torch.nn.SyncBatchNorm` become that again, with the group that they had. :func:`recompute_outputs` and
+    :func:`fuse_activations` are undone.
 
     Args:
         module: the model, which may have been loaded from a file or copied.
@@ -121,14 +121,16 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     Raises:
         TypeError: ``module`` is no module, or holds a layer of a subclass of :class:`SyncBatchNorm` that does not say
             what its ``local_class`` is.
+        ValueError: a layer has an activation or ``eps_mode="clamp"``, and the class that it is to get computes neither.
 
     If it raises, ``module`` is unchanged.
     """
     check_module(module)
     changed = {part: cls for part in module.modules() if (cls := _class_to_go_back_to(part)) is not type(part)}
     layers = [layer for layer in changed if isinstance(layer, SyncBatchNorm)]
+    for layer in layers:
+        _check_that_it_can_be_local(layer, changed[layer])
     groups = [_groups_before_conversion(layer) for layer in layers]
-    unfuse_activations(module)
     with _restored_on_error(changed):
         for layer, attributes in zip(layers, groups, strict=True):
             for name in ("_peers", "_settled", "groups_before", "name_in_model", "converted_model"):
@@ -140,10 +142,26 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     return module
 
 
+def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
+    """Raises ValueError if ``layer`` has an option that ``cls``, which it is to get, would ignore.
+
+    Options of the layer's class are not looked at: whoever wrote it has named ``cls`` too.
+    """
+    for name, default in (("fused_activation", None), ("eps_mode", "plus")):
+        value = vars(layer).get(name, default)
+        if value != default and not hasattr(cls, name):
+            where = where_is(layer, layer.name_in_model or "")
+            raise ValueError(
+                f"module: expected layers that {full_name(cls)} can stand for, got {where} with {name}={value!r}; set "
+                f"{name} to {default!r}, and have something else in the model do it where it matters"
+            )
+
+
 def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
     cls = type(part)
-    if changes.has(part, recomputing):
-        cls = changes.class_without(cls, recomputing)
+    for change in (recomputing, fusing):
+        if changes.has(cls, change):
+            cls = changes.class_without(cls, change)
     return class_before_conversion(cls) if issubclass(cls, SyncBatchNorm) else cls
 
 

@@ -81,8 +81,7 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
         return Finding(names, module, "skipped", "left as it is by its converter")
     reason = f"becomes {target.__name__}"
     if isinstance(module, SyncBatchNorm):
-        note = module.activation_note
-        reason = "synchronized already" if note is None else f"synchronized already; {note}"
+        reason = "synchronized already"
     return Finding(names, module, "converted", reason, target)
 
 

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from ..autograd import is_repetition, unseen_by_selective_checkpointing
 from ..communicators import LOCAL
-from ..following import activation_in, follower_within, marked_for
 from ..functional import sync_batch_norm
 from ..sync_batchnorm import SyncBatchNorm
 from ..tracing import Proxy, as_one_node
@@ -136,17 +135,14 @@ class _Redirect(TorchFunctionMode):
                 if call.training or _differs_from_torch(self.layer):
                     # The forward counts the batches itself, as torch's does before this call.
                     layer = self.layer
-                    is_followed = layer.is_followed and layer._masking is None
-                    follower = follower_within(layer) if is_followed else None
-                    output = sync_batch_norm(
+                    return sync_batch_norm(
                         *call,
                         process_group=layer._ranks() if call.training else LOCAL,
                         eps_mode=layer.eps_mode,
                         skip_nonfinite=layer.skip_nonfinite,
                         layer=layer,
-                        activation=layer.fused_activation if follower is None else activation_in(follower),
+                        activation=layer.fused_activation,
                     )
-                    return output if follower is None else marked_for(follower, output)
             elif self.layer.training and call.training and not self._is_of_a_part(call):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..sync_batchnorm import SyncBatchNorm
+from . import changes
 from .findings import Action, Filter, Finding, examine
+from .fusing import fusing, pairs_in
+from .recomputing import recomputing
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
     """Tells what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
 
     There is a line for each batch normalization layer; for each module that is refused as a whole, such as a wrapped
-    one, instead of what is in it; and for each that stays as it is and might be taken for batch normalization.
+    one, instead of what is in it; and for each that stays as it is and might be taken for batch normalization. Of a
+    synchronized layer it also says what :func:`fuse_activations` and :func:`recompute_outputs` have done.
 
     Args:
         module: the model, converted or not.
@@ -47,4 +52,24 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         converted  head.1  BatchNormAct2d: becomes SyncBatchNormAct2d
         skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
     """
-    return ConversionReport(tuple(examine(module, filter)))
+    findings = examine(module, filter)
+    notes = _notes(module)
+    reasons = ["; ".join([finding.reason, *notes.get(finding.module, [])]) for finding in findings]
+    return ConversionReport(
+        tuple(finding._replace(reason=reason) for finding, reason in zip(findings, reasons, strict=True))
+    )
+
+
+def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Returns by layer what is known of the activations next to it, and whether outputs are made anew."""
+    notes: dict[nn.Module, list[str]] = {}
+    for name, container in model.named_modules():
+        is_fused = changes.has(type(container), fusing)
+        for layer, activation, (_, child) in pairs_in(container):
+            where = f"{type(activation).__name__} at {f'{name}.{child}'.lstrip('.')!r}"
+            notes.setdefault(layer, []).append(f"computes {where}" if is_fused else f"{where} works by itself")
+        if changes.has(type(container), recomputing):
+            for layer in container.modules():
+                if isinstance(layer, SyncBatchNorm):
+                    notes.setdefault(layer, []).append("outputs are made anew")
+    return notes

@@ -99,15 +99,26 @@ class Activation(NamedTuple):
 IDENTITY = Activation("identity")
 
 
-def activation_of(activation: str | tuple[str, float] | None) -> Activation | None:
-    """Returns what ``activation`` names: a name, or a name and a parameter.
+def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Activation | None:
+    """Returns what ``activation`` names: a name, a name and a parameter, or a module of torch that computes one.
 
     Raises:
+        TypeError: it is of another kind.
         ValueError: it names none, or gives a parameter to an activation that has none.
     """
     if activation is None or type(activation) is Activation:
         return activation
-    name, *parameters = (activation,) if isinstance(activation, str) else activation
+    given: Any = activation
+    if type(given) in MODULES:
+        given = MODULES[type(given)](given)
+    name, *parameters = given if isinstance(given, tuple | list) and given else (given,)
+    if not isinstance(name, str) or not all(isinstance(parameter, int | float) for parameter in parameters):
+        got = type(given).__name__ if isinstance(given, nn.Module) else repr(given)
+        modules = ", ".join(f"nn.{cls.__name__}" for cls in MODULES)
+        raise TypeError(
+            f"activation: expected one of {', '.join(ACTIVATIONS)}, a pair of one and its parameter, or a module of "
+            f"exactly one of the classes {modules}, got {got}"
+        )
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     default = _FORMULAS[name].parameter

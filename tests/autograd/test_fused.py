@@ -16,7 +16,7 @@ from tolerances import TOLERANCES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, accumulate_statistics, ops, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, ops, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of
 
@@ -144,6 +144,11 @@ WRONG = {
     "swish": (ValueError, "activation: expected one of relu, .*, got 'swish'", {"activation": "swish"}),
     "parameter": (ValueError, "activation: expected a name alone for relu, got", {"activation": ("relu", 0.1)}),
     "two": (ValueError, "activation: expected a name and one parameter for elu", {"activation": ("elu", 1.0, 2.0)}),
+    "function": (TypeError, "activation: expected one of relu, .*, got <function relu", {"activation": F.relu}),
+    "class": (TypeError, "activation: .* nn.ReLU, .*, got <class 'torch.nn", {"activation": nn.ReLU}),
+    "number": (TypeError, "activation: expected one of relu, .*, got 1", {"activation": 1}),
+    "module": (TypeError, "activation: expected one of relu, .*, got PReLU", {"activation": nn.PReLU()}),
+    "text": (TypeError, r"activation: expected one of relu, .*, got \('elu', 'x'\)", {"activation": ("elu", "x")}),
     "size": (RuntimeError, r"residual: expected \[4, 2, 3\], the size of input", {"residual": torch.zeros(4, 2, 1)}),
     "dtype": (
         TypeError,
@@ -171,6 +176,35 @@ def test_the_layer_says_its_activation():
     assert "activation='silu'" in repr(SyncBatchNorm(2, activation="silu"))
     with pytest.raises(ValueError, match="activation: expected one of"):
         SyncBatchNorm(2, activation="swish")
+
+
+def test_an_activation_is_given_as_a_module_of_torch_too():
+    layer = SyncBatchNorm(2, activation=nn.LeakyReLU(0.3, inplace=True))
+    assert layer.fused_activation == ("leaky_relu", 0.3)
+    assert not list(layer.children())
+    layer.fused_activation = nn.GELU(approximate="tanh")
+    assert layer.fused_activation.name == "gelu_tanh"
+    assert not list(layer.children())
+    input = torch.randn(4, 2)
+    expected = F.elu(F.batch_norm(input, None, None, training=True), 0.5)
+    torch.testing.assert_close(sync_batch_norm(input, None, None, activation=nn.ELU(0.5)), expected)
+
+
+def test_the_attribute_is_not_mistaken():
+    layer = SyncBatchNorm(2)
+    for value in ("relu", nn.ReLU()):
+        with pytest.raises(AttributeError, match=r"expected SyncBatchNorm\.fused_activation to be set, got activation"):
+            layer.activation = value
+    with pytest.raises(TypeError, match="activation: expected one of"):
+        layer.fused_activation = F.relu
+
+    class WithModule(nn.BatchNorm1d):
+        def forward(self, input):
+            return self.activation(super().forward(input))
+
+    layer = convert_sync_batchnorm(WithModule(2))
+    layer.activation = nn.Tanh()
+    assert layer(torch.randn(4, 2)).abs().max() < 1
 
 
 @pytest.mark.parametrize("activation", GIVEN[:-1], ids=str)

@@ -22,6 +22,7 @@ from bagua_syncbn import (
     SyncBatchNorm3d,
     conversion_report,
     convert_sync_batchnorm,
+    recompute_outputs,
     revert_sync_batchnorm,
 )
 from bagua_syncbn.communicators import LOCAL, RankGroup
@@ -185,6 +186,27 @@ def test_what_raises_midway_leaves_the_model_unchanged():
         revert_sync_batchnorm(model)
     assert [type(layer) for layer in model] == classes
     assert [vars(layer) for layer in model] == attributes
+
+
+OPTIONS = {
+    "activation": ({"activation": "relu"}, {"fused_activation": None}, "fused_activation=Activation"),
+    "eps_mode": ({"eps_mode": "clamp"}, {"eps_mode": "plus"}, "eps_mode='clamp'"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm2d])
+def test_revert_refuses_options_that_would_be_lost(option, cls):
+    given, taken_back, said = OPTIONS[option]
+    model = recompute_outputs(nn.Sequential(nn.Sequential(SyncBatchNorm2d(3)), cls(3, **given)))
+    types = [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=f"BatchNorm.* can stand for, got {cls.__name__} .*with {said}"):
+        revert_sync_batchnorm(model)
+    assert [type(part) for part in model.modules()] == types
+    for name, value in taken_back.items():
+        setattr(model[1], name, value)
+    revert_sync_batchnorm(model)
+    assert type(model[1]) is cls.local_class
 
 
 def test_revert_forgets_the_group_and_refuses_what_it_does_not_know():
