@@ -1,7 +1,7 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
 from .accumulation import accumulate_statistics
-from .autograd import Repeatable, check, check_ranks
+from .autograd import Repeatable
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
@@ -14,6 +14,7 @@ from .conversion import (
 )
 from .functional import sync_batch_norm
 from .masks import masked
+from .sync import check, check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .version import __version__
 from .with_bagua import with_bagua

@@ -20,9 +20,7 @@ from .autograd import (
     is_repetition,
     is_transforming,
     replicated_batch_norm,
-    speaker_of,
     synchronized_batch_norm,
-    tell_peers,
     this_thread,
     unseen_by_selective_checkpointing,
 )
@@ -30,6 +28,7 @@ from .checks import check_eps, check_eps_mode, check_kind, check_residual, check
 from .communicators import EVERYONE, Communicator, Peers, Replica, peers_of
 from .masks import masking_of
 from .ops import activation_of
+from .sync import name_of, tell_peers
 
 
 def sync_batch_norm(
@@ -205,7 +204,7 @@ def _communicator_of(peers: Peers, layer: nn.Module | None) -> Communicator:
         return peers.communicator()
     except (RuntimeError, ValueError) as error:
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        raise kind(f"forward of {speaker_of(layer)}: {error}") from error
+        raise kind(f"forward of {name_of(layer)}: {error}") from error
 
 
 def _after_masked(output: Tensor, epilogue: Epilogue, masking: ops.Masking) -> Tensor:

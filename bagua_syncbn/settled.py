@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from . import ops
-from .autograd import Line, guard_of, is_plain, line_of, plain_batch_norm, unwrapped
+from .autograd import guard_of, is_plain, plain_batch_norm, unwrapped
+from .sync import CallSite, call_site
 
 if TYPE_CHECKING:
     from .sync_batchnorm import SyncBatchNorm
@@ -22,22 +23,22 @@ class Settled:
     Another call of which the same is true would go through them too, and be computed in the same way.
     """
 
-    __slots__ = ("_facts", "_guard", "_line", "_options")
+    __slots__ = ("_facts", "_guard", "_options", "_site")
 
-    def __init__(self, facts: _Facts, guard: Callable[..., bool], options: ops.MergeOptions, line: Line) -> None:
-        self._facts, self._guard, self._options, self._line = facts, guard, options, line
+    def __init__(self, facts: _Facts, guard: Callable[..., bool], options: ops.MergeOptions, site: CallSite) -> None:
+        self._facts, self._guard, self._options, self._site = facts, guard, options, site
 
     def step(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None where the call may be another one.
 
         Not asked where torch.compile traces.
         """
-        line = self._line
+        site = self._site
         facts, weight, bias, tensors = _look_at(layer, input)
-        same = facts == self._facts and layer._peers.found() is line.communicator and is_plain()
+        same = facts == self._facts and layer._peers.found() is site.communicator and is_plain()
         if not same or not self._guard(*tensors):
             return None
-        return plain_batch_norm(input, weight, bias, self._options, line, layer)
+        return plain_batch_norm(input, weight, bias, self._options, site, layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy finds out for itself
@@ -56,7 +57,7 @@ def settle(layer: "SyncBatchNorm", input: Tensor) -> None:
     guard = guard_of(*tensors) if tensors else None
     if guard is not None:
         options = _options_of(layer)
-        vars(layer)["_settled"] = Settled(facts, guard, options, line_of(layer, input, options, communicator))
+        vars(layer)["_settled"] = Settled(facts, guard, options, call_site(layer, input, options, communicator))
 
 
 def _options_of(layer: "SyncBatchNorm") -> ops.MergeOptions:

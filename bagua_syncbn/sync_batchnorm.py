@@ -8,12 +8,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .autograd import tell_peers
 from .checks import check_dimensions, check_eps_mode
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
 from .functional import sync_batch_norm
 from .ops import activation_of
 from .settled import Settled, settle
+from .sync import tell_peers
 from .tracing import Proxy, as_one_node
 
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..sync import name_of
 from ..torch_internals import is_in_backward, is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
-from .identity import speaker_of
 from .outputs import this_thread
 
 _Result = TypeVar("_Result")
@@ -101,7 +101,7 @@ class _Run:
         gathered, number = self.gathered.get(layer, []), self._calls[layer]
         if number == len(gathered):
             raise RuntimeError(
-                f"{speaker_of(layer)}: expected a repetition to call it no more often than the first run, in which it "
+                f"{name_of(layer)}: expected a repetition to call it no more often than the first run, in which it "
                 f"was synchronized {number} time(s), got one call more"
             )
         self._calls[layer] += 1

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..sync import tell_peers
 from ..torch_internals import is_grads_batch
-from .agreement import tell_peers
 from .epilogue import Epilogue
 from .exchange import Alone, AnyExchange, Given
 
@@ -100,7 +100,7 @@ class _Merged(torch.autograd.Function):
         exchange: AnyExchange,
         merged: ops.MergedStats | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, invstd, count, clamped = exchange.gather(input, options) if merged is None else merged
+        mean, invstd, count, clamped = exchange.statistics(input, options) if merged is None else merged
         clamped = torch.zeros_like(mean, dtype=torch.bool) if clamped is None else clamped
         # Clones, because a function must not return tensors that are kept elsewhere.
         return mean.clone(), invstd.clone(), count.clone(), clamped.clone()
@@ -186,5 +186,5 @@ def _no_vmap(exchange: AnyExchange) -> RuntimeError:
         "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
     if not isinstance(exchange, Alone):
-        tell_peers(exchange._communicator, None, refusal)
+        tell_peers(exchange.communicator, None, refusal)
     return refusal

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
+from ..sync import name_of
 from ..torch_internals import may_hook_saving, saving_hooks
 from .epilogue import Epilogue
-from .identity import speaker_of
 
 
 class _Local(threading.local):
@@ -192,7 +192,7 @@ def note_output(
 
 
 def _name_of(layer: nn.Module | str | None) -> str:
-    return layer if isinstance(layer, str) else speaker_of(layer)
+    return layer if isinstance(layer, str) else name_of(layer)
 
 
 def _recipe_of(tensor: Tensor) -> _Remade | None:

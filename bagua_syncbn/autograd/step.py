@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator
+from ..sync import CallSite, tell_peers
 from ..torch_internals import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
-from .agreement import tell_peers
 from .checkpointing import is_repetition, result_of_call
 from .differentiable import differentiable_backward, differentiable_batch_norm
 from .epilogue import Epilogue
-from .exchange import AnyExchange, Exchange, Line, exchange_of
+from .exchange import AnyExchange, Exchange, exchange_of
 from .fused import fused_batch_norm
 from .outputs import note_output
 
@@ -40,7 +40,7 @@ def synchronized_batch_norm(
         return differentiable_batch_norm(input, weight, bias, options, exchange, epilogue=epilogue)
     exchange = exchange_of(layer, input, options, communicator, masking)
     if torch.compiler.is_compiling():  # it plans by itself what to fuse, and what to repeat in backward
-        merged = exchange.gather(input.detach(), options)
+        merged = exchange.statistics(input.detach(), options)
         output: Tensor = _SyncBatchNormByGiven.apply(input, weight, bias, *merged, exchange)
         return output if epilogue is None else epilogue.after(output)
     try:
@@ -58,20 +58,25 @@ def synchronized_batch_norm(
 
 def _gather(exchange: AnyExchange, input: Tensor, options: ops.MergeOptions) -> tuple[AnyExchange, ops.MergedStats]:
     with torch.no_grad(), unseen_by_selective_checkpointing():
-        return exchange, exchange.gather(input, options)
+        return exchange, exchange.statistics(input, options)
 
 
 def plain_batch_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, options: ops.MergeOptions, line: Line, layer: nn.Module
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: ops.MergeOptions,
+    site: CallSite,
+    layer: nn.Module,
 ) -> Tensor:
     """The same where :func:`is_plain`, of a call that was found right before: in as little Python as it takes.
 
     No tensor may be what a transform has left over.
     """
     try:
-        output: Tensor = _apply(input, weight, bias, options, Exchange(line))
+        output: Tensor = _apply(input, weight, bias, options, Exchange(site))
     except RuntimeError as error:
-        tell_peers(line.communicator, layer, error)
+        tell_peers(site.communicator, layer, error)
         raise
     return output
 
@@ -154,7 +159,7 @@ class _SyncBatchNorm(_Step):
         options: ops.MergeOptions,
         exchange: Exchange,
     ) -> Tensor:
-        mean, invstd, count, clamped = exchange.gather(input, options)
+        mean, invstd, count, clamped = exchange.statistics(input, options)
         ctx.save_for_backward(input, weight, mean, invstd, count, clamped)
         ctx.exchange = exchange
         output: Tensor = ops.batch_norm_elemt(input, weight, bias, mean, invstd)

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
-from bagua_syncbn.autograd import conversation
 from bagua_syncbn.communicators import LOCAL, TorchCommunicator
+from bagua_syncbn.sync.protocol import CallHistory, history_in
 from benchmarks.core.waiting import CollectiveClock
 
 STEPS = 3
@@ -148,21 +148,21 @@ def run_refused(kind: str, on_all: bool) -> list[str]:
     return messages
 
 
-def count_messages(programs: Sequence[str], most_nodes: int) -> tuple[list[int], int]:
+def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
     """Runs a program in each step, on all ranks. Returns the collectives of each step, and how much is remembered."""
     group = dist.new_group()
     communicator = TorchCommunicator(group)
     model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
     counts = []
-    before, conversation._MOST_NODES = conversation._MOST_NODES, most_nodes
+    before, CallHistory.most = CallHistory.most, most
     for program in programs:
         with CollectiveClock().installed() as clock:
             model.run(program)
         counts.append(clock.collectives.total())
-    conversation._MOST_NODES = before
-    nodes = conversation.conversation_in(communicator)._nodes
+    CallHistory.most = before
+    remembered = len(history_in(communicator)._after_step)
     dist.destroy_process_group(group)
-    return counts, nodes
+    return counts, remembered
 
 
 def run_refused_first() -> int:

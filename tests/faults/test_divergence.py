@@ -15,7 +15,7 @@ from programs import REFUSED, Change, Model, run
 from torch import Tensor, nn
 
 import bagua_syncbn
-from bagua_syncbn.autograd.identity import RAISED, describe
+from bagua_syncbn.sync.protocol import RAISED, _describe
 
 
 @dataclass(frozen=True)
@@ -287,29 +287,29 @@ def test_long_texts_differ_in_what_they_end_in(pool):
         assert "eps=1.0000001e-05" in message
 
 
-# Collectives of each step: one for each call and one for each question.
-QUESTIONS = {
-    "a step that repeats asks nothing": (["abc<"] * 3, [6 + 6, 6 + 1, 6]),
+# Collectives of each step: one for each call and one for each probe.
+PROBES = {
+    "a step that repeats probes nothing": (["abc<"] * 3, [6 + 6, 6 + 1, 6]),
     "nor one that calls a layer twice": (["aabab<"] * 4, [10 + 6, 10 + 1, 10, 10]),
-    "a new order asks where it is new": (["abc<"] * 3 + ["cab<"] * 2, [12, 7, 6, 6 + 4, 6 + 1]),
+    "a new order probes where it is new": (["abc<"] * 3 + ["cab<"] * 2, [12, 7, 6, 6 + 4, 6 + 1]),
 }
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_questions(pool, name):
-    steps, expected = QUESTIONS[name]
+@pytest.mark.parametrize("name", PROBES)
+def test_a_call_is_probed_once_in_each_new_place_of_a_step(pool, name):
+    steps, expected = PROBES[name]
     for counts, _ in pool.run(programs.count_messages, 2, steps, 2**14):
         assert counts == expected
 
 
 def test_what_is_remembered_has_an_end(pool):
     steps = [f"{order}<" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
-    for _, nodes in pool.run(programs.count_messages, 2, steps, 10):
-        assert nodes <= 10
+    for _, remembered in pool.run(programs.count_messages, 2, steps, 10):
+        assert remembered <= 10
 
 
 def test_a_rank_that_raised_is_described_where_no_texts_are_exchanged():
-    assert describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
+    assert _describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
 
 
 # Each import in a process of its own, of one that has imported torch.
@@ -322,7 +322,7 @@ for mode in (torch.device("meta"), FakeTensorMode(), torch.inference_mode()):
             import bagua_syncbn
             bagua_syncbn.check_ranks()
         from bagua_syncbn import ops
-        from bagua_syncbn.autograd.faults import ON_CPU
+        from bagua_syncbn.sync.faults import ON_CPU
         rows = torch.stack([ops.batch_norm_stats(torch.ones(4, 2), 5, call) for call in (1, 2)])
         ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, ON_CPU.tensor)
         os._exit(0 if ON_CPU.kind.value == 1 else 9)
