@@ -39,10 +39,11 @@ class Exchange(RankSync):
         Raises:
             RuntimeError: the ranks make different calls, or the collective failed; on CPU no buffer has changed.
         """
-        gathered = self.gather(self._stats(input, *self.header()))
+        counter = options.num_batches_tracked if options.momentum is None else None
+        gathered = self.gather(self._stats(input, *self.header()), counter)
         record = self.record
         merged = ops.merge_stats(gathered, options, None if record is None else record.tensor)
-        self.check(gathered)
+        self.check(gathered, counter)
         return merged
 
     def backward_elemt(

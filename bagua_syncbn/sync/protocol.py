@@ -180,7 +180,8 @@ def _describe(header: Sequence[float]) -> str:
     if text is None:
         same = [text for (other, _), text in _texts.items() if other == layer != 0]
         text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"
-    return f"{text}, call {call}"
+    counted = "call and num_batches_tracked, together" if "momentum=None" in text else "call"
+    return f"{text}, {counted} {call}"
 
 
 # History
@@ -480,22 +481,25 @@ class RankSync:
         """Returns the header of the forward message, as ``batch_norm_stats`` takes it: who speaks, and in what call."""
         return self._header(self._signature)
 
-    def gather(self, packed: Tensor) -> Tensor:
+    def gather(self, packed: Tensor, counter: Tensor | None = None) -> Tensor:
         """Returns the rows of all ranks, each as ``packed`` with its header, for an op. :meth:`check` after it.
 
         Raises:
             RuntimeError: the ranks make different calls, or the collective failed.
         """
         history = self._history
+        if counter is not None and not self._is_compiled:  # to be alike on all ranks too; compared on the device
+            packed[-1:].copy_((counter.detach().to(torch.int64) + history.calls + 1) % WORD)
         gathered = self._send(self.communicator.all_gather, packed, self._signature)
         self._number = 0 if self._is_compiled else history.calls
         self.record = record_for(gathered)
         return gathered
 
-    def check(self, gathered: Tensor) -> None:
+    def check(self, gathered: Tensor, counter: Tensor | None = None) -> None:
         """Raises RuntimeError if an op on CPU has found that the ranks differ in ``gathered``."""
         if self.record is ON_CPU and ON_CPU.kind.value:
-            self._raise_found(self._signature, gathered[:, -ops.WORDS :].tolist())
+            also = "" if counter is None else f", num_batches_tracked={counter.item():.0f}"
+            self._raise_found(self._signature, gathered[:, -ops.WORDS :].tolist(), also)
 
     def fingerprint(self) -> int:
         """Returns the fingerprint that goes with the sums of the backward pass."""
@@ -592,22 +596,29 @@ class RankSync:
             "cannot be used any more"
         ) from error
 
-    def _raise_found(self, signature: CallSignature, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
+    def _raise_found(
+        self, signature: CallSignature, headers: Sequence[Sequence[float]] = (), also: str = ""
+    ) -> NoReturn:
         """Raises for what an op on CPU has found."""
         record, call = ON_CPU.take(), self._history.calls
         if record[0] == 2:
             self._history.failure = self._say(signature, call)
             raise RuntimeError(_found(record))
-        self._disagree(signature, call, torch.device("cpu"), headers)
+        self._disagree(signature, call, torch.device("cpu"), headers, also)
 
     def _disagree(
-        self, signature: CallSignature, call: int, device: torch.device, headers: Sequence[Sequence[float]] = ()
+        self,
+        signature: CallSignature,
+        call: int,
+        device: torch.device,
+        headers: Sequence[Sequence[float]] = (),
+        also: str = "",
     ) -> NoReturn:
         """Raises for ranks that make different calls.
 
         On CPU all ranks know and come here, but for those in compiled code; elsewhere some may not.
         """
-        own = self._history.failure = self._say(signature, call)
+        own = self._history.failure = self._say(signature, call) + also
         all_come = all(header[-1] for header in headers) if headers else not self._history.compiled
         if device.type == "cpu" and all_come:
             said = _by_text(self.communicator.all_gather(_codes_of(own)))

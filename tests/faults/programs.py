@@ -76,8 +76,10 @@ def _raise_swallowed(_: Any) -> None:
     raise SwallowedError
 
 
-def run(base: str, program: str, change: Change | None, when: int, timeout: float) -> str:
+def run(base: str, program: str, change: Change | None, when: int, timeout: float, prepare: Change | None) -> str:
     """Runs ``base`` for three steps; on the last rank, from step ``when`` on, ``program``, after ``change``.
+
+    All of them begin with ``prepare``.
 
     Returns:
         the message of the error in which it ended, or "finished".
@@ -86,6 +88,8 @@ def run(base: str, program: str, change: Change | None, when: int, timeout: floa
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    if prepare is not None:
+        prepare(model)
     try:
         for step in range(STEPS):
             diverges = is_odd and step >= when

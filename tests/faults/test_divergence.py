@@ -26,6 +26,7 @@ class Row:
     change: Change | None = None
     told: tuple[str, ...] = ()  # in the error of each rank
     base: str = "abc<"
+    prepare: Change | None = None  # on all ranks
 
 
 def setter(layer, name, value):
@@ -110,6 +111,11 @@ NAMED = {
     "other eps of a later layer": Row(change=setter("c", "eps", 1e-3), told=("eps=1e-05", "eps=0.001", C)),
     "other momentum": Row(change=setter("b", "momentum", 0.2), told=("momentum=0.1", "momentum=0.2", B)),
     "momentum=None": Row(change=setter("b", "momentum", None), told=("momentum=0.1", "momentum=None", B)),
+    "averages over other numbers of batches": Row(
+        change=lambda model: model.b.num_batches_tracked.add_(2),
+        prepare=setter("b", "momentum", None),
+        told=("momentum=None", B, "num_batches_tracked="),
+    ),
     "other eps_mode": Row(change=setter("a", "eps_mode", "clamp"), told=("eps_mode=clamp", A)),
     "other skip_nonfinite": Row(change=setter("a", "skip_nonfinite", True), told=("skip_nonfinite", A)),
     "float64": Row(change=nn.Module.double, told=("float32", "float64", A)),
@@ -144,7 +150,7 @@ ROWS = NAMED | ABSENT | LEGITIMATE
 
 def run_row(name, when, timeout):
     row = ROWS[name]
-    return run(row.base, row.program, row.change, when, timeout)
+    return run(row.base, row.program, row.change, when, timeout, row.prepare)
 
 
 ALWAYS_WITH_3 = ("two layers of equal size swapped", "two layers of other sizes swapped", "layer skipped", "other eps")
