@@ -141,7 +141,7 @@ def codes_of_inductor():
     return codes
 
 
-def test_inductor(pool):
+def test_what_inductor_fuses_equals_eager(pool):
     """That what it fuses is right, an activation of the layer with it.
 
     The statistics are of what the convolutions wrote, which it makes channels_last, not of a planar copy.
@@ -154,7 +154,7 @@ def test_inductor(pool):
 
 @pytest.mark.parametrize(("wrap", "backend"), [(DistributedDataParallel, "aot_eager"), (with_bagua_, "eager")])
 @pytest.mark.parametrize("wrap_first", [True, False])
-def test_data_parallel(pool, wrap, wrap_first, backend):
+def test_compiled_data_parallel_models_equal_eager(pool, wrap, wrap_first, backend):
     pool.run(partial(compare, backend, wrap=wrap, wrap_first=wrap_first), 2)
 
 
@@ -163,7 +163,7 @@ def test_compiled_models_of_other_kinds(pool, kind):
     pool.run(partial(compare, "aot_eager", kind=kind), 2)
 
 
-def test_autocast(pool):
+def test_compiled_models_under_autocast_equal_eager(pool):
     pool.run(partial(compare, "aot_eager", autocast=True), 2)
 
 

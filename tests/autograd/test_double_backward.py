@@ -94,7 +94,7 @@ SPLITS = [(5,), (4, 4), (2, 5), (3, 0), (2, 4, 1), (0, 3, 4)]
     [("input", "weight", "bias"), ("input",), ("input", "bias"), ("input", "weight"), ("weight", "bias")],
     ids=" ".join,
 )
-def test_second_derivatives(pool, splits, differentiable):
+def test_second_derivatives_equal_one_process(pool, splits, differentiable):
     check(pool, splits, differentiable=differentiable)
 
 
@@ -110,7 +110,7 @@ def test_second_derivatives_where_eps_replaces_the_variance(pool, splits):
 
 @pytest.mark.parametrize("splits", [(5,), (2, 5), (0, 3, 4)], ids=str)
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-def test_third_derivatives(pool, splits, eps_mode):
+def test_third_derivatives_equal_one_process(pool, splits, eps_mode):
     check(pool, splits, order=3, eps_mode=eps_mode)
 
 
@@ -122,7 +122,7 @@ def local(input, weight, bias):
     )
 
 
-def test_gradcheck():
+def test_derivatives_equal_numerical_ones():
     # Of the channels' variances the first is below EPS.
     scale = torch.tensor([0.2, 2, 3], dtype=torch.float64).view(-1, 1)
     tensors = [draw(5, 3, 2, seed=1) * scale, draw(3, seed=2), draw(3, seed=3)]
@@ -171,7 +171,7 @@ def counted_backward(create_graph):
     return first, second
 
 
-def test_collectives(pool):
+def test_a_second_derivative_takes_two_collectives(pool):
     for first, second in pool.run(counted_backward, 2, True):
         assert first == {GATHER: 1}
         assert second == {GATHER: 2}  # of the sums, and of the moments
@@ -180,7 +180,7 @@ def test_collectives(pool):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype):
+def test_second_derivatives_in_half_precision_are_rounded_once(dtype):
     """Computed in float32 and rounded at the end, like the first derivatives."""
     generator = torch.Generator().manual_seed(0)
     input, grad_output = (torch.randn(64, 3, generator=generator).to(dtype).requires_grad_() for _ in range(2))

@@ -139,7 +139,7 @@ def check(first, second, expected, **tolerance):
         torch.testing.assert_close(rank[1], expected[1], **tolerance)
 
 
-def test_over_ranks(pool):
+def test_forwards_in_a_backward_pass_equal_one_process(pool):
     for program, first, second in zip(PROGRAMS, *pool.run(on_a_rank, 2, PROGRAMS, torch.float64), strict=True):
         expected = train(program, nn.BatchNorm1d(4), lambda batch: batch)
         check(first, second, expected, msg=lambda message, program=program: f"{program.__name__}: {message}")
@@ -147,7 +147,7 @@ def test_over_ranks(pool):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("momentum", [0.1, None])  # by F.batch_norm, and by the path of the ranks
-def test_in_one_process(program, momentum):
+def test_forwards_in_a_backward_pass_equal_torchs(program, momentum):
     layers = nn.BatchNorm1d(4, momentum=momentum), convert_sync_batchnorm(nn.BatchNorm1d(4, momentum=momentum))
     torch.testing.assert_close(*(train(program, layer, lambda batch: batch) for layer in layers))
 

@@ -87,7 +87,7 @@ def all_steps(splits, twice):
 
 
 @pytest.mark.parametrize(("splits", "twice"), [((1, 4), False), ((3, 0, 4), False), ((1, 4), True)])
-def test_contract(pool, splits, twice):
+def test_fused_ranks_equal_the_formula_in_one_process(pool, splits, twice):
     """``twice``: with gradients of activations that are made in both passes, as on CUDA."""
     for case, *ranks in zip(CASES, *pool.run(all_steps, len(splits), splits, twice), strict=True):
         # A gradient of a residual is rounded before that of the input is made of it.
@@ -105,7 +105,7 @@ def test_contract(pool, splits, twice):
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_half_precision(residual):
+def test_fused_half_precision_is_within_roundings_of_the_formula(residual):
     case = ("silu", residual, (3, 4, 5), "channels_last", torch.float16, "plus")
     actual, expected = step(case, (4,), 0, LOCAL), by_formula(case, (4,))
     for one, other in zip(actual[: 3 if residual else 2], expected, strict=False):
@@ -164,7 +164,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_errors(wrong):
+def test_wrong_activations_and_residuals_are_refused_by_name(wrong):
     error, message, arguments = WRONG[wrong]
     for training in (True, False):
         with pytest.raises(error, match=message):
@@ -234,7 +234,7 @@ def second_derivatives_on_this_rank(splits, activations):
     return [second_derivatives(layer_of(activation), *tensors) for activation in activations]
 
 
-def test_second_derivatives(pool):
+def test_fused_second_derivatives_equal_one_process(pool):
     splits, activations = (2, 0, 3), ["silu", "gelu_tanh", ("elu", 0.7), "relu", "tanh"]
     results = pool.run(second_derivatives_on_this_rank, 3, splits, activations)
     tensors = [draw(sum(splits), 2, 3, seed=seed) for seed in (3, 4, 5)]
@@ -252,7 +252,7 @@ def test_second_derivatives(pool):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_gradcheck_alone(training):
+def test_fused_derivatives_equal_numerical_ones(training):
     """Of all activations; forward mode too."""
     tensors = [draw(3, 2, 2, seed=seed).requires_grad_() for seed in (1, 2)]
     for activation in (*ACTIVATIONS, None):
@@ -279,7 +279,7 @@ def recomputed():
     return results
 
 
-def test_checkpoint(pool):
+def test_fused_layers_in_a_checkpoint_send_and_count_once(pool):
     """Nothing is sent or counted once more, and the gradients have the same bits."""
     for *checkpointed, plain in pool.run(recomputed, 2):
         for grads in checkpointed:
@@ -308,7 +308,7 @@ def statistics_and_transforms():
     return results
 
 
-def test_statistics_and_transforms(pool):
+def test_fused_layers_equal_separate_ones_in_statistics_and_transforms(pool):
     """Accumulated, not finite, and by torch.func."""
     for fused, apart in pool.run(statistics_and_transforms, 2):
         torch.testing.assert_close(fused, apart)
@@ -328,7 +328,7 @@ def compiled_steps():
     return [[tensor.detach() for tensor in result] for result in results]
 
 
-def test_compile(pool):
+def test_compiled_fused_layers_equal_eager(pool):
     """With a rank that has no samples."""
     for results in pool.run(compiled_steps, 2):
         half = len(results) // 2
@@ -338,7 +338,7 @@ def test_compile(pool):
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", None])
-def test_data_parallel(activation, single_threaded):
+def test_fused_replicas_equal_one_process(activation, single_threaded):
     """Two replicas in one process give what one gives on both batches."""
 
     class Block(nn.Module):
@@ -359,7 +359,7 @@ def test_data_parallel(activation, single_threaded):
         torch.testing.assert_close(one, other)
 
 
-def test_traced_and_exported():
+def test_fused_layers_can_be_traced_and_exported():
     """In evaluation, as operations of torch."""
     layer = layer_of("hardswish").eval()
     input, residual = draw(3, 2, 4, seed=1), draw(3, 2, 4, seed=2)
@@ -371,7 +371,7 @@ def test_traced_and_exported():
     assert "hardswish" in str(traced.inlined_graph)
 
 
-def test_autocast():
+def test_fused_layers_keep_the_dtype_of_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         model = nn.Sequential(nn.Conv1d(2, 2, 1), SyncBatchNorm(2, activation="silu", process_group=LOCAL))
         output = model(torch.randn(3, 2, 4))

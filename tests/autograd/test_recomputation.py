@@ -179,7 +179,7 @@ def test_a_repetition_changes_nothing(pool, kind):
     {"backward": backward_in_a_thread},
     {"dtype": torch.bfloat16, "microbatches": 1},
 ])  # fmt: skip
-def test_other_circumstances(pool, options):
+def test_checkpoints_equal_plain_steps_with_each_option(pool, options):
     check(pool, ["reentrant", "non-reentrant", "selective, some"], "plain", **options)
 
 
@@ -200,7 +200,7 @@ def train_alone(kind, how):
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "selective, some", "own"])
 @pytest.mark.parametrize("kind", ["plain", "average", "own forward", "siamese"])
-def test_without_a_job(kind, how):
+def test_checkpoints_without_a_job_equal_plain_steps(kind, how):
     torch.testing.assert_close(*train_alone(kind, how))
 
 

@@ -64,7 +64,7 @@ def transformed(how):
 
 
 @pytest.mark.parametrize("how", TRANSFORMS)
-def test_transforms_over_ranks(pool, how):
+def test_transforms_over_ranks_equal_one_process(pool, how):
     # The matrix of second derivatives is symmetric: the product with it is the same from either side.
     expected = TRANSFORMS[how.replace("forward over", "reverse over")](reference, *all_ranks())
     first, second = pool.run(transformed, 2, how)
@@ -115,7 +115,7 @@ OPTIONS = (
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("length", [2, 2**16], ids=["small", "large"])
-def test_gradients_in_batches(length, training, options):
+def test_batched_gradients_equal_each_by_itself(length, training, options):
     """Whether F.batch_norm computes or our own step, which the size decides among others."""
     layer, input = SyncBatchNorm(2, dtype=torch.float64, **options), draw(4, 2, length, seed=1).requires_grad_()
     output = layer.train(training)(input, **({"residual": input.cos()} if "activation" in options else {}))

@@ -303,5 +303,5 @@ def checkpointed():
     return [what for what, *_ in timeline.collectives], model[1].num_batches_tracked.item()
 
 
-def test_activation_checkpointing(pool):
+def test_checkpoints_send_and_count_once(pool):
     assert pool.run(checkpointed, 2) == [(["allgather", "allreduce"], 3)] * 2

@@ -27,7 +27,7 @@ def run_blocks(directory):
     return [block.name for block in blocks()]
 
 
-def test_scripts_for_bagua(pool, tmp_path):
+def test_the_scripts_of_the_documentation_run(pool, tmp_path):
     done = pool.run(run_blocks, 2, str(tmp_path))
     pool.close()  # its job is the last script's
     assert done[0] == done[1] == [block.name for block in blocks()]

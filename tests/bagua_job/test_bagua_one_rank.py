@@ -59,7 +59,7 @@ def exchange(device):
         assert total.dtype == dtype
 
 
-def test_exchange(one_rank):
+def test_bits_and_dtypes_cross_unchanged(one_rank):
     one_rank(exchange)
 
 
@@ -101,7 +101,7 @@ def train_model(device, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_inside_with_bagua(one_rank, algorithm):
+def test_every_algorithm_trains_a_converted_model(one_rank, algorithm):
     one_rank(train_model, algorithm)
 
 

@@ -116,7 +116,7 @@ def test_ranks_of_which_one_accumulates(pool):
 
 @settings(max_examples=25)
 @given(steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=5), min_size=1, max_size=3))
-def test_drawn_splits(steps):
+def test_drawn_micro_batches_equal_the_whole_batch(steps):
     model = convert_sync_batchnorm(Beside())
     model.layers[2].momentum = None
     whole = copy.deepcopy(model)
@@ -151,7 +151,7 @@ def test_repetitions_are_not_counted(reentrant, repeated):
     torch.testing.assert_close(dict(model.named_buffers()), expected_buffers(plain, [batch]))
 
 
-def test_replicas():
+def test_replicas_accumulate_as_the_whole_batch():
     layer = convert_model(nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3))).double()
     whole = nn.BatchNorm1d(3, momentum=None).double()
     model = parallel(layer, "cpu", 2)
@@ -207,7 +207,7 @@ def test_a_copy_within_does_not_accumulate():
     assert layer.num_batches_tracked == 0
 
 
-def test_refused_by_name(monkeypatch):
+def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):
     class Views(nn.BatchNorm1d):
         def forward(self, input):
             return F.batch_norm(input, self.running_mean[:], self.running_var[:], self.weight, self.bias, True)

@@ -104,13 +104,13 @@ def test_ranks_equal_one_process(pool, splits, shape_and_layout, dtypes):
     {"dtype": torch.float64, "parameter_dtype": torch.float32},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("splits", [(5,), (1, 6), (3, 0, 2)], ids=str)
-def test_options(pool, splits, options):
+def test_ranks_equal_one_process_with_each_option(pool, splits, options):
     check(pool, Case(splits, **{"shape": (3, 4, 2), "steps": 3, "dtype": torch.float64} | options))
 
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_drawn_cases(pool, data):
+def test_ranks_equal_one_process_in_drawn_cases(pool, data):
     splits = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple), "splits")
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple), "shape")
     values = sum(splits)

@@ -188,7 +188,7 @@ def test_a_padded_batch_is_the_unpadded_one_whatever_the_padding():
 
 
 @pytest.mark.parametrize("options", [{"momentum": None}, {"eps_mode": "clamp"}, {"skip_nonfinite": True}], ids=str)
-def test_options(options):
+def test_masked_steps_equal_steps_on_the_kept_values_with_each_option(options):
     layer, plain = make_layer(3, **options), make_layer(3, **options)
     for seed in range(2):
         input, _ = draw((4, 3, 9), seed)
@@ -207,7 +207,7 @@ def test_with_activation_and_residual():
     torch.testing.assert_close(step(layer, input, grad_output, residual, mask=mask), expected)
 
 
-def test_other_modes():
+def test_masks_hold_in_transforms_evaluation_and_autocast():
     layer = make_layer(3)
     input, _ = draw((4, 3, 9))
     lengths = torch.tensor([9, 2, 0, 5])
@@ -307,7 +307,7 @@ def test_an_activation_after_the_layer_sees_the_zeros():
         torch.testing.assert_close(fused(input), model(input))
 
 
-def test_counts_beyond_float32():
+def test_masked_counts_beyond_float32_are_exact():
     count = 2**24 + 3
     mask = torch.ones(1, count + 5, dtype=torch.bool)
     mask[0, :5] = False
@@ -315,7 +315,7 @@ def test_counts_beyond_float32():
     assert (low, high) == (3, 1)
 
 
-def test_refused_by_name():
+def test_wrong_masks_are_refused_by_name():
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, 9)
     mask = torch.ones(4, 1, 9, dtype=torch.bool)
     for error, match, masks in (

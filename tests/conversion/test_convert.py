@@ -49,7 +49,7 @@ def net():
 
 
 @pytest.mark.parametrize(("local", "synced", "shape"), STANDARD)
-def test_standard_layers(local, synced, shape):
+def test_torchs_layers_stay_the_same_objects(local, synced, shape):
     model = nn.Sequential(local(3))
     layer, attributes = model[0], dict(vars(model[0]))
     assert convert_sync_batchnorm(model) is model
@@ -147,7 +147,7 @@ def test_converting_twice_changes_the_group_and_nothing_else():
     assert type(layer) is cls
 
 
-def test_classmethod():
+def test_the_classmethod_converts_a_model_in_place():
     model = net()
     assert SyncBatchNorm.convert_sync_batchnorm(model) is model
     assert type(model[1]) is SyncBatchNorm2d
@@ -360,7 +360,7 @@ def means_of_sharded_layers(convert_first):
 
 
 @pytest.mark.parametrize("convert_first", [True, False])
-def test_sharded_layers(pool, convert_first):
+def test_sharded_layers_synchronize_whenever_they_are_converted(pool, convert_first):
     synchronized = ["FSDPSyncBatchNorm2d", "FSDPSyncBatchNormReLU"], 0.5
     for rank, results in enumerate(pool.run(means_of_sharded_layers, 2, convert_first)):
         assert results == [synchronized, (["FSDPBatchNorm2d", "FSDPBatchNormReLU"], rank), synchronized]

@@ -292,7 +292,7 @@ def registered():
 
 
 @pytest.mark.usefixtures("registered")
-def test_registered_converters():
+def test_a_registered_converter_is_used_and_undone():
     model = nn.Sequential(Foreign(3), Centered(3), Foreign(2))
     layers = list(model)
     weight = model[0].weight
@@ -348,7 +348,7 @@ def recipe_for_apex(monkeypatch):
 
 @pytest.mark.usefixtures("recipe_for_apex")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
-def test_recipe_for_apex(options):
+def test_the_recipe_for_apex_keeps_outputs_and_reverts(options):
     model = nn.Sequential(Apex(4, **options))
     input, z = torch.randn(2, 3, 4, 4, 4)
     expected = model[0](input), model[0](input, z)

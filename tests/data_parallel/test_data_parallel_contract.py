@@ -51,13 +51,13 @@ def test_replicas_equal_the_full_batch(place, count, samples):
     "options", [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.5}], ids=str
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_options(place, options, eps_mode):
+def test_replicas_equal_one_process_with_each_option(place, options, eps_mode):
     check(place, 3, 7, SynchronizedBatchNorm1d, eps_mode, 3, **options)
 
 
 @pytest.mark.parametrize("cls", PAIRS)
 @pytest.mark.parametrize("place", PLACES)
-def test_dimensions(place, cls):
+def test_replicas_equal_one_process_in_each_dimension(place, cls):
     check(place, 2, 5, cls, "clamp")
 
 
@@ -141,7 +141,7 @@ def test_a_replica_that_is_partly_outside_of_the_graph(place, detached):
 
 @pytest.mark.parametrize("frozen", [("input",), ("weight", "bias"), ("input", "weight")])
 @pytest.mark.parametrize("place", PLACES)
-def test_frozen(place, frozen):
+def test_frozen_tensors_get_no_gradient_and_change_no_other(place, frozen):
     batch, grad_output = torch.randn(2, 5, 3, 4, dtype=torch.float64)
     results = []
     for layer in (nn.BatchNorm1d(3).double(), SynchronizedBatchNorm1d(3).double()):
@@ -159,7 +159,7 @@ def test_frozen(place, frozen):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_without_gradients(place):
+def test_replicas_equal_one_process_without_gradients(place):
     batch = torch.randn(5, 3, 4, dtype=torch.float64)
     for mode in (torch.no_grad, torch.inference_mode):
         expected, layer = nn.BatchNorm1d(3).double(), SynchronizedBatchNorm1d(3).double()
@@ -173,7 +173,7 @@ def test_without_gradients(place):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("place", PLACES)
-def test_dtypes(place, dtype):
+def test_replicas_equal_float64_in_each_dtype(place, dtype):
     batch, grad_output = torch.randn(2, 5, 3, 4, 6).to(dtype)
     actual = run(parallel(SynchronizedBatchNorm2d(3), place, 2), batch, grad_output)
     expected = run(nn.BatchNorm2d(3).double(), batch.double(), grad_output.double())
@@ -183,7 +183,7 @@ def test_dtypes(place, dtype):
 
 @pytest.mark.parametrize("samples", [2, 4])
 @pytest.mark.parametrize("place", PLACES)
-def test_memory_format(place, samples):
+def test_outputs_and_gradients_keep_channels_last(place, samples):
     batch, grad_output = torch.randn(2, samples, 3, 4, 6).unbind()
     batch, grad_output = (x.to(memory_format=torch.channels_last).requires_grad_() for x in (batch, grad_output))
     output = parallel(SynchronizedBatchNorm2d(3), place, 2)(batch)

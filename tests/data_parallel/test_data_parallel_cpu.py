@@ -46,7 +46,7 @@ def test_what_is_split_and_gathered():
         model(x, y[:1])
 
 
-def test_dim():
+def test_batches_are_split_along_a_given_dimension():
     expected = nn.BatchNorm1d(3)
     layer = nn.Sequential(Transposed(), SynchronizedBatchNorm1d(3), Transposed())
     batch = torch.randn(3, 8)
@@ -105,7 +105,7 @@ def test_replicas_of_other_modules():
             torch.testing.assert_close(parameter.grad, reference.grad)
 
 
-def test_the_example(monkeypatch, capsys):
+def test_the_example_runs_and_reports_a_difference(monkeypatch, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     example = importlib.import_module("data_parallel_cpu")

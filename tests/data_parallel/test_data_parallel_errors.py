@@ -143,7 +143,7 @@ def test_replicas_that_run_twice():
     assert model.module[0].num_batches_tracked == 20
 
 
-def test_many_meetings():
+def test_no_wakeup_is_lost_in_many_meetings():
     # What a lost wakeup would hang in.
     def script(module, copy_id, input):
         for _ in range(300):

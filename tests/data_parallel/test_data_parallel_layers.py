@@ -84,7 +84,7 @@ def test_convert_model_keeps_objects_and_subclasses():
     assert all(parameter.grad is not None for parameter in optimizer.param_groups[0]["params"])
 
 
-def test_patch_sync_batchnorm():
+def test_patched_names_are_torchs_again_after_an_error():
     torchs = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
     def fail():

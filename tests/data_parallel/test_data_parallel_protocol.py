@@ -142,7 +142,7 @@ def test_torchs_wrapper_on_gpus(count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["one GPU", "several GPUs"])
-def test_streams(place):
+def test_replicas_on_a_side_stream_wait_for_their_input(place):
     # Forward and backward in a stream that is not the default one, behind a wait that makes a missing one visible. What
     # comes from the host is there before: such a copy would sit the wait out.
     expected = build(nn.BatchNorm2d)

@@ -41,7 +41,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("make", "input", "error", "message"), MESSAGES)
-def test_without_a_job(make, input, error, message, training):
+def test_wrong_input_is_refused_and_changes_no_buffer(make, input, error, message, training):
     layer = make().train(training)
     with pytest.raises(error, match=message):
         layer(input)
@@ -53,7 +53,7 @@ def raises_before_it_communicates():
     """Rank 0 alone calls the layers, so that it would wait for ever if one communicated."""
     if dist.get_rank() == 0:
         for row in MESSAGES:
-            test_without_a_job(*row, True)
+            test_wrong_input_is_refused_and_changes_no_buffer(*row, True)
 
 
 def test_no_rank_waits_for_one_with_bad_input(pool):
@@ -107,7 +107,7 @@ def test_one_value_per_channel(shape):
     ({"bias": torch.ones(2, 1)}, RuntimeError, r"bias: expected 2 elements.* got \[2, 1\]"),
     ({"process_group": "host"}, TypeError, "process_group: expected"),
 ])  # fmt: skip
-def test_functional(arguments, error, message):
+def test_wrong_arguments_of_the_function_are_refused_by_name(arguments, error, message):
     with pytest.raises(error, match=message):
         sync_batch_norm(torch.randn(4, 2), **{"running_mean": None, "running_var": None} | arguments)
 

@@ -22,7 +22,7 @@ def evaluated(process_group="node"):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(strict):
+def test_exported_programs_hold_torchs_operations_alone(strict):
     model, input = evaluated()
     program = torch.export.export(model, (input,), strict=strict)
     torch.testing.assert_close(program.module()(input), model(input))
@@ -56,7 +56,7 @@ def test_no_trace_of_training_depends_on_what_is_faster(how, size):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_onnx(tmp_path):
+def test_onnx_models_give_the_same_output(tmp_path):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
@@ -69,7 +69,7 @@ def test_onnx(tmp_path):
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
-def test_jit_trace():
+def test_traced_models_hold_torchs_operations_alone():
     model, input = evaluated()
     traced = torch.jit.trace(model, input)
     assert "bagua_syncbn::" not in str(traced.inlined_graph)
@@ -94,7 +94,7 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_symbolic_trace(training):
+def test_symbolic_traces_keep_layers_whole(training):
     model = convert_sync_batchnorm(Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Activated(4)))
     model.train(training)
     twin = copy.deepcopy(model)

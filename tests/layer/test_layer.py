@@ -35,7 +35,7 @@ def test_equals_torch_without_a_job(ours, torchs, shape, options):
         torch.testing.assert_close(layer.state_dict()[name], value)
 
 
-def test_signature():
+def test_the_signature_begins_with_torchs():
     parameters = inspect.signature(SyncBatchNorm).parameters
     assert list(parameters) == [
         *("num_features", "eps", "momentum", "affine", "track_running_stats", "process_group", "device", "dtype"),
@@ -47,7 +47,7 @@ def test_signature():
     assert ours[: len(torchs)] == torchs
 
 
-def test_bias_false():
+def test_a_layer_without_bias_has_none_in_its_state():
     layer = SyncBatchNorm2d(3, bias=False, device="cpu", dtype=torch.float64)
     assert layer.bias is None
     assert layer.weight.dtype == layer.running_mean.dtype == torch.float64

@@ -26,7 +26,7 @@ def train_ddp(sizes, saved):
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 0, 3)], ids=str)
-def test_distributed_data_parallel(pool, sizes):
+def test_ddp_trains_like_one_process(pool, sizes):
     check(pool.run(train_ddp, len(sizes), sizes, False), sizes, "module.")
 
 
@@ -83,7 +83,7 @@ def accumulate(wrapped):
     return {name.removeprefix("module."): value for name, value in model.state_dict().items()}
 
 
-def test_gradient_accumulation(pool):
+def test_accumulated_gradients_equal_one_process(pool):
     expected = accumulate(False)
     for state in pool.run(accumulate, 2, True):
         torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-9)
@@ -130,7 +130,7 @@ def recomputing(model):
 
 
 @pytest.mark.parametrize("prepare", [convert_sync_batchnorm, recomputing])
-def test_fully_shard(pool, prepare):
+def test_fully_sharded_models_train_like_one_process(pool, prepare):
     check(pool.run(train_fully_shard, 2, prepare), (1, 3))
 
 
@@ -141,7 +141,7 @@ FSDP_WARNINGS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Use
 @pytest.mark.parametrize(
     ("wrap_each", "prepare"), [(False, convert_sync_batchnorm), (True, convert_sync_batchnorm), (True, recomputing)]
 )
-def test_fsdp(pool, wrap_each, prepare):
+def test_fsdp_trains_like_one_process(pool, wrap_each, prepare):
     expected = one_process((1, 3))
     for state in pool.run(train_fsdp, 2, wrap_each, prepare):
         for name, value in expected.items():
@@ -182,7 +182,7 @@ def mixed_precision(kind):
 
 @FSDP_WARNINGS
 @pytest.mark.parametrize("kind", ["fully_shard", "fsdp", "fsdp, layers apart"])
-def test_sharded_mixed_precision(pool, kind):
+def test_sharded_models_in_mixed_precision_stay_synchronized(pool, kind):
     reference = small()
     expected = reference(torch.cat([rows(0), rows(1)])).detach()
     unsynchronized = small()(rows(0)).detach()

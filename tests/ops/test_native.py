@@ -57,14 +57,14 @@ def check(shape, dtype, layout="contiguous", parameter_dtype=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", PLANAR_SIZES)
-def test_planar(size, dtype):
+def test_planar_rows_of_every_length_equal_the_reference(size, dtype):
     for batch, channels in ((1, 1), (3, 2), (70, 1)):
         check((batch, channels, size), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels", INTERLEAVED_CHANNELS)
-def test_interleaved(channels, dtype):
+def test_interleaved_rows_of_every_width_equal_the_reference(channels, dtype):
     for rows in INTERLEAVED_ROWS:
         check((rows, channels), dtype)
 
@@ -81,7 +81,7 @@ def test_interleaved(channels, dtype):
     ((2, 1, 3, 3), "channels_last"),
     ((2, 3, 1, 1), "channels_last"),
 ])  # fmt: skip
-def test_layouts(shape, layout, dtype):
+def test_every_memory_layout_equals_the_reference(shape, layout, dtype):
     check(shape, dtype, layout)
 
 
@@ -128,7 +128,7 @@ ACTIVATED = [(5, 3, 7), (3, 4, 33), (2, 3, 131), (2, 2, 300), (40, 5), (33, 47),
 
 
 @pytest.mark.parametrize("activation", GIVEN, ids=str)
-def test_activations(activation):
+def test_every_activation_equals_the_reference(activation):
     for dtype in DTYPES if activation.is_cheap else DTYPES[:2]:  # else a gradient is rounded before it is added up
         comparison.check_activations(ops, [activation], ACTIVATED, dtype)
 
@@ -164,7 +164,7 @@ def test_activations_of_large_inputs_are_those_of_their_halves(name, layout):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0)])
-def test_empty_input(shape):
+def test_empty_input_gives_zeros_and_its_own_shape(shape):
     input, channels = torch.randn(shape), shape[1]
     mean = torch.ones(channels)
     assert torch.equal(ops.batch_norm_stats(input), torch.zeros(2 * channels + 2))

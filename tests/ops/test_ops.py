@@ -44,7 +44,7 @@ NAMES = [name for name in dir(ops) if name.startswith("batch_norm_")]
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name, layout):
+def test_schemas_fakes_and_gradients_pass_opcheck(name, layout):
     args = [laid_out(a, layout) if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
     torch.library.opcheck(getattr(ops, name), args)
 

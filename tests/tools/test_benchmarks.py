@@ -141,7 +141,7 @@ def test_ranks_train_like_one_process_when_synchronized(pool):
     assert pool.run(train_a_little, 2, "local")[0] != pytest.approx(reference, rel=1e-4)
 
 
-def test_rounds():
+def test_functions_are_timed_in_turn_forwards_and_backwards():
     calls = []
     workload = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
     measured = timing.run(workload, timing.Plan({"a": 2, "b": 1}, 2))

@@ -44,7 +44,7 @@ def decide(checkout, **environment):
 NO_NVCC = {"NVCC": "no-such-nvcc", "CUDA_HOME": "/nowhere"}
 
 
-def test_with_all_tools(checkout):
+def test_a_build_with_all_tools_records_what_it_was_made_with(checkout):
     status, output, info = decide(checkout)
     assert status == 0
     assert f"bagua_syncbn: {info['build']} build: {info['build_reason']}" in output

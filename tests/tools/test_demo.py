@@ -41,7 +41,7 @@ def run_script(port, arguments):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_the_demo(demo, pool, monkeypatch, capsys, tmp_path):
+def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool, monkeypatch, capsys, tmp_path):
     """Synchronized ranks train like one process, others do not; two in place of four."""
 
     def train(name):
@@ -79,8 +79,8 @@ def test_the_demo_fails_and_still_writes_what_it_measured(demo, monkeypatch):
 
 
 @pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    """What test_the_demo runs on ranks of its own, by the real launcher."""
+def test_the_demo_gives_the_same_losses_under_torchrun(tmp_path):
+    """By the real launcher, not on ranks of the test's own."""
     losses = []
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
         command = [sys.executable, *launcher, str(SCRIPT), *ARGUMENTS, "--output", str(tmp_path / "run.json")]
