@@ -204,44 +204,39 @@ class CallHistory:
         )
         # Kinds whose calls here were compiled. As compiled code does, they say no more than their options.
         self.compiled: set[int] = set() if compiled is None else compiled
-        self._last: CallSignature | None = None
-        self._step = 0  # hash of the calls of this step
-        self._after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the hash with it
+        self.last: CallSignature | None = None
+        self.step = 0  # hash of the calls of this step
+        self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the hash with it
         self._after_call: dict[tuple[int, int], CallSignature] = {}
         self._numbers: dict[int, tuple[ref[Any], int]] = {}
         self._callers: Counter[str] = Counter()
 
-    def expects(self, signature: CallSignature) -> bool:
-        """Whether ``signature`` came next after the same calls of a step, the last time."""
-        known = self._after_step.get(self._step)
-        return known is not None and known[0] is signature
-
     def expected(self) -> CallSignature | None:
         """Returns what comes next: what did after the same calls of this step, else after the same last call."""
-        known = self._after_step.get(self._step)
+        known = self.after_step.get(self.step)
         if known is not None:
             return known[0]
-        return None if self._last is None else self._after_call.get(self._last.key)
+        return None if self.last is None else self._after_call.get(self.last.key)
 
     def add(self, signature: CallSignature) -> None:
         """Adds a call that all ranks have made, and expects it next in this place of a step."""
-        known = self._after_step.get(self._step)
+        known = self.after_step.get(self.step)
         if known is None or (known[0] is not signature and known[0].key != signature.key):
             known = self._learn(signature)
-        self._step = known[1]
-        self._last = signature
+        self.step = known[1]
+        self.last = signature
         self.calls += 1
 
     def _learn(self, signature: CallSignature) -> tuple[CallSignature, int]:
-        last, step = self._last, self._step
-        if len(self._after_step) == self.most and step not in self._after_step:
-            self._after_step.clear()
+        last, step = self.last, self.step
+        if len(self.after_step) == self.most and step not in self.after_step:
+            self.after_step.clear()
             self._after_call.clear()
         if last is not None:
             self._after_call[last.key] = signature
             if last.message[0] and not signature.message[0]:
                 step = 0
-        known = self._after_step[self._step] = signature, hash((step, *signature.key))
+        known = self.after_step[self.step] = signature, hash((step, *signature.key))
         return known
 
     def number_of(self, caller: object, kind: str) -> int:
@@ -477,9 +472,15 @@ class RankSync:
         # Its peers may be in compiled code.
         self._is_compiled = self._signature.kind in self._history.compiled
 
-    def header(self) -> tuple[int, int]:
-        """Returns the header of the forward message, as ``batch_norm_stats`` takes it: who speaks, and in what call."""
-        return self._header(self._signature)
+    def header(self, signature: CallSignature | None = None) -> tuple[int, int]:
+        """Returns who speaks, and in what call: as ``batch_norm_stats`` takes it, or of another call that follows."""
+        signature, history = signature or self._signature, self._history
+        if history.failure is not None:
+            _resume(history)
+        _raise_if_found()
+        if self._is_compiled:
+            return signature.kind * WORD + signature.key[1], 0
+        return signature.speaker, (history.calls + 1) % WORD
 
     def gather(self, packed: Tensor, counter: Tensor | None = None) -> Tensor:
         """Returns the rows of all ranks, each as ``packed`` with its header, for an op. :meth:`check` after it.
@@ -489,10 +490,10 @@ class RankSync:
         """
         history = self._history
         if counter is not None and not self._is_compiled:  # to be alike on all ranks too; compared on the device
-            packed[-1:].copy_((counter.detach().to(torch.int64) + history.calls + 1) % WORD)
+            packed[-1:].add_(counter)
         gathered = self._send(self.communicator.all_gather, packed, self._signature)
         self._number = 0 if self._is_compiled else history.calls
-        self.record = record_for(gathered)
+        self.record = ON_CPU if gathered.is_cpu and type(gathered) is Tensor else record_for(gathered)
         return gathered
 
     def check(self, gathered: Tensor, counter: Tensor | None = None) -> None:
@@ -501,9 +502,10 @@ class RankSync:
             also = "" if counter is None else f", num_batches_tracked={counter.item():.0f}"
             self._raise_found(self._signature, gathered[:, -ops.WORDS :].tolist(), also)
 
-    def fingerprint(self) -> int:
-        """Returns the fingerprint that goes with the sums of the backward pass."""
-        return self._fingerprint(self._signature.backward)
+    def fingerprint(self, signature: CallSignature | None = None) -> int:
+        """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
+        speaker, call = self.header(signature or self._signature.backward)
+        return hash((speaker, call, self._number)) & self._exact_bits
 
     def all_reduce(self, sums: Tensor) -> Tensor:
         """Returns the sums of all ranks, and of their words, for an op. :meth:`check_sums` after it."""
@@ -528,7 +530,7 @@ class RankSync:
     def total(self, packed: Tensor) -> Tensor:
         """Returns the sum over ranks of ``packed``: for derivatives of any order."""
         signature = self._signature.derivative
-        words = ops.parts_of(self._fingerprint(signature))
+        words = ops.parts_of(self.fingerprint(signature))
         packed = torch.cat([packed, packed.new_tensor(words)])
         total, said = self._send(self.communicator.all_reduce, packed, signature).tensor_split([-ops.PARTS])
         expected = [self.size * word for word in words]
@@ -538,29 +540,23 @@ class RankSync:
             self._disagree(signature, self._history.calls, packed.device)
         return total
 
-    def _fingerprint(self, signature: CallSignature) -> int:
-        speaker, call = self._header(signature)
-        return hash((speaker, call, self._number)) & self._exact_bits
-
-    def _header(self, signature: CallSignature) -> tuple[int, int]:
-        history = self._history
-        if history.failure is not None:
-            _resume(history)
-        _raise_if_found()
-        if self._is_compiled:
-            return signature.kind * WORD + signature.key[1], 0
-        return signature.speaker, (history.calls + 1) % WORD
-
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature) -> Tensor:
         """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same."""
         history, is_compiled = self._history, self._is_compiled
-        if not is_compiled and not history.expects(signature):
+        known = history.after_step.get(history.step)
+        is_next = known is not None and known[0] is signature
+        if not is_next and not is_compiled:
             self._agree_on(signature, packed)
         try:
             result = collective(packed)
         except BaseException as error:
             self._fail(signature, error)
-        if not is_compiled:
+        if is_compiled:
+            return result
+        if known is not None and is_next:  # as history.add, in most calls
+            history.step, history.last = known[1], signature
+            history.calls += 1
+        else:
             history.add(signature)
         return result
 
@@ -574,7 +570,7 @@ class RankSync:
     def _probe(self, expected: CallSignature | None, signature: CallSignature, device: torch.device) -> None:
         """Finds out, by a message as all ranks expect it, whether they all come with ``signature``."""
         call = self._history.calls + 1
-        probe = Probe(expected, *self._header(signature), self.communicator, device)
+        probe = Probe(expected, *self.header(signature), self.communicator, device)
         try:
             answer = probe.collective(probe.packed)
         except BaseException as error:

@@ -164,7 +164,7 @@ def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
             model.run(program)
         counts.append(clock.collectives.total())
     CallHistory.most = before
-    remembered = len(history_in(communicator)._after_step)
+    remembered = len(history_in(communicator).after_step)
     dist.destroy_process_group(group)
     return counts, remembered
 
