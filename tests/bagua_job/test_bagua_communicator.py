@@ -15,7 +15,6 @@ from streams import Watch, current_stream, timeline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
-from torch.utils.checkpoint import checkpoint
 from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm, with_bagua
@@ -290,18 +289,3 @@ def test_a_compiled_model_leaves_the_communicator_to_python(pool):
         for other in others:
             assert other[0] == eager[0]
             torch.testing.assert_close(other[1:], eager[1:])
-
-
-def checkpointed():
-    torch.manual_seed(rank())
-    model = nn.Sequential(nn.Linear(3, 3), convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.ReLU())
-    input = torch.randn(4, 3, requires_grad=True)
-    for _ in range(3):  # at first the ranks agree on what they send
-        timeline.clear()
-        output = checkpoint(model, input, use_reentrant=False)
-        output.backward(torch.randn_like(output))
-    return [what for what, *_ in timeline.collectives], model[1].num_batches_tracked.item()
-
-
-def test_checkpoints_send_and_count_once(pool):
-    assert pool.run(checkpointed, 2) == [(["allgather", "allreduce"], 3)] * 2
