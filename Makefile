@@ -25,7 +25,7 @@ BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packag
 
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f)
-EMULATOR := $(shell find tests/ops/emulator benchmarks/gpu -name "*.h" -o -name "*.cpp")
+EMULATOR := $(shell find tests/exchange tests/ops/emulator benchmarks/gpu -name "*.h" -o -name "*.cpp")
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
 # For `make gpu`: one that has a CUDA build of torch; nothing is installed.

@@ -152,7 +152,7 @@ INFO = {
 print(f"bagua_syncbn: {KIND} build: {REASON}")
 
 # What takes longest to compile comes first: at the end, a core would wait for it.
-patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp"] if KIND != "python" else []
+patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 setup(

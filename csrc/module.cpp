@@ -2,6 +2,7 @@
 #include <Python.h>
 
 #include "cpu/loops.h"
+#include "exchange/python.h"
 #if defined(BAGUA_SYNCBN_CUDA)
 #include "cuda/kernels.h"
 #endif
@@ -30,11 +31,25 @@ PyObject* cuda_support(PyObject*, PyObject* device) {
 }
 #endif
 
+#if defined(__linux__)
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+#endif
+
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
     {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
 #if defined(BAGUA_SYNCBN_CUDA)
     {"cuda_support", cuda_support, METH_O, "Support of a device, and the CUDA versions of library and driver."},
+#endif
+#if defined(__linux__)
+    {"make_segment", bagua_syncbn::exchange::make_segment, METH_VARARGS, "Shared memory for the ranks of a group."},
+    {"open_segment", bagua_syncbn::exchange::open_segment, METH_VARARGS, "That memory, in another rank."},
+    {"start_segment", bagua_syncbn::exchange::start_segment, METH_VARARGS, "Whether all ranks are in it."},
+    {"publish", fast(bagua_syncbn::exchange::publish), METH_FASTCALL, "Sends a message, without waiting."},
+    {"collect", fast(bagua_syncbn::exchange::collect), METH_FASTCALL, "Waits for a message of all ranks."},
+    {"exchange", fast(bagua_syncbn::exchange::exchange), METH_FASTCALL, "Sends a message, and waits for all."},
 #endif
     {nullptr, nullptr, 0, nullptr},
 };

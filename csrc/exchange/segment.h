@@ -1,0 +1,136 @@
+// Shared memory through which the ranks of one group on one host exchange messages. Knows neither torch nor Python.
+//
+// Each rank has a slot for each turn, and message n goes into its slot of turn n % kTurns. A rank writes header and
+// payload, then the sequence number with release; the others load that with acquire, then read. A rank may be kAhead
+// messages ahead of those that it has collected from all ranks: it collects n with n + kAhead - 1 published, so the
+// others can have collected that one and published n + 2 * kAhead - 1, the first that may not go where n is still read
+// being n + 2 * kAhead. Hence twice as many turns. Two messages are what a rank leaves behind that raises: that it
+// does, and why.
+//
+// The memory has no name in any file system, so nothing is left of it however its processes end: the other ranks open
+// the descriptor of the one that made it through /proc. Each rank holds a record lock on one byte of it, which ends
+// with its process and passes to no child.
+#pragma once
+
+#if defined(__linux__)
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace bagua_syncbn::exchange {
+
+constexpr int64_t kSlotBytes = 1 << 16;
+constexpr uint32_t kAhead = 2;
+constexpr uint32_t kTurns = 2 * kAhead;
+constexpr int64_t kSaidBytes = 320;
+
+enum Kind : int32_t { kGather, kSum, kNotice };  // a notice holds no values
+
+// All that ranks must have in common in a message, and in words what the rank does.
+struct Header {
+  int32_t kind = kNotice;
+  int32_t itemsize = 0;  // 4 for float32, 8 for float64
+  int64_t numel = 0;
+  int64_t speaker = 0;
+  int64_t call = 0;
+  char said[kSaidBytes] = {};
+
+  bool agrees_with(const Header& other) const {
+    return kind == other.kind && itemsize == other.itemsize && numel == other.numel && speaker == other.speaker &&
+           call == other.call;
+  }
+  int64_t bytes() const { return numel * itemsize; }
+  std::string text() const;
+};
+
+struct Layout;
+
+// The mapping, and the descriptor on which the record locks are.
+class Memory {
+ public:
+  // `name` is random: who finds it where the descriptor is said to be has found this memory and no other. Both raise
+  // std::runtime_error.
+  static std::shared_ptr<Memory> make(const std::string& name, int ranks);
+  static std::shared_ptr<Memory> open(const std::string& name, const std::string& place, int ranks);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::string place() const;  // for open() in another process
+  int ranks() const { return ranks_; }
+  Layout& layout() const { return *layout_; }
+  void lock(int rank) const;
+  bool is_locked(int rank) const;  // by another process
+
+ private:
+  Memory(int descriptor, int ranks) : descriptor_(descriptor), ranks_(ranks) {}
+  void map();
+
+  const int descriptor_;
+  const int ranks_;
+  size_t bytes_ = 0;
+  Layout* layout_ = nullptr;
+};
+
+// How a thread that waits for longer than a message takes behaves.
+class Patience {
+ public:
+  virtual ~Patience() = default;
+  virtual void begin() {}
+  virtual bool goes_on() { return true; }  // asked ten times a second
+  virtual void end() {}
+};
+
+enum class Outcome { kCollected, kDiffers, kEnded, kLeft, kLate, kInterrupted };
+
+struct Result {
+  Outcome outcome;
+  int rank = 0;  // the one that it is about
+};
+
+// One rank of a group. Not for two threads at a time.
+class Rank {
+ public:
+  Rank(std::shared_ptr<Memory> memory, int rank);
+  ~Rank();
+
+  // Marks this rank as here and, with `lock`, as alive for as long as its process is.
+  void enter(bool lock);
+  bool all_are_here() const;
+  // Has waiting last no longer than this, and spin at first if each rank has a core. All ranks are here.
+  void start(double seconds);
+
+  // Writes a message, and waits for nobody. False where kAhead are not collected yet.
+  bool publish(const Header& header, const void* payload);
+  // Waits for the next message from all ranks. Writes theirs, or their sum in the order of ranks, to `target`. After
+  // any outcome but kCollected and kDiffers this rank has left.
+  Result collect(void* target, Patience& patience);
+  // Has the others not wait for this rank any more.
+  void leave();
+
+  bool has_begun() const { return published_ != collected_; }
+  std::string texts() const;  // after kDiffers, each rank with its text
+  int rank() const { return rank_; }
+  int ranks() const { return memory_->ranks(); }
+  bool is_in_child() const;  // of a fork
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  Outcome wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Patience& patience);
+  Outcome sleep_for(int rank, uint32_t sequence, Patience& patience);
+
+  const std::shared_ptr<Memory> memory_;
+  const int rank_;
+  const uint32_t forks_;
+  uint32_t published_ = 0, collected_ = 0;
+  bool watches_ = false, spins_ = false;
+  double seconds_ = 0;
+};
+
+}  // namespace bagua_syncbn::exchange
+
+#endif

@@ -1,0 +1,238 @@
+// Ranks that exchange messages through a segment, each value of which is checked. Ends with status 0 if all was right.
+//
+//   stress threads RANKS MESSAGES SEED     ranks are threads, for ThreadSanitizer; run ahead and late at random
+//   stress sleepers RANKS MESSAGES SEED    the same, on few cores: whoever waits sleeps at once; says if none is woken
+//   stress deaths                          ranks are processes that end while another one waits for them
+#include <sched.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "exchange/segment.h"
+
+using namespace bagua_syncbn::exchange;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+[[noreturn]] void wrong(const std::string& what) {
+  std::fprintf(stderr, "wrong: %s\n", what.c_str());
+  std::_Exit(1);
+}
+
+void expect(bool holds, const std::string& what) {
+  if (!holds) wrong(what);
+}
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+double value_of(int rank, uint32_t message, int64_t i) {
+  return static_cast<double>((message * 31 + rank * 7 + i) % 1000);
+}
+
+// What all ranks send as a message, each knows by its number.
+Header header_of(uint32_t message) {
+  std::minstd_rand random(message * 2654435761u + 1);
+  random.discard(4);
+  Header header;
+  header.kind = static_cast<int32_t>(random() % 3);
+  header.itemsize = random() % 2 ? 8 : 4;
+  header.numel = header.kind == kNotice ? 0 : random() % 8 == 0 ? kSlotBytes / header.itemsize : random() % 40;
+  header.speaker = message % 5;
+  header.call = message;
+  return header;
+}
+
+template <typename T>
+void send(Rank& rank, const Header& header, std::vector<double>& memory) {
+  T* values = reinterpret_cast<T*>(memory.data());
+  for (int64_t i = 0; i < header.numel; ++i) {
+    values[i] = static_cast<T>(value_of(rank.rank(), static_cast<uint32_t>(header.call), i));
+  }
+  expect(rank.publish(header, values), "a message is refused");
+}
+
+template <typename T>
+void check(const Rank& rank, const Header& header, const std::vector<double>& memory) {
+  const T* values = reinterpret_cast<const T*>(memory.data());
+  const int rows = header.kind == kGather ? rank.ranks() : header.kind == kSum ? 1 : 0;
+  for (int row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < header.numel; ++i) {
+      double expected = 0;
+      const bool sums = header.kind == kSum;
+      for (int r = sums ? 0 : row; r < (sums ? rank.ranks() : row + 1); ++r) {
+        expected += value_of(r, static_cast<uint32_t>(header.call), i);
+      }
+      expect(values[row * header.numel + i] == expected, "value in message " + std::to_string(header.call));
+    }
+  }
+}
+
+void lose_time(std::minstd_rand& random) {
+  if (random() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+  for (volatile unsigned i = 0; i < random() % 500; ++i) continue;
+}
+
+void run_rank(Rank& rank, uint32_t messages, unsigned seed) {
+  std::minstd_rand random(seed * 97 + rank.rank() + 1);
+  std::vector<double> source(kSlotBytes / 8), target(rank.ranks() * kSlotBytes / 8);
+  Patience patience;
+  uint32_t sent = 0, collected = 0;
+  while (collected < messages) {
+    lose_time(random);
+    const uint32_t ahead = 1 + random() % kAhead;
+    while (sent < messages && sent - collected < ahead) {
+      const Header header = header_of(sent++);
+      header.itemsize == 4 ? send<float>(rank, header, source) : send<double>(rank, header, source);
+      lose_time(random);
+    }
+    if (sent - collected == kAhead) expect(!rank.publish(Header(), nullptr), "no message is refused");
+    const Result result = rank.collect(target.data(), patience);
+    expect(result.outcome == Outcome::kCollected, "outcome " + std::to_string(static_cast<int>(result.outcome)));
+    const Header header = header_of(collected++);
+    header.itemsize == 4 ? check<float>(rank, header, target) : check<double>(rank, header, target);
+  }
+}
+
+void run_threads(int ranks, uint32_t messages, unsigned seed, double seconds) {
+  const auto memory = Memory::make("stress", ranks);
+  std::vector<std::unique_ptr<Rank>> all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    all.push_back(std::make_unique<Rank>(memory, rank));
+    all.back()->enter(false);
+  }
+  std::vector<std::thread> threads;
+  for (auto& rank : all) {
+    expect(rank->all_are_here(), "a rank is not here");
+    rank->start(seconds);
+    threads.emplace_back([&rank, messages, seed] { run_rank(*rank, messages, seed); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// A child that runs `body` as rank 1; returns its process.
+template <typename Body>
+pid_t run_child(const std::shared_ptr<Memory>& memory, const Body& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  Rank rank(memory, 1);
+  rank.enter(true);
+  body(rank);
+  _exit(0);
+}
+
+Result collect_as_rank_0(const std::shared_ptr<Memory>& memory, double seconds) {
+  Rank rank(memory, 0);
+  rank.enter(true);
+  while (!rank.all_are_here()) std::this_thread::yield();
+  rank.start(seconds);
+  rank.publish(Header(), nullptr);
+  Patience patience;
+  return rank.collect(nullptr, patience);
+}
+
+void run_deaths() {
+  const auto is = [](const Result& result, Outcome outcome, const char* what) {
+    expect(result.outcome == outcome && (outcome == Outcome::kCollected || result.rank == 1), what);
+  };
+  {  // killed, while a child of its own lives on
+    int ready[2];
+    expect(pipe(ready) == 0, "pipe");
+    const auto memory = Memory::make("deaths", 2);
+    const pid_t child = run_child(memory, [&](Rank& rank) {
+      const pid_t grandchild = fork();
+      if (grandchild == 0) {
+        const pid_t self = rank.is_in_child() ? getpid() : -1;
+        expect(write(ready[1], &self, sizeof(self)) > 0, "write");
+        sleep(5);
+        _exit(0);
+      }
+      pause();
+    });
+    pid_t grandchild = 0;
+    expect(read(ready[0], &grandchild, sizeof(grandchild)) > 0, "read");
+    expect(grandchild > 0, "a child takes itself for its parent");
+    std::thread killer([child] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      kill(child, SIGKILL);
+    });
+    const auto begin = Clock::now();
+    is(collect_as_rank_0(memory, 3), Outcome::kEnded, "a rank that was killed is not noticed");
+    expect(seconds_since(begin) < 2, "a rank that was killed is noticed late");
+    killer.join();
+    kill(grandchild, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
+  for (int i = 0; i < 50; ++i) {  // ends right after its last message
+    const auto memory = Memory::make("deaths", 2);
+    const pid_t child = run_child(memory, [&](Rank& rank) { rank.publish(Header(), nullptr); });
+    is(collect_as_rank_0(memory, 3), Outcome::kCollected, "the last message of a rank is lost");
+    waitpid(child, nullptr, 0);
+  }
+  {  // stopped, and goes on
+    const auto memory = Memory::make("deaths", 2);
+    const pid_t child = run_child(memory, [&](Rank& rank) {
+      raise(SIGSTOP);
+      rank.publish(Header(), nullptr);
+      _exit(0);
+    });
+    waitpid(child, nullptr, WUNTRACED);
+    std::thread waker([child] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      kill(child, SIGCONT);
+    });
+    is(collect_as_rank_0(memory, 10), Outcome::kCollected, "a rank that was stopped is lost");
+    waker.join();
+    waitpid(child, nullptr, 0);
+  }
+  {  // leaves, and lives on
+    const auto memory = Memory::make("deaths", 2);
+    const pid_t child = run_child(memory, [&](Rank& rank) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      rank.leave();
+      pause();
+    });
+    is(collect_as_rank_0(memory, 3), Outcome::kLeft, "a rank that has left is not noticed");
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
+  {  // does not come
+    const auto memory = Memory::make("deaths", 2);
+    const pid_t child = run_child(memory, [&](Rank&) { pause(); });
+    const auto begin = Clock::now();
+    is(collect_as_rank_0(memory, 0.3), Outcome::kLate, "a time-out is not noticed");
+    expect(seconds_since(begin) < 2, "a time-out is noticed late");
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "deaths") return run_deaths(), 0;
+  if (argc != 5) wrong("arguments");
+  const int ranks = std::atoi(argv[2]);
+  const auto messages = static_cast<uint32_t>(std::atol(argv[3]));
+  if (mode == "threads") return run_threads(ranks, messages, std::atoi(argv[4]), 20), 0;
+  if (mode != "sleepers") wrong("mode");
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  sched_setaffinity(0, sizeof(one), &one);
+  const auto begin = Clock::now();
+  run_threads(ranks, messages, std::atoi(argv[4]), 20);
+  // A slice of sleep takes 0.1 s.
+  expect(seconds_since(begin) < 0.05 * messages, "sleepers are not woken");
+}
