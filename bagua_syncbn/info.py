@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .communicators import bagua
+from .communicators import bagua, shared
 from .ops import KERNELS, cuda_problem
 from .version import __version__
 
@@ -30,8 +30,15 @@ def collect_info() -> dict[str, Any]:
         **_build_info(),
         "devices": ["cpu", *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))],
         "torch_distributed_backends": backends,
+        "exchange_on_one_host": _exchange(),
         "bagua": bagua.installed_version(),
     }
+
+
+def _exchange() -> str:
+    """How the ranks of one host exchange small messages on CPU, and why."""
+    problem = shared.problem()
+    return f"collectives: {problem}" if problem else "shared memory"
 
 
 def _cuda_kernels() -> list[str]:

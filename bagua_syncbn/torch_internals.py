@@ -241,6 +241,14 @@ def timeout_of(group: Any) -> timedelta:
     return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
 
 
+def is_gloo_on_cpu(group: Any) -> bool:
+    """Whether gloo carries the CPU tensors of ``group``."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except (AttributeError, RuntimeError):  # it has no backend for them, or is a stand-in of a group
+        return False
+
+
 def device_of(world: Any) -> Any:
     """Returns the device that NCCL is bound to in the job whose default group is ``world``; None for none."""
     return world.bound_device_id

@@ -10,6 +10,7 @@ from .groups import RankGroup
 from .local import LOCAL, LocalCommunicator
 from .peers import EVERYONE, Communicator, Peers, peers_of, sync_group
 from .replicas import CallbackContext, Replica, Replicas
+from .shared import SharedCommunicator, communicator_of
 from .waiting import Begun
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "RankGroup",
     "Replica",
     "Replicas",
+    "SharedCommunicator",
     "TorchCommunicator",
+    "communicator_of",
     "peers_of",
     "sync_group",
 ]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import bagua, c10d
+from . import bagua, c10d, shared
 from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, rule_of, told
 from .local import LOCAL
 
@@ -132,7 +132,7 @@ def make_communicator(ranks: tuple[int, ...], rule: Rule, given: Any) -> Communi
     """
     job = c10d.job_of(c10d.default_group())
     group = job.layers_group(ranks, _told(rule, given), given, like_given=is_ranks(rule))
-    return c10d.TorchCommunicator(group)
+    return shared.communicator_of(group)
 
 
 def _told(rule: Rule, given: Any) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua_syncbn.communicators import SharedCommunicator
+
 # The methods behind torch.distributed's functions, under the names of all versions of torch.
 _METHODS = (
     "allreduce",
@@ -27,10 +29,12 @@ _METHODS = (
     "alltoall",
     "alltoall_base",
 )
+EXCHANGE = "_exchange"  # through shared memory
 
 
 class CollectiveClock:
-    """Adds up host time in collectives, the waits and the collectives of the c10d groups of this process.
+    """Adds up host time in collectives, the waits and the collectives of the c10d groups of this process, and of the
+    messages of layers that go through shared memory.
 
     On gloo a collective that is waited for holds the thread up until all ranks have joined it: this time holds the
     messages and the waiting for the slowest rank. On NCCL ``wait`` only orders streams and returns at once.
@@ -40,6 +44,7 @@ class CollectiveClock:
         self.seconds = 0.0
         self.collectives: Counter[str] = Counter()  # by their method
         self.waits = 0
+        self.shared_bytes = 0  # that this rank sent through shared memory
         self._inside = False
 
     def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -57,6 +62,9 @@ class CollectiveClock:
                 self.waits += 1
             else:
                 self.collectives[name] += 1
+            if name == EXCHANGE:
+                self.waits += 1
+                self.shared_bytes += args[2].nbytes
             return result
 
         return timed
@@ -66,6 +74,7 @@ class CollectiveClock:
         # As they lie in the classes: what getattr returns of a compiled method does not bind again when it is put back.
         places = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
         places.append((dist.Work, "wait"))
+        places.append((SharedCommunicator, EXCHANGE))
         originals = [(owner, name, vars(owner)[name]) for owner, name in places]
         for owner, name in places:
             setattr(owner, name, self._timed(getattr(owner, name), name))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from formula import EPS, draw, normalize
-from observed import GATHER, collectives
+from observed import MESSAGE, collectives
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
@@ -173,10 +173,10 @@ def counted_backward(create_graph):
 
 def test_a_second_derivative_takes_two_collectives(pool):
     for first, second in pool.run(counted_backward, 2, True):
-        assert first == {GATHER: 1}
-        assert second == {GATHER: 2}  # of the sums, and of the moments
+        assert first == {MESSAGE: 1}
+        assert second == {MESSAGE: 2}  # of the sums, and of the moments
     for first, second in pool.run(counted_backward, 2, False):
-        assert (first, second) == ({GATHER: 1}, {})
+        assert (first, second) == ({MESSAGE: 1}, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -5,7 +5,7 @@ import torch
 import torch.autograd.forward_ad as fwd
 import torch.distributed as dist
 from formula import EPS, draw, normalize
-from observed import GATHER, collectives
+from observed import MESSAGE, collectives
 from own_groups import communicator_of
 from torch import nn
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
@@ -84,7 +84,7 @@ def test_jvp_without_a_tangent_of_the_input(pool):
     expected = jvp(lambda w: reference(input, w, bias), (weight,), (tangent,))[1]
     for rank, (result, counts) in enumerate(pool.run(tangent_of_the_weight_only, 2)):
         torch.testing.assert_close(result, expected.split(SPLITS)[rank])
-        assert counts[GATHER] == 1
+        assert counts[MESSAGE] == 1
 
 
 def batched():

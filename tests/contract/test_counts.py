@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from counted_step import count_step
+from observed import MESSAGE
 from torch import nn
 from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn import ops
+from benchmarks.core.waiting import EXCHANGE
 
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it
@@ -45,14 +47,17 @@ class Case(NamedTuple):
     plain_grad: bool = True  # else one that autograd has expanded, as that of a sum
 
 
-# Forward: stats, room for what is gathered and a view of it, the collective, merge, normalize.
-# Backward: sums, room for what is gathered and a view of it, the collective, their total, gradient.
-FORWARD, BACKWARD = Pass(6, (PACKED,), 1), Pass(6, (SUMS,), 1)
+# Forward: stats, room for what is gathered, merge, normalize; by collectives a view of the room and the collective too.
+# Backward: sums, gradient; by collectives room for what is gathered, a view of it, the collective and their total too.
+SHARES = MESSAGE == EXCHANGE
+FORWARD, BACKWARD = Pass(4 if SHARES else 6, (PACKED,), 1), Pass(2 if SHARES else 6, (SUMS,), 1)
 
 CASES = {
     "float32": Case(FORWARD, BACKWARD),
     "channels_last": Case(FORWARD, BACKWARD, memory_format=torch.channels_last),
-    "float64": Case(Pass(6, (2 * PACKED,), 1), Pass(6, (2 * SUMS,), 1), dtype=torch.float64),
+    "float64": Case(
+        FORWARD._replace(payload=(2 * PACKED,)), BACKWARD._replace(payload=(2 * SUMS,)), dtype=torch.float64
+    ),
     "bfloat16": Case(FORWARD, BACKWARD, dtype=torch.bfloat16),
     "momentum=None": Case(  # adds num_batches_tracked to what ranks compare: a slice, an addition
         FORWARD._replace(ops=FORWARD.ops + 2), BACKWARD, options={"momentum": None}
@@ -61,7 +66,7 @@ CASES = {
     "no statistics": Case(FORWARD, BACKWARD, options={"track_running_stats": False}),
     "first layer": Case(FORWARD, Pass(1, (), 0), peak=1, input_grad=False),
     # Made contiguous once, for the two kernels that read it.
-    "expanded gradient": Case(FORWARD, Pass(8, (SUMS,), 2), peak=3, plain_grad=False),
+    "expanded gradient": Case(FORWARD, BACKWARD._replace(ops=BACKWARD.ops + 2, large=2), peak=3, plain_grad=False),
 }
 
 
@@ -125,7 +130,7 @@ def test_no_count_grows(pool, name, world_size):
 
 
 # Of this package, from the layer to the wait for the answer of each collective, and back.
-CALLS = 33
+CALLS = 31 if SHARES else 33
 
 
 def count_calls():

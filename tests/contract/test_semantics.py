@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, run_rank, run_reference
-from observed import GATHER, collectives
+from observed import MESSAGE, collectives
 from tolerances import assert_close
 
 import bagua_syncbn
@@ -29,9 +29,9 @@ def count_collectives(requires_grad, training):
 
 
 def test_no_collective_that_is_not_needed(pool):
-    assert pool.run(count_collectives, 2, True, True) == [({GATHER: 1}, {GATHER: 1})] * 2
+    assert pool.run(count_collectives, 2, True, True) == [({MESSAGE: 1}, {MESSAGE: 1})] * 2
     for forward, backward in pool.run(count_collectives, 2, False, True):
-        assert forward == {GATHER: 1}
+        assert forward == {MESSAGE: 1}
         assert not backward  # nobody asked for the gradient of the input
     for counts in (*pool.run(count_collectives, 2, True, False), *pool.run(count_collectives, 1, True, True)):
         assert counts == ({}, {})

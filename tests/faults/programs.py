@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import bagua_syncbn
-from bagua_syncbn.communicators import LOCAL, TorchCommunicator
+from bagua_syncbn.communicators import LOCAL, TorchCommunicator, communicator_of
 from bagua_syncbn.sync.protocol import CallHistory, history_in
 from benchmarks.core.waiting import CollectiveClock
 
@@ -87,7 +87,7 @@ def run(base: str, program: str, change: Change | None, when: int, timeout: floa
     torch.manual_seed(dist.get_rank())
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     group = dist.new_group(timeout=timedelta(seconds=timeout))
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
     if prepare is not None:
         prepare(model)
     try:
@@ -140,7 +140,7 @@ def run_refused(kind: str, on_all: bool) -> list[str]:
     """Three steps that go on after errors; in the second one the last rank, or each, is refused a call of ``b``."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
     messages = []
     for step in range(STEPS):
         model.spoiled = {"b": REFUSED[kind]} if step == 1 and (on_all or rank == size - 1) else {}
@@ -155,7 +155,7 @@ def run_refused(kind: str, on_all: bool) -> list[str]:
 def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
     """Runs a program in each step, on all ranks. Returns the collectives of each step, and how much is remembered."""
     group = dist.new_group()
-    communicator = TorchCommunicator(group)
+    communicator = communicator_of(group)
     model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
     counts = []
     before, CallHistory.most = CallHistory.most, most
@@ -172,7 +172,7 @@ def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
 def run_refused_first() -> int:
     """The last rank is refused a call before the group's first message, which no other rank expects of it by then."""
     group = dist.new_group()
-    layer = bagua_syncbn.SyncBatchNorm(8, process_group=TorchCommunicator(group))
+    layer = bagua_syncbn.SyncBatchNorm(8, process_group=communicator_of(group))
     if dist.get_rank() == dist.get_world_size() - 1:
         with suppress(TypeError):
             layer(torch.ones(4, 8, dtype=torch.int64))
@@ -195,7 +195,7 @@ def run_partly_compiled() -> Tensor:
 def run_compiled() -> list[str]:
     """A compiled model in which the last rank has another ``eps``. Returns the messages of what finds out later."""
     group = dist.new_group()
-    communicator = TorchCommunicator(group)
+    communicator = communicator_of(group)
     model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), communicator)
     alike = bagua_syncbn.SyncBatchNorm(8, process_group=communicator)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -218,7 +218,7 @@ def run_compiled() -> list[str]:
 def run_after_failure() -> list[str]:
     """Two calls of ranks that do not agree. Returns the messages of both."""
     group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
     messages = []
     for _ in range(2):
         try:
@@ -232,7 +232,7 @@ def run_after_failure() -> list[str]:
 def run_under_meta() -> str:
     """The last rank calls another layer, while tensors are made elsewhere. Returns the message of the error."""
     group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), TorchCommunicator(group))
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
     layer = model.c if dist.get_rank() == dist.get_world_size() - 1 else model.a
     input = torch.randn(4, layer.num_features)
     try:
@@ -267,7 +267,7 @@ def _finishes(steps: Sequence[Sequence[nn.Module]]) -> str:
 def run_swapped(kind: str) -> str:
     """Three steps of two models, of which the last rank swaps them in the last."""
     group = dist.new_group()
-    communicator = TorchCommunicator(group)
+    communicator = communicator_of(group)
     first: nn.Module = Critic(nn.BatchNorm1d(8))
     second: nn.Module = (Judge if kind == "models of two classes" else Critic)(nn.BatchNorm1d(8))
     for model in (first, second):
@@ -302,7 +302,7 @@ MORE: dict[str, Callable[[nn.Sequential, TorchCommunicator], Any]] = {
 def run_with_more(more: str) -> str:
     """Three steps of two models of one class; the last rank has one thing more."""
     group = dist.new_group()
-    communicator = TorchCommunicator(group)
+    communicator = communicator_of(group)
     models = []
     for _ in range(2):
         model = Critic()
@@ -323,7 +323,7 @@ def run_under_long_names() -> str:
     group = dist.new_group()
     model = nn.Sequential()
     model.add_module("x" * 1000, nn.BatchNorm1d(8))
-    bagua_syncbn.convert_sync_batchnorm(model, TorchCommunicator(group))
+    bagua_syncbn.convert_sync_batchnorm(model, communicator_of(group))
     if dist.get_rank() == dist.get_world_size() - 1:
         model[0].eps = 1.0000001e-5
     message = _finishes([[model]])
@@ -334,7 +334,7 @@ def run_under_long_names() -> str:
 def run_beside_compiled(program: str) -> str:
     """Steps of a compiled model and one that is not, of which the last rank runs another ``program`` in the second."""
     group = dist.new_group()
-    communicator = TorchCommunicator(group)
+    communicator = communicator_of(group)
     model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
     compiled = torch.compile(
         bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator), backend="eager"
@@ -353,7 +353,7 @@ def run_beside_compiled(program: str) -> str:
 def run_compiled_on_one() -> str:
     """After calls that repeat the last rank compiles a model, the others do not. Returns the message of the error."""
     group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), TorchCommunicator(group))
+    model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator_of(group))
     for _ in range(2):
         model(torch.randn(4, 8))
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -8,7 +8,7 @@ from allocations import record_allocations
 from dispatched import DispatchCounter
 from torch import Tensor, nn
 
-from benchmarks.core.waiting import CollectiveClock
+from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
 
 class Counts(NamedTuple):
@@ -50,4 +50,5 @@ def _count(function: Callable[[Any], Any], argument: Any) -> list[Any]:
     with clock.installed(), DispatchCounter() as dispatched:
         result = function(argument)
     sent = dispatched.payloads
-    return [result, dispatched.ops, len(sent), sum(sent), clock.waits, dispatched.reads]
+    messages = len(sent) + clock.collectives[EXCHANGE]
+    return [result, dispatched.ops, messages, sum(sent) + clock.shared_bytes, clock.waits, dispatched.reads]

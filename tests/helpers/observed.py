@@ -6,10 +6,14 @@ import torch.distributed as dist
 from dispatched import reads_on_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.core.waiting import CollectiveClock
+from bagua_syncbn.communicators import shared
+from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
-# c10d's method that a forward and a backward pass of few channels call, by the name that this torch has for it.
+# What a forward and a backward pass of few channels call: an exchange through shared memory, or c10d's method, by the
+# name that this torch has for it.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+MESSAGE = GATHER if shared.problem() else EXCHANGE
+MESSAGE_IN_GRAPH = "all_gather_into_tensor" if shared.problem() else "exchange"
 
 
 class ForbidHostReads(TorchDispatchMode):

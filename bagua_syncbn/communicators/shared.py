@@ -1,0 +1,266 @@
+"""Ranks on one host: small messages on CPU go through memory that they share, all others through their c10d group.
+
+The ranks of a group agree on it when they make their communicator: all of them share the memory, or all use the
+collectives of the group. Then nobody asks again, since messages that are too large for it are so by their size alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
+from .c10d import DESTROYED, TorchCommunicator
+from .waiting import Begun
+
+_log = logging.getLogger("bagua_syncbn")
+
+_WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE", "shared")
+if _WANTED not in ("shared", "collectives"):
+    raise ImportError(f'BAGUA_SYNCBN_EXCHANGE: expected "shared" or "collectives", got {_WANTED!r}')
+
+# What csrc/exchange/segment.h has.
+_MOST_BYTES = 2**16
+_GATHER, _SUM = 0, 1
+_ITEMSIZES = {torch.float32: 4, torch.float64: 8}
+
+
+class SharedCommunicator(TorchCommunicator):
+    """A :class:`TorchCommunicator` whose ranks exchange small messages on CPU through shared memory.
+
+    Sums are added up in the order of ranks, so all have the same bits. The memory lives as long as the group.
+    """
+
+    __slots__ = ("_native", "_segment")
+
+    def __init__(self, group: Any, native: Any, segment: Any) -> None:
+        super().__init__(group)
+        self._native, self._segment = native, segment
+        _by_name[self.name] = self
+        finalize(group, self._close).atexit = False  # type: ignore[misc]  # at the end the process frees all
+
+    def all_gather(self, packed: Tensor) -> Tensor:
+        if not _fits(packed):
+            return super().all_gather(packed)
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
+            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, False)  # type: ignore[no-any-return]
+        return self._exchange(_GATHER, packed.contiguous(), packed.new_empty((self.size, packed.numel())))
+
+    def all_reduce(self, packed: Tensor) -> Tensor:
+        if not _fits(packed):
+            return super().all_reduce(packed)
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
+            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, True)  # type: ignore[no-any-return]
+        packed = packed.contiguous()
+        return self._exchange(_SUM, packed, packed)
+
+    def begin_all_gather(self, packed: Tensor) -> Begun:
+        return self._begin(_GATHER, packed) if _fits(packed) else super().begin_all_gather(packed)
+
+    def begin_all_reduce(self, packed: Tensor) -> Begun:
+        return self._begin(_SUM, packed) if _fits(packed) else super().begin_all_reduce(packed)
+
+    def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
+        numel, itemsize = packed.numel(), packed.element_size()
+        self._native.exchange(self._segment, kind, packed.data_ptr(), numel, itemsize, 0, 0, "", target.data_ptr())
+        return target
+
+    def _begin(self, kind: int, packed: Tensor) -> Begun:
+        packed = packed.contiguous()
+        numel, itemsize = packed.numel(), packed.element_size()
+        self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize, 0, 0, "")
+        return _Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel))
+
+    def _close(self) -> None:
+        self._segment = None  # of which the library says that the group was destroyed
+
+
+class _Published(Begun):
+    """A message that this rank has published, without waiting for those of the others."""
+
+    def __init__(self, communicator: SharedCommunicator, target: Tensor) -> None:
+        self._communicator, self._target = communicator, target
+
+    def wait(self) -> Tensor:
+        communicator, target = self._communicator, self._target
+        communicator._native.collect(communicator._segment, target.data_ptr())
+        return target
+
+
+def _fits(packed: Tensor) -> bool:
+    """Whether a message goes through shared memory: all ranks find the same, whether compiled or not."""
+    itemsize = _ITEMSIZES.get(packed.dtype)
+    return itemsize is not None and packed.is_cpu and packed.numel() * itemsize <= _MOST_BYTES
+
+
+# In compiled code: opaque, so that it goes the same way as a rank that falls back to eager code. By the name of the
+# group, as other collectives, because what a graph holds lives on.
+_by_name: WeakValueDictionary[str, SharedCommunicator] = WeakValueDictionary()
+_library = torch.library.Library("bagua_syncbn", "FRAGMENT")
+_library.define(
+    "exchange(Tensor packed, str group, int ranks, bool sums) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@torch.library.register_fake("bagua_syncbn::exchange", lib=_library)
+def _(packed: Tensor, group: str, ranks: int, sums: bool) -> Tensor:
+    return torch.empty_like(packed) if sums else packed.new_empty((ranks, packed.numel()))
+
+
+def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Tensor:
+    communicator = _by_name.get(group)
+    if communicator is None:
+        raise RuntimeError(DESTROYED)
+    packed = packed.contiguous()
+    if sums:
+        return communicator._exchange(_SUM, packed, torch.empty_like(packed))
+    return communicator._exchange(_GATHER, packed, packed.new_empty((ranks, packed.numel())))
+
+
+_library.impl("exchange", _exchange_by_name, "CPU")
+
+
+_made: WeakKeyDictionary[Any, list[TorchCommunicator]] = WeakKeyDictionary()
+_making: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
+_finding = Lock()
+
+
+def communicator_of(group: Any) -> TorchCommunicator:
+    """Returns the communicator of a c10d group, which its ranks make together at their first call.
+
+    Raises:
+        RuntimeError: rank 0 of the group did not come within its time-out.
+    """
+    with _finding:
+        lock = _making.setdefault(group, Lock())
+    with lock:
+        made = _made.get(group)
+        if made is None:
+            made = _made[group] = [_make(group)]
+    return made[0]
+
+
+def problem() -> str:
+    """Returns why this process cannot exchange through shared memory, whatever its group; "" where it can."""
+    if _WANTED == "collectives":
+        return "BAGUA_SYNCBN_EXCHANGE=collectives"
+    return "" if hasattr(_native(), "exchange") else "no native library, or not on Linux"
+
+
+def _make(group: Any) -> TorchCommunicator:
+    # Others may have nobody at the other end of their store.
+    if not is_gloo_on_cpu(group):
+        reason, segment = "its messages on CPU do not go over gloo", None
+    else:
+        reason, segment = _agree(group)
+    way = f"collectives: {reason}" if reason else "shared memory"
+    _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
+    return TorchCommunicator(group) if segment is None else SharedCommunicator(group, _native(), segment)
+
+
+def _agree(group: Any) -> tuple[str, Any]:
+    """Returns why the ranks of ``group`` do not share memory, or "" and what this one holds of it.
+
+    Rank 0 makes it and says where, the others open it and say what came of that, and rank 0 decides for all.
+    """
+    rank = group.rank()
+    store = prefix_store("bagua_syncbn/shared", backend_and_store(group)[1])
+    # A store may outlive a job in which the group had the same name.
+    store = prefix_store(str(store.add(f"times/{rank}", 1)), store)
+    seconds = timeout_of(group).total_seconds()
+    if rank == 0:
+        return _lead(store, group.size(), seconds)
+    return _follow(store, rank, group.size(), seconds)
+
+
+def _lead(store: Any, size: int, seconds: float) -> tuple[str, Any]:
+    name, reason, segment, place = f"bagua_syncbn:{secrets.token_hex(16)}", problem(), None, ""
+    try:
+        if not reason:
+            try:
+                segment, place = _native().make_segment(name, size)
+            except RuntimeError as error:
+                reason = f"rank 0: {error}"
+        _tell(store, "made", [reason, name, place])
+        if not reason:
+            reason = _answers(store, size, seconds)
+        if not reason and not _native().start_segment(segment, seconds):
+            reason = "ranks see different memory"
+    except BaseException as error:
+        with suppress(RuntimeError):
+            _tell(store, "decided", f"rank 0: {type(error).__name__}")
+        raise
+    _tell(store, "decided", reason)
+    return reason, None if reason else segment
+
+
+def _answers(store: Any, size: int, seconds: float) -> str:
+    """Returns why some rank cannot, or ""."""
+    others = [str(rank) for rank in range(1, size)]
+    if not _wait_for(store, others, seconds):
+        return "not all ranks answered within the time-out"
+    return next((f"rank {other}: {answer}" for other in others if (answer := _told(store, other))), "")
+
+
+def _follow(store: Any, rank: int, size: int, seconds: float) -> tuple[str, Any]:
+    def told(key: str) -> Any:
+        if not _wait_for(store, [key], seconds):
+            raise RuntimeError(
+                f"process_group: expected the {size} ranks of a group to make its first use together, got no sign of "
+                f"rank 0 of it on rank {rank} in {seconds:g} s"
+            )
+        return _told(store, key)
+
+    reason, name, place = told("made")
+    if reason:
+        return reason, None
+    own, segment = problem(), None
+    if not own:
+        try:
+            segment = _native().open_segment(name, size, rank, place)
+        except RuntimeError as error:
+            own = str(error)
+    _tell(store, str(rank), own)
+    reason = told("decided")
+    if reason:
+        return reason, None
+    _native().start_segment(segment, seconds)
+    return "", segment
+
+
+def _tell(store: Any, key: str, value: Any) -> None:
+    store.set(key, json.dumps(value))
+
+
+def _told(store: Any, key: str) -> Any:
+    return json.loads(store.get(key))
+
+
+def _wait_for(store: Any, keys: Sequence[str], seconds: float) -> bool:
+    """Whether ``keys`` are there in time. By questions and not by a wait, which would keep other threads, and Ctrl-C,
+    from the store.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
+def _native() -> Any:
+    """Returns the library, or None; the ops load it, or not, when the package is imported."""
+    return sys.modules.get(f"{__package__.partition('.')[0]}._C")
