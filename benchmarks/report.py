@@ -15,7 +15,15 @@ from pathlib import Path
 from .core.disturbance import QUIET_CORES
 from .core.tables import Results, quartiles, table
 from .cpu.report import anew_table, fused_table, host_table, local_table, ops_table, process_table, stored_table
-from .ranks.report import compiled_table, headline_table, layers_table, peers_table, phases_table, training_table
+from .ranks.report import (
+    compiled_table,
+    exchange_table,
+    headline_table,
+    layers_table,
+    peers_table,
+    phases_table,
+    training_table,
+)
 
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -53,6 +61,7 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "ops": ("ops", ops_table),
     "local": ("local", local_table),
     "peers": ("peers", peers_table),
+    "exchange": ("exchange", exchange_table),
     "headline": ("layers", headline_table),
     "layers": ("layers", layers_table),
     "phases": ("layers", phases_table),

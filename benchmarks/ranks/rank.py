@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import peers
-from . import compiled, layers, training
+from . import compiled, exchange, layers, training
 
-SECTIONS: dict[str, Any] = {"layers": layers, "compiled": compiled, "training": training}
+SECTIONS: dict[str, Any] = {"exchange": exchange, "layers": layers, "compiled": compiled, "training": training}
 
 
 def choose_device(kind: str, rank: int) -> torch.device:

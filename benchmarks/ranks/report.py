@@ -113,6 +113,20 @@ def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
     return times
 
 
+def exchange_table(results: Results) -> str:
+    """One message of each rank: median microseconds, and the least."""
+
+    def cell(case: Case, name: str) -> str:
+        times = case["microseconds"].get(name)
+        return f"{median(times):.3g} ({min(times):.3g})" if times else ""
+
+    def row(case: Case) -> list[str]:
+        return [_marked(case["ranks"], results), str(case["bytes"]), *(cell(case, name) for name in names)]
+
+    names = [f"{kind}, {way}" for kind in ("gather", "sum") for way in ("shared memory", "collectives")]
+    return table(["ranks", "bytes of each", *names], map(row, of_section(results, "exchange")))
+
+
 def compiled_table(results: Results) -> str:
     """A residual block: least times of a step in milliseconds, and the ratio of ours to the unsynchronized block's and
     the messages of ours together.
