@@ -45,12 +45,12 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     if not layers:
         warnings.warn(f"accumulate_statistics: found no synchronized layer in {type(model).__name__}", stacklevel=3)
     for name, layer in layers.items():
-        if layer._kept is not None:
+        if layer._accumulator is not None:
             raise RuntimeError(
                 f"model: expected layers that do not accumulate yet, got {name!r} within another accumulate_statistics"
             )
     for layer in layers.values():
-        layer._kept = ops.Kept()
+        layer._accumulator = ops.StatisticsAccumulator()
     try:
         yield
         for name, layer in layers.items():
@@ -59,14 +59,14 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
             _move_buffers(layer)
     finally:
         for layer in layers.values():
-            del layer._kept
+            del layer._accumulator
 
 
 def _check_buffers(name: str, layer: SyncBatchNorm) -> None:
     """Raises RuntimeError unless what was kept is for the buffers that ``layer`` has now."""
-    assert layer._kept is not None
+    assert layer._accumulator is not None
     own = {buffer.data_ptr() for buffer in layer.buffers(recurse=False)}
-    if not own.issuperset(buffer.data_ptr() for buffer in layer._kept.buffers()):
+    if not own.issuperset(buffer.data_ptr() for buffer in layer._accumulator.buffers()):
         raise RuntimeError(
             f"model: expected the same buffers at the end of accumulate_statistics as in the forward passes within it, "
             f"got others in {name!r}; none has moved"
@@ -74,9 +74,9 @@ def _check_buffers(name: str, layer: SyncBatchNorm) -> None:
 
 
 def _move_buffers(layer: SyncBatchNorm) -> None:
-    kept = layer._kept
-    assert kept is not None
+    accumulator = layer._accumulator
+    assert accumulator is not None
     with torch.no_grad():
-        if kept.counted is not None and layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.copy_(kept.counted)
-        kept.merge()
+        if accumulator.counted is not None and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.copy_(accumulator.counted)
+        accumulator.merge()

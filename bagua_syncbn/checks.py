@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .autograd import is_exporting
 from .communicators import Replica, peers_of
+from .options import EPS_MODES, Options
+from .torch_internals import is_exporting
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,43 +22,41 @@ def check_dimensions(input: Tensor) -> None:
 
 def check_eps_mode(eps_mode: str) -> None:
     """Raises ValueError unless ``eps_mode`` is one of the two."""
-    if eps_mode not in ops.EPS_MODES:
+    if eps_mode not in EPS_MODES:
         raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
 
 
-def check_eps(eps: float, positive: bool) -> None:
-    """Raises ValueError for an ``eps`` below 0, and for 0 where it has to be ``positive``."""
-    if eps < 0 or (positive and eps == 0):
+def checked_options(options: Options, training: bool) -> Options:
+    """Returns ``options`` with the activation that they name.
+
+    Raises:
+        ValueError: no call has these.
+    """
+    check_eps_mode(options.eps_mode)
+    positive = training and options.eps_mode == "plus"
+    if options.eps < 0 or (positive and options.eps == 0):
         expected = "a number above 0 in training" if positive else "a number of at least 0"
-        raise ValueError(f"eps: expected {expected}, got {eps}")
+        raise ValueError(f"eps: expected {expected}, got {options.eps}")
+    activation = ops.activation_of(options.activation)
+    return options if activation is options.activation else options._replace(activation=activation)
 
 
-def check_tensors(input: Tensor, tensors: dict[str, Tensor | None], num_batches_tracked: Tensor | None) -> None:
+def check_tensors(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, buffers: ops.Buffers
+) -> None:
     """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
-    kinds = _kinds(input, (*tensors.values(), num_batches_tracked))
-    if kinds is not None and kinds in _found_right:
-        return
+    running_mean, running_var, num_batches_tracked, _ = buffers
     if input.dtype not in _INPUT_DTYPES:
         raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
     check_dimensions(input)
-    knows_sizes = not is_tracing()  # their comparison would be made part of the trace
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
-        if knows_sizes and tensor.size() != input.shape[1:2]:
-            raise RuntimeError(
-                f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
-            )
-        _check_device(name, tensor, input)
-    if (tensors["running_mean"] is None) != (tensors["running_var"] is None):
+    _check_vector("running_mean", running_mean, input)
+    _check_vector("running_var", running_var, input)
+    _check_vector("weight", weight, input)
+    _check_vector("bias", bias, input)
+    if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     _check_counter(num_batches_tracked, input)
-    if kinds is not None:
-        if len(_found_right) == _MOST_KINDS:
-            _found_right.clear()
-        _found_right.add(kinds)
+    _check_residual(residual, input)
 
 
 def check_is_tensor(name: str, value: Any) -> None:
@@ -66,8 +65,19 @@ def check_is_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
-def check_residual(residual: Tensor | None, input: Tensor) -> None:
-    """Raises unless ``residual`` is None or has the dtype, size and device of ``input``."""
+def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
+    if tensor is None:
+        return
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
+    if not is_tracing() and tensor.size() != input.shape[1:2]:  # a comparison would be made part of the trace
+        raise RuntimeError(
+            f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
+        )
+    _check_device(name, tensor, input)
+
+
+def _check_residual(residual: Tensor | None, input: Tensor) -> None:
     if residual is None:
         return
     check_is_tensor("residual", residual)
@@ -76,22 +86,6 @@ def check_residual(residual: Tensor | None, input: Tensor) -> None:
     if not is_tracing() and residual.size() != input.size():
         raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {list(residual.size())}")
     _check_device("residual", residual, input)
-
-
-# Dtype, device and size of all tensors of a call: what a check looks at. A layer's seldom change.
-_Kinds = tuple[object, ...]
-_found_right: set[_Kinds] = set()
-_MOST_KINDS = 2**12
-
-
-def _kinds(input: Tensor, tensors: tuple[Tensor | None, ...]) -> _Kinds | None:
-    """Returns all that :func:`check_tensors` looks at; None while something traces, and for subclasses of tensors."""
-    if type(input) is not Tensor or torch.compiler.is_compiling() or is_tracing():
-        return None
-    parts: list[object] = [input.dtype, input.device, input.shape[1:2]]
-    for tensor in tensors:
-        parts += (None,) if tensor is None else (tensor.dtype, tensor.device, tensor.shape)
-    return tuple(parts)
 
 
 def check_kind(input: Tensor, process_group: Any) -> None:

@@ -13,22 +13,21 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
 from .autograd import (
-    Epilogue,
+    Call,
     as_in_first_run,
-    fused_evaluation,
-    is_capturing,
+    evaluated_batch_norm,
+    follow,
     is_repetition,
-    is_transforming,
     replicated_batch_norm,
     synchronized_batch_norm,
     this_thread,
-    unseen_by_selective_checkpointing,
 )
-from .checks import check_eps, check_eps_mode, check_kind, check_residual, check_tensors
+from .checks import check_kind, check_tensors, checked_options
 from .communicators import EVERYONE, Communicator, Peers, Replica, peers_of
 from .masks import masking_of
-from .ops import activation_of
-from .sync import name_of, tell_peers
+from .options import Options
+from .sync import FIXED_STATISTICS, name_of, sync_of, tell_peers
+from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
 
 def sync_batch_norm(
@@ -130,51 +129,81 @@ def sync_batch_norm(
 
     Each of these is raised before this rank waits for another one or writes to a buffer.
     """
-    tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    epilogue = None
-    masking = kept = None
+    buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
+    options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
+    tensors = input, weight, bias, residual
+    masks = mask, lengths, zero_masked
+    return batch_norm(*tensors, buffers, options, training, process_group, layer, *masks)
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    buffers: ops.Buffers,
+    options: Options,
+    training: bool,
+    process_group: Any,
+    layer: nn.Module | None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    zero_masked: bool = False,
+) -> Tensor:
+    """:func:`sync_batch_norm` of options as a layer has them. Its ranks are told of an error."""
+    tensors = input, weight, bias, residual
+    masks = mask, lengths, zero_masked
+    if torch.compiler.is_compiling():
+        return _batch_norm(*tensors, buffers, options, training, process_group, layer, *masks)
     try:
-        check_tensors(input, tensors, num_batches_tracked)
-        check_eps_mode(eps_mode)
-        check_eps(eps, positive=training and eps_mode == "plus")
-        if activation is not None or residual is not None:
-            epilogue = Epilogue(activation_of(activation), residual)
-            check_residual(residual, input)
-        masking = masking_of(layer, input, mask, lengths, zero_masked)
-        if training:
-            if momentum is None and running_mean is not None and num_batches_tracked is None:
-                raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-            check_kind(input, process_group)
-            kept = _kept_by(layer, running_mean)
+        return _batch_norm(*tensors, buffers, options, training, process_group, layer, *masks)
     except (TypeError, ValueError, RuntimeError) as error:
         if training:
             tell_peers(process_group, layer, error)
         raise
-    if not training:
-        output = _batch_norm_eval(input, running_mean, running_var, weight, bias, eps, eps_mode, epilogue)
-        return masking.clear(output) if masking is not None and masking.zeroes else output
 
-    if running_mean is None:
-        num_batches_tracked = None  # it counts what the running statistics hold
-    is_kept = kept is not None
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    buffers: ops.Buffers,
+    options: Options,
+    training: bool,
+    process_group: Any,
+    layer: nn.Module | None,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    zero_masked: bool,
+) -> Tensor:
+    check_tensors(input, weight, bias, residual, buffers)
+    options = checked_options(options, training)
+    masking = masking_of(layer, input, mask, lengths, zero_masked)
+    if not training:
+        return _evaluate(input, weight, bias, residual, buffers, options, masking)
+    if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
+        raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    check_kind(input, process_group)
+    accumulator = _accumulator_of(layer, buffers.running_mean)
+    if buffers.running_mean is None:
+        buffers = ops.NO_BUFFERS  # num_batches_tracked counts what the running statistics hold
+    elif accumulator is not None:
+        buffers = buffers._replace(accumulator=accumulator)
+    accumulates = accumulator is not None
     if not torch.compiler.is_compiling():
-        tracks = running_mean is not None
-        is_kept, masking, tracked = as_in_first_run(layer, (is_kept, masking, tracks))
+        tracks = buffers.running_mean is not None
+        accumulates, masking, tracked = as_in_first_run(layer, (accumulates, masking, tracks))
         # Left by fairscale's checkpoint_wrapper, which turns tracking off in the first of its two passes.
         if tracks and not tracked and hasattr(layer, "_track_running_stats_backup"):
-            refusal = RuntimeError(
+            raise RuntimeError(
                 "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
                 f"move running statistics, where a repetition moves none; got one around {type(layer).__name__}"
             )
-            tell_peers(process_group, layer, refusal)
-            raise refusal
-    options = ops.MergeOptions(
-        running_mean, running_var, num_batches_tracked, momentum, eps, eps_mode, skip_nonfinite, kept
-    )
     if isinstance(process_group, Replica):
         if masking is not None:
             raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
-        return replicated_batch_norm(input, weight, bias, options, process_group, epilogue)
+        return replicated_batch_norm(input, weight, bias, residual, buffers, options, process_group)
     peers = peers_of(process_group)
     communicator = peers.communicator() if torch.compiler.is_compiling() else _communicator_of(peers, layer)
     if communicator.size == 1:
@@ -184,18 +213,13 @@ def sync_batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        is_step = is_kept or masking is not None or eps_mode != "plus" or skip_nonfinite
-        if not is_step and momentum is not None:
-            is_fused = epilogue is not None and not _is_recorded(input)
-            if not is_fused and _suits_torch(input, tensors.values()):
-                output = _batch_norm_alone(
-                    input, running_mean, running_var, weight, bias, momentum, eps, num_batches_tracked
-                )
-                return output if epilogue is None else epilogue.after(output)
-    if masking is None:
-        return synchronized_batch_norm(input, weight, bias, options, communicator, layer, epilogue)
-    output = synchronized_batch_norm(input, weight, bias, options, communicator, layer, None, masking)
-    return output if epilogue is None else _after_masked(output, epilogue, masking)
+        follows = options.activation is not None or residual is not None
+        is_torchs = not accumulates and masking is None and _is_torchs(options)
+        is_torchs = is_torchs and (not follows or _is_recorded(input))
+        if is_torchs and _suits_torch(input, (*buffers[:2], weight, bias)):
+            return follow(_batch_norm_alone(input, weight, bias, buffers, options), residual, options)
+    sync = sync_of(layer, input, options, accumulates, communicator)
+    return synchronized_batch_norm(input, weight, bias, residual, Call(options, buffers, sync, layer, masking))
 
 
 def _communicator_of(peers: Peers, layer: nn.Module | None) -> Communicator:
@@ -207,19 +231,10 @@ def _communicator_of(peers: Peers, layer: nn.Module | None) -> Communicator:
         raise kind(f"forward of {name_of(layer)}: {error}") from error
 
 
-def _after_masked(output: Tensor, epilogue: Epilogue, masking: ops.Masking) -> Tensor:
-    """What follows a normalization with a mask, in operations of torch."""
-    if not masking.zeroes:
-        return epilogue.after(output)
-    if epilogue.residual is not None:
-        epilogue = epilogue._replace(residual=masking.clear(epilogue.residual))
-    return masking.clear(epilogue.after(output))
-
-
-def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept | None:
-    """Returns where ``layer`` keeps its statistics within accumulate_statistics; None outside of it."""
-    kept: ops.Kept | None = getattr(layer, "_kept", None)
-    if kept is None or running_mean is None:
+def _accumulator_of(layer: nn.Module | None, running_mean: Tensor | None) -> ops.StatisticsAccumulator | None:
+    """Returns what takes the statistics of ``layer`` within accumulate_statistics; None outside of it."""
+    accumulator: ops.StatisticsAccumulator | None = getattr(layer, "_accumulator", None)
+    if accumulator is None or running_mean is None:
         return None
     if running_mean is not getattr(layer, "running_mean", None):
         raise RuntimeError(
@@ -231,7 +246,7 @@ def _kept_by(layer: nn.Module | None, running_mean: Tensor | None) -> ops.Kept |
             "accumulate_statistics: expected no capture of a CUDA graph, whose replays it does not see; capture "
             "outside of it"
         )
-    return kept
+    return accumulator
 
 
 @functools.cache
@@ -265,7 +280,7 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     # What a trace decides holds for other sizes too: there, the size must not decide who is faster.
     if input.numel() == 0:
         return False
-    return _is_recorded(input) or not (this_thread.depth or ops.beat_torch(input))
+    return _is_recorded(input) or not (this_thread.depth or ops.prefer_native(input))
 
 
 def _is_recorded(input: Tensor) -> bool:
@@ -274,16 +289,15 @@ def _is_recorded(input: Tensor) -> bool:
     return is_traced or is_transforming()
 
 
+def _is_torchs(options: Options) -> bool:
+    """Whether F.batch_norm normalizes with these options. The factor of ``momentum=None`` would be read by the host."""
+    return options.momentum is not None and options.eps_mode == "plus" and not options.skip_nonfinite
+
+
 def _batch_norm_alone(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-    num_batches_tracked: Tensor | None,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, buffers: ops.Buffers, options: Options
 ) -> Tensor:
+    running_mean, running_var, num_batches_tracked, _ = buffers
     if running_mean is not None and running_var is not None and is_repetition():
         # The batch was counted in the forward pass that this one repeats.
         num_batches_tracked = None
@@ -291,32 +305,38 @@ def _batch_norm_alone(
             running_mean, running_var = running_mean.clone(), running_var.clone()
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
-    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    assert options.momentum is not None
+    return F.batch_norm(input, running_mean, running_var, weight, bias, True, options.momentum, options.eps)
 
 
-def _batch_norm_eval(
+def _evaluate(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    eps_mode: str,
-    epilogue: Epilogue | None,
+    residual: Tensor | None,
+    buffers: ops.Buffers,
+    options: Options,
+    masking: ops.Masking | None,
 ) -> Tensor:
-    if running_mean is None or running_var is None:
+    mean, var = buffers[:2]
+    if mean is None or var is None:
         raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
-    if epilogue is not None and not _is_recorded(input):
+    masking = masking if masking is not None and masking.zeroes else None
+    eps, is_clamp = options.eps, options.eps_mode == "clamp"
+    follows = options.activation is not None or residual is not None or masking is not None
+    if follows and not _is_recorded(input):
         dtype = ops.accumulate_dtype(input.dtype)
-        var = running_var.to(dtype)
-        invstd = (var.clamp(min=eps) if eps_mode == "clamp" else var + eps).rsqrt()
-        return fused_evaluation(input, weight, bias, epilogue, running_mean.to(dtype), invstd)
-    if eps_mode == "clamp":
+        var = var.to(dtype)
+        invstd = (var.clamp(min=eps) if is_clamp else var + eps).rsqrt()
+        call = Call(options, ops.NO_BUFFERS, FIXED_STATISTICS, masking=masking)
+        return evaluated_batch_norm(input, weight, bias, residual, call, mean.to(dtype), invstd)
+    if is_clamp:
         # F.batch_norm adds eps again; that of torch 2.10 takes no eps of 0.
-        running_var = (running_var.to(ops.accumulate_dtype(running_var.dtype)) - eps).clamp(min=0)
-    tensors = (running_mean, running_var, weight, bias)
-    if not _torch_takes(input, tensors):
+        var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
+    if not _torch_takes(input, (mean, var, weight, bias)):
         dtype = ops.accumulate_dtype(input.dtype)
-        running_mean, running_var, weight, bias = (None if t is None else t.to(dtype) for t in tensors)
-    output = F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
-    return output if epilogue is None else epilogue.after(output)
+        mean, var, weight, bias = (None if t is None else t.to(dtype) for t in (mean, var, weight, bias))
+    if masking is not None:
+        input = masking.clear(input)
+    output = F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
+    return follow(output, residual, options, masking)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from .autograd import is_transforming
 from .checks import check_is_tensor
 from .ops import Masking
+from .torch_internals import is_transforming
 
 
 def masking_of(

@@ -8,11 +8,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
+from .cached_call import CachedCall, remember_call
 from .checks import check_dimensions, check_eps_mode
 from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
-from .functional import sync_batch_norm
+from .functional import batch_norm
 from .ops import activation_of
-from .settled import Settled, settle
+from .options import Options, options_of
 from .sync import tell_peers
 from .tracing import Proxy, as_one_node
 
@@ -114,11 +115,11 @@ class SyncBatchNorm(_BatchNorm):
     # What positions count within masked.
     _masking: Any = None
 
-    # Where statistics are kept within accumulate_statistics.
-    _kept: ops.Kept | None = None
+    # Takes the statistics within accumulate_statistics.
+    _accumulator: ops.StatisticsAccumulator | None = None
 
-    # What the last plain call over several ranks has found right.
-    _settled: Settled | None = None
+    # The last training call over several ranks, which passed all checks.
+    _cached_call: CachedCall | None = None
 
     # What revert_sync_batchnorm turns the layer into. A subclass of this one must name its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
@@ -192,13 +193,13 @@ class SyncBatchNorm(_BatchNorm):
             return as_one_node(self, input, (input,), given)
         _check_dimensions(self, input)
         is_plain = residual is mask is lengths is None and not is_dynamo_compiling()
-        settled = self._settled if is_plain else None
-        if settled is not None and (output := settled.step(self, input)) is not None:
+        cached = self._cached_call if is_plain else None
+        if cached is not None and (output := cached.run(self, input)) is not None:
             return output
-        options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
-        output = _normalize(self, input, self.fused_activation, **options)
+        masks = {"mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+        output = _normalize(self, input, residual, options_of(self), **masks)
         if is_plain:
-            settle(self, input)
+            remember_call(self, input)
         return output
 
     def _tensor(self, name: str) -> Any:
@@ -268,7 +269,7 @@ class SyncBatchNorm(_BatchNorm):
 def forward_with(layer: SyncBatchNorm, input: Tensor, activation: str | tuple[str, float] | nn.Module) -> Tensor:
     """Returns what ``layer`` makes of ``input``, and then ``activation``: what a container calls that fuses the two."""
     _check_dimensions(layer, input)
-    return _normalize(layer, input, activation)
+    return _normalize(layer, input, None, options_of(layer)._replace(activation=activation))
 
 
 def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
@@ -280,33 +281,21 @@ def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
         raise
 
 
-def _normalize(layer: SyncBatchNorm, input: Tensor, activation: Any, **options: Any) -> Tensor:
+def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, options: Options, **masks: Any) -> Tensor:
     tracks = layer.training and layer.track_running_stats
     running_mean, running_var = layer._tensor("running_mean"), layer._tensor("running_var")
     uses_batch = layer.training or (running_mean is None and running_var is None)
-    uses_running = tracks or not uses_batch
-    return sync_batch_norm(
-        input,
-        running_mean if uses_running else None,
-        running_var if uses_running else None,
-        layer._tensor("weight"),
-        layer._tensor("bias"),
-        uses_batch,
-        layer.momentum,
-        layer.eps,
-        layer._ranks() if layer.training else LOCAL,
-        num_batches_tracked=layer._tensor("num_batches_tracked") if tracks else None,
-        eps_mode=layer.eps_mode,
-        skip_nonfinite=layer.skip_nonfinite,
-        layer=layer,
-        activation=activation,
-        **options,
-    )
+    buffers = ops.NO_BUFFERS
+    if tracks or not uses_batch:
+        buffers = ops.Buffers(running_mean, running_var, layer._tensor("num_batches_tracked") if tracks else None)
+    tensors = input, layer._tensor("weight"), layer._tensor("bias"), residual
+    ranks = layer._ranks() if layer.training else LOCAL
+    return batch_norm(*tensors, buffers, options, uses_batch, ranks, layer, **masks)
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
     """Returns ``state`` of a layer as it can be copied and pickled."""
-    return {name: value for name, value in state.items() if name not in ("_replica", "_kept", "_masking")}
+    return {name: value for name, value in state.items() if name not in ("_replica", "_accumulator", "_masking")}
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

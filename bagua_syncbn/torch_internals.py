@@ -87,7 +87,9 @@ def is_grads_batch(gradient: torch.Tensor) -> bool:
 
 def is_transformed(gradient: torch.Tensor) -> bool:
     """Whether ``gradient``, given to a backward pass, may be what operations of torch take but kernels do not."""
-    return is_transforming() or is_grads_batch(gradient)
+    if torch.compiler.is_compiling():
+        return False
+    return _has_transforms() or _level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 # The tensor itself, or what is in it where a transform that has ended left it over.

@@ -183,7 +183,11 @@ inline Mask mask_of(const Tensor& mask, const Tensor& input) {
          sizes_of(mask));
 }
 
-// Of an op with an activation, besides those of the op without.
+inline std::optional<Mask> mask_of(const std::optional<Tensor>& mask, const Tensor& input) {
+  return mask ? std::optional(mask_of(*mask, input)) : std::nullopt;
+}
+
+// What follows the normalization.
 inline void check_act(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& residual, int64_t activation) {
   check_channels_of_input({{"weight", weight}, {"bias", bias}}, input);

@@ -66,7 +66,7 @@ BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t most) {
   return static_cast<A>(static_cast<int64_t>(value)) == value;
 }
 
-// What the ops write to `fault`, see bagua_syncbn/ops/schemas.py.
+// What the ops write to `fault`, see bagua_syncbn/ops/__init__.py.
 struct Fault {
   enum Kind : int64_t { kNone, kWords, kCount, kSum };
   int64_t kind = kNone;

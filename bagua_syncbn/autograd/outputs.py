@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from .. import ops
 from ..sync import name_of
 from ..torch_internals import may_hook_saving, saving_hooks
-from .epilogue import Epilogue
 
 
 class _Local(threading.local):
@@ -140,14 +139,10 @@ class _Recipe(_Remade):
                 f"{self._name}: expected an input that stays as it was until backward, from which recompute_outputs "
                 "makes the output anew; it was written to in place"
             )
-        made: Tensor
-        if self._zeroed is not None:
-            made = ops.batch_norm_masked_elemt(self._input, *self._factors, self._zeroed)
-        elif self._activation is None:
-            made = ops.batch_norm_elemt(self._input, *self._factors)
-        else:
-            code, parameter = self._activation.code, self._activation.parameter
-            made = ops.batch_norm_act_elemt(self._input, *self._factors, None, code, parameter)
+        activation = self._activation or ops.IDENTITY
+        made: Tensor = ops.batch_norm_elemt(
+            self._input, *self._factors, self._zeroed, None, activation.code, activation.parameter
+        )
         return made
 
 
@@ -170,7 +165,8 @@ def note_output(
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
-    epilogue: Epilogue | None,
+    residual: Tensor | None,
+    activation: ops.Activation | None,
     zeroed: Tensor | None = None,
 ) -> None:
     """Notes how ``layer`` has made ``output``, which is 0 outside of the mask ``zeroed``, if outputs are recomputed.
@@ -179,7 +175,7 @@ def note_output(
     """
     if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None:
         return
-    if epilogue is not None and epilogue.residual is not None:
+    if residual is not None:
         return
     hooks = saving_hooks()
     if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
@@ -187,7 +183,7 @@ def note_output(
     # Copies: parameters may change before backward, and fully sharded ones are not even there.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, mean, invstd
-    recipe = _Recipe(_name_of(layer), output, input, factors, epilogue and epilogue.activation, zeroed)
+    recipe = _Recipe(_name_of(layer), output, input, factors, activation, zeroed)
     output.grad_fn.recipe = recipe  # type: ignore[attr-defined]
 
 

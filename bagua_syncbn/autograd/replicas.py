@@ -24,8 +24,8 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators.replicas import Replica
+from ..options import Options
 from ..torch_internals import is_transformed
-from .epilogue import Epilogue
 from .outputs import note_output
 
 
@@ -33,16 +33,17 @@ def replicated_batch_norm(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    options: ops.MergeOptions,
+    residual: Tensor | None,
+    buffers: ops.Buffers,
+    options: Options,
     replica: Replica,
-    epilogue: Epilogue | None = None,
 ) -> Tensor:
     """Training of :func:`~bagua_syncbn.sync_batch_norm` in a replica. Only replica 0 updates its buffers."""
 
     def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
         # Replica 0 may run without gradients while another replica needs them.
         with torch.set_grad_enabled(any(packed.requires_grad for packed in statistics)):
-            count, *merged = _Merge.apply(options, *statistics)
+            count, *merged = _Merge.apply(buffers, options, *statistics)
         return [(own, count) for own in merged]
 
     totals = _Totals()
@@ -50,13 +51,9 @@ def replicated_batch_norm(
     input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
     merged, count = replica.meet(statistics, merge)
     totals.merged, totals.count = merged.detach(), count
-    if epilogue is not None:
-        activation = epilogue.activation or ops.IDENTITY
-        output: Tensor = _FusedNormalize.apply(input, weight, bias, merged, epilogue.residual, activation)
-    else:
-        output = _Normalize.apply(input, weight, bias, merged)
+    output: Tensor = _Normalize.apply(input, weight, bias, merged, residual, options.activation)
     mean, invstd = merged.detach().chunk(2)
-    note_output(output, replica.layer, input, weight, bias, mean, invstd, epilogue)
+    note_output(output, replica.layer, input, weight, bias, mean, invstd, residual, options.activation)
     return output
 
 
@@ -131,11 +128,12 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: ops.MergeOptions,
+        buffers: ops.Buffers,
+        options: Options,
         *statistics: Tensor,
     ) -> tuple[Tensor, ...]:
         """Returns the count, and what was merged, ``[mean (C) | invstd (C)]``, once for each replica."""
-        mean, invstd, count, ctx.clamped = ops.merge_stats(torch.stack(statistics), options)
+        mean, invstd, count, ctx.clamped = ops.merge_stats(torch.stack(statistics), buffers, options)
         ctx.mark_non_differentiable(count)
         return count, *(torch.cat([mean, invstd]) for _ in statistics)
 
@@ -145,27 +143,11 @@ class _Merge(torch.autograd.Function):
         # In the order of replicas, so that the bits do not depend on which device is ready first.
         total = ops.clear_clamped(torch.stack(sums).sum(0), ctx.clamped)
         total = F.pad(total, (0, 2))  # of the size of statistics, whose last two values are the count
-        return None, *[total] * len(sums)
+        return None, None, *[total] * len(sums)
 
 
 class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, merged: Tensor) -> Tensor:
-        ctx.save_for_backward(input, weight, merged)
-        return ops.batch_norm_elemt(input, weight, bias, *merged.chunk(2))  # type: ignore[no-any-return]
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recipe = None  # whoever saves the output has come before
-        input, weight, merged = ctx.saved_tensors
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(grad_output, input, *merged.chunk(2), weight)
-        grads = (grad_output, grad_weight, grad_bias, sums)
-        return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))
-
-
-class _FusedNormalize(torch.autograd.Function):
-    """With an activation, whose gradient goes along x as ``grad_output`` does without."""
+    """Normalization and what follows it. The gradient of the normalized values goes along x."""
 
     @staticmethod
     def forward(
@@ -175,19 +157,28 @@ class _FusedNormalize(torch.autograd.Function):
         bias: Tensor | None,
         merged: Tensor,
         residual: Tensor | None,
-        activation: ops.Activation,
+        activation: ops.Activation | None,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, bias, merged, residual)
-        act = ctx.act = activation.code, activation.parameter
-        return ops.batch_norm_act_elemt(input, weight, bias, *merged.chunk(2), residual, *act)  # type: ignore[no-any-return]
+        ctx.activation = activation
+        ctx.save_for_backward(input, weight, merged, *((None, None) if activation is None else (bias, residual)))
+        code, parameter = (0, 0.0) if activation is None else (activation.code, activation.parameter)
+        output: Tensor = ops.batch_norm_elemt(
+            input, weight, bias, *merged.chunk(2), residual=residual, activation=code, parameter=parameter
+        )
+        return output
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         ctx.recipe = None  # whoever saves the output has come before
-        input, weight, bias, merged, residual = ctx.saved_tensors
-        sums, grad_weight, grad_bias, grad = ops.batch_norm_act_backward_reduce(
-            grad_output, input, *merged.chunk(2), weight, bias, residual, *ctx.act
+        input, weight, merged, bias, residual = ctx.saved_tensors
+        grad, through = grad_output, {}
+        if ctx.activation is not None:
+            code, parameter = ctx.activation.code, ctx.activation.parameter
+            grad = torch.empty_like(input)
+            through = {"bias": bias, "residual": residual, "activation": code, "parameter": parameter, "grad": grad}
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+            grad_output, input, *merged.chunk(2), weight, **through
         )
         grads = (grad, grad_weight, grad_bias, sums, grad, None)
         return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

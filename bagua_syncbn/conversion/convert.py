@@ -133,7 +133,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     groups = [_groups_before_conversion(layer) for layer in layers]
     with _restored_on_error(changed):
         for layer, attributes in zip(layers, groups, strict=True):
-            for name in ("_peers", "_settled", "groups_before", "name_in_model", "converted_model"):
+            for name in ("_peers", "_cached_call", "groups_before", "name_in_model", "converted_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
         for part, cls in changed.items():

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from ..autograd import is_repetition, unseen_by_selective_checkpointing
+from .. import ops
+from ..autograd import is_repetition
 from ..communicators import LOCAL
-from ..functional import sync_batch_norm
+from ..functional import batch_norm
+from ..options import options_of
 from ..sync_batchnorm import SyncBatchNorm
+from ..torch_internals import unseen_by_selective_checkpointing
 from ..tracing import Proxy, as_one_node
 
 
@@ -81,15 +84,15 @@ def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
     Too many are a batch that is repeated in backward, and all but one within accumulate_statistics.
     """
     counted = getattr(layer, "num_batches_tracked", None)
-    if not isinstance(counted, Tensor) or not (layer._kept or is_repetition()):
+    if not isinstance(counted, Tensor) or not (layer._accumulator or is_repetition()):
         yield
         return
     with unseen_by_selective_checkpointing():
         before = counted.clone()
     try:
         yield
-        if layer._kept:
-            layer._kept.counted = counted.clone()
+        if layer._accumulator:
+            layer._accumulator.counted = counted.clone()
     finally:  # checkpointing ends a repetition by an exception, when it has what it needs
         with unseen_by_selective_checkpointing():
             counted.copy_(before)
@@ -119,7 +122,7 @@ BATCH_NORMS: Mapping[Any, Callable[..., _Call]] = {
 
 
 class _Redirect(TorchFunctionMode):
-    """Sends calls of batch normalization with tensors of ``layer`` to :func:`sync_batch_norm`, with its group."""
+    """Sends calls of batch normalization with tensors of ``layer`` to :func:`batch_norm`, with its group."""
 
     def __init__(self, layer: ObservedSyncBatchNorm) -> None:
         super().__init__()
@@ -133,16 +136,13 @@ class _Redirect(TorchFunctionMode):
                 self.layer.note_synchronization()
                 # A layer with frozen statistics asks for evaluation in training: then there is nothing to synchronize.
                 if call.training or _differs_from_torch(self.layer):
-                    # The forward counts the batches itself, as torch's does before this call.
                     layer = self.layer
-                    return sync_batch_norm(
-                        *call,
-                        process_group=layer._ranks() if call.training else LOCAL,
-                        eps_mode=layer.eps_mode,
-                        skip_nonfinite=layer.skip_nonfinite,
-                        layer=layer,
-                        activation=layer.fused_activation,
-                    )
+                    # The forward counts the batches itself, as torch's does before this call.
+                    buffers = ops.Buffers(call.running_mean, call.running_var)
+                    options = options_of(layer)._replace(eps=call.eps, momentum=call.momentum)
+                    ranks = layer._ranks() if call.training else LOCAL
+                    tensors = call.input, call.weight, call.bias, None
+                    return batch_norm(*tensors, buffers, options, call.training, ranks, layer)
             elif self.layer.training and call.training and not self._is_of_a_part(call):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)

@@ -1,16 +1,75 @@
-"""What is computed, knowing nothing of ranks. See :mod:`bagua_syncbn.ops.schemas` for shapes and dtypes."""
+r"""What is computed, knowing nothing of ranks: the six ops of ``torch.ops.bagua_syncbn``.
+
+Shapes and dtypes. ``input`` is (N, C, \*) in float16, bfloat16, float32 or float64. The *accumulate dtype* is float64
+for float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
+
+==============================  =====================================================================================
+``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
+                                ``[mean (C) | var (C) | low | high | words (K)]``: mean and biased variance of each
+                                channel, the number of values per channel, ``count = low + high * 2**24``, in two words
+                                because a float32 stops counting at ``2**24``, and the words for ``speaker`` and
+                                ``call``
+``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, to ``mean`` (C), ``invstd`` (C) and
+                                ``count`` (int64 scalar) of all ranks together; updates the running statistics in place,
+                                with ``skip_nonfinite`` only if they stay finite. Where the words differ between rows,
+                                or a count is none, ``mean`` and ``invstd`` are NaN, no buffer changes and ``fault``
+                                says so
+``batch_norm_elemt``            ``act(z)``, ``z = (input - mean) * invstd * weight + bias + residual``, in the dtype and
+                                memory format of ``input``
+``batch_norm_backward_reduce``  to ``sums`` of 2C + K values, ``[sum_g (C) | sum_g_xmu (C) | words (K)]``, where ``g``
+                                is ``grad_output * act'(z)``, made from ``input`` and ``residual`` once more, and
+                                ``xmu`` is ``input - mean``, with the words for ``fingerprint``; ``grad_weight`` (C) and
+                                ``grad_bias`` (C) of this rank, in the dtype of ``weight`` if there is one, else in the
+                                accumulate dtype. ``grad``, of the dtype and memory format of ``input``, receives ``g``:
+                                the gradient of ``residual``
+``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``; with an
+                                activation, from ``g`` made of ``grad_output`` and ``input`` once more, without a
+                                residual. The K words that follow the 2C sums are pairs ``(w, w**2)``, added up: where
+                                those of the ranks differed, the gradient is NaN and ``fault`` says so.
+                                ``batch_norm_backward_elemt_`` puts it in the place of ``grad``
+==============================  =====================================================================================
+
+``activation`` is the code of one in ``activations.py``; 0 is none, as ``None`` is no ``residual`` and no ``mask``.
+
+``mask`` says which positions count, the same for all channels: a contiguous bool (N, \*), or int64 lengths (N) for an
+input (N, C, \*, L), of which the first so many places along L count. All others:
+
+==============================  =====================================================================================
+``batch_norm_stats``            are left out
+``batch_norm_elemt``            are 0 in the output, whatever ``input`` and ``residual`` are there
+``batch_norm_backward_reduce``  are left out of the sums, and 0 in ``grad``: of an output that is 0 there. Where it is
+                                not, they take part, and there is no ``mask``
+``batch_norm_backward_elemt``   are 0 if it ``zeroes``, else ``g * invstd * weight``: nothing passes through the
+                                statistics there
+==============================  =====================================================================================
+
+Words are integers that the dtype holds exactly, the same on all ranks. A row of statistics ends in ``layer``, ``terms``
+and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then its size is odd. Sums end in
+``a, a**2, b, b**2, c, c**2`` if there is a ``fingerprint = a + b * 2**12 + c * 2**24``. Each is one integer, and what
+few calls need comes last, since the host spends half a microsecond on every argument that is given.
+
+``fault`` is an int64 tensor of 8 values in the memory of the host, pinned for a device that writes to it; the first
+fault stays until the host clears it:
+
+========================  =============================================================================================
+``[0, ...]``              none
+``[1, rank, a, b]``       the words of ``rank`` (b, 3 values) are not those of rank 0 (a, 3 values)
+``[2, rank, a, b]``       the count of ``rank`` is not an integer from 0 to ``2**53``
+``[3, call, ...]``        the words of the ranks in a sum differed, in the op that was given this ``call``
+========================  =============================================================================================
+"""
 
 import torch
 
 from . import reference
 from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
+from .definition import accumulate_dtype, per_channel, reduced_dims
 from .fallback import cuda_problem
 from .layout import laid_out_as
-from .masking import Masking
-from .merge import EPS_MODES, Kept, MergedStats, MergeOptions, clear_clamped, merge_stats
-from .native import KERNELS, beat_torch, outrun_memory
-from .reference import of_positions, parts_of, per_channel, reduced_dims, words_of_row
-from .schemas import PARTS, WORDS, accumulate_dtype
+from .masking import Masking, of_positions
+from .merge import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
+from .native import KERNELS, prefer_native, recompute_is_cheaper
+from .words import PARTS, WORDS, parts_of, words_of_row
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
@@ -18,50 +77,36 @@ batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
 batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
 batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
-batch_norm_act_elemt = torch.ops.bagua_syncbn.batch_norm_act_elemt.default
-batch_norm_act_backward_reduce = torch.ops.bagua_syncbn.batch_norm_act_backward_reduce.default
-batch_norm_act_backward_elemt = torch.ops.bagua_syncbn.batch_norm_act_backward_elemt.default
-batch_norm_masked_stats = torch.ops.bagua_syncbn.batch_norm_masked_stats.default
-batch_norm_masked_elemt = torch.ops.bagua_syncbn.batch_norm_masked_elemt.default
-batch_norm_masked_backward_reduce = torch.ops.bagua_syncbn.batch_norm_masked_backward_reduce.default
-batch_norm_masked_backward_elemt = torch.ops.bagua_syncbn.batch_norm_masked_backward_elemt.default
 
 __all__ = [
-    "EPS_MODES",
     "IDENTITY",
     "KERNELS",
+    "NO_BUFFERS",
     "PARTS",
     "WORDS",
     "Activation",
-    "Kept",
+    "Buffers",
     "Masking",
-    "MergeOptions",
     "MergedStats",
+    "StatisticsAccumulator",
     "accumulate_dtype",
     "activation_of",
     "activation_recorded_by",
-    "batch_norm_act_backward_elemt",
-    "batch_norm_act_backward_reduce",
-    "batch_norm_act_elemt",
     "batch_norm_backward_elemt",
     "batch_norm_backward_elemt_",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",
-    "batch_norm_masked_backward_elemt",
-    "batch_norm_masked_backward_reduce",
-    "batch_norm_masked_elemt",
-    "batch_norm_masked_stats",
     "batch_norm_stats",
-    "beat_torch",
     "clear_clamped",
     "cuda_problem",
     "laid_out_as",
     "merge_stats",
     "of_positions",
-    "outrun_memory",
     "parts_of",
     "per_channel",
+    "prefer_native",
+    "recompute_is_cheaper",
     "reduced_dims",
     "reference",
     "words_of_row",

@@ -13,8 +13,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from . import reference
+from .definition import SCHEMAS
 from .native import KERNELS
-from .schemas import SCHEMAS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -5,37 +5,50 @@ where ``eps`` replaces the variance, no gradient passes through it.
 """
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .schemas import words_in
+from .words import words_in
 
-EPS_MODES = ("plus", "clamp")
+if TYPE_CHECKING:
+    from ..options import Options
 
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
-class Kept:
-    """Statistics of several batches, kept to move the buffers once."""
+class Buffers(NamedTuple):
+    """The buffers that a call moves, and what takes the statistics in their place until a step is over."""
+
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    num_batches_tracked: Tensor | None = None
+    accumulator: "StatisticsAccumulator | None" = None
+
+
+NO_BUFFERS = Buffers()
+
+
+class StatisticsAccumulator:
+    """The statistics of several batches, which move the buffers once."""
 
     def __init__(self) -> None:
         # Nested pairs of the last and those before it: torch.compile can add to them without a guard on their number.
         self._rows: Any = None
-        self._options: MergeOptions | None = None
+        self._buffers = NO_BUFFERS
+        self._options: Options | None = None
         # num_batches_tracked after the batches, where the layer counts them itself.
         self.counted: Tensor | None = None
 
-    def add(self, rows: Tensor, options: "MergeOptions") -> None:
-        """Adds ``rows``, what all ranks have gathered of one batch."""
+    def add(self, rows: Tensor, buffers: Buffers, options: "Options") -> None:
+        """Adds ``rows``, gathered from all ranks for one batch."""
         self._rows = rows, self._rows
-        self._options = options
+        self._buffers, self._options = Buffers(*buffers[:3]), options
 
     def buffers(self) -> list[Tensor]:
         """Returns the buffers that :meth:`merge` is to move."""
-        buffers = () if self._options is None else self._options[:3]
-        return [buffer for buffer in buffers if buffer is not None]
+        return [buffer for buffer in self._buffers[:3] if buffer is not None]
 
     def merge(self) -> None:
         """Moves the buffers, once, by the statistics of all batches together, and as the last one had it."""
@@ -46,7 +59,7 @@ class Kept:
             batch, pair = pair
             rows.append(_checked(batch))
         # In the order in which they came.
-        merge_stats(torch.cat(rows[::-1]), self._options._replace(kept=None))
+        merge_stats(torch.cat(rows[::-1]), self._buffers, self._options)
 
 
 def _checked(rows: Tensor) -> Tensor:
@@ -59,37 +72,21 @@ def _checked(rows: Tensor) -> Tensor:
     return torch.cat([rows[:, :-1], rows[:, -1:].masked_fill(differ, torch.nan)], 1)
 
 
-class MergeOptions(NamedTuple):
-    """How the statistics of all ranks are merged, and the buffers that they update."""
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    momentum: float | None
-    eps: float
-    eps_mode: str
-    skip_nonfinite: bool = False
-    kept: Kept | None = None  # to add the statistics to, in place of updating the buffers
-
-    def without_buffers(self) -> "MergeOptions":
-        """Returns how to merge without updating anything."""
-        return MergeOptions(None, None, None, *self[3:7])
-
-
 # Mean (C), inverse deviation (C), values per channel on all ranks as an int64 scalar, and (C) of bool, where eps
 # replaces the variance; None for "plus". Not a NamedTuple: to make one takes a microsecond.
 MergedStats: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def merge_stats(gathered: Tensor, options: MergeOptions, fault: Tensor | None = None) -> MergedStats:
+def merge_stats(gathered: Tensor, buffers: Buffers, options: "Options", fault: Tensor | None = None) -> MergedStats:
     """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
-    running_mean, running_var, counter, momentum, eps, eps_mode, skip_nonfinite, kept = options
-    if kept is not None:
-        kept.add(gathered, options)
-        return merge_stats(gathered, options.without_buffers(), fault)
+    running_mean, running_var, counter, accumulator = buffers
+    eps, momentum, eps_mode, skip_nonfinite, _ = options
+    if accumulator is not None:
+        accumulator.add(gathered, buffers, options)
+        return merge_stats(gathered, NO_BUFFERS, options, fault)
     if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
         whole = counter.to(torch.int64)
-        merged = merge_stats(gathered, options._replace(num_batches_tracked=whole), fault)
+        merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, fault)
         counter.copy_(whole)
         return merged
     is_clamp = eps_mode != "plus"

@@ -45,13 +45,13 @@ KERNELS = _load()
 ``", cuda"`` if the library has CUDA kernels too."""
 
 
-def beat_torch(input: Tensor) -> bool:
+def prefer_native(input: Tensor) -> bool:
     """Whether the ops normalize ``input`` in training faster than F.batch_norm does. Not known for the CUDA kernels."""
     worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
     return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
 
 
-def outrun_memory(input: Tensor, activation: Activation) -> bool:
+def recompute_is_cheaper(input: Tensor, activation: Activation) -> bool:
     """Whether the ops compute ``activation`` of values like those of ``input`` faster than memory gives and takes them.
 
     Then the gradient through it is made twice in a backward pass, and not stored between.

@@ -30,6 +30,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
+from ..options import Options
 from ..torch_internals import group_named, is_capturing, unseen_by_selective_checkpointing
 from .faults import ON_CPU, RECORDS, FaultRecord, record_for
 
@@ -47,31 +48,36 @@ _TEXT = 480  # bytes in which a rank says what it does
 # Signatures
 
 
-class CallOptions(NamedTuple):
-    """What a call must have in common on all ranks. Numbers only, whose hash is the same in each process."""
+class SharedOptions(NamedTuple):
+    """What a call must have in common on all ranks."""
 
     channels: int
-    eps: float
-    momentum: float  # -1 for None
-    eps_mode: int
-    skip_nonfinite: bool
     is_double: bool
     accumulates: bool
+    options: Options
 
     def word(self, direction: int) -> int:
         """Returns what stands for them in a header."""
-        return hash_of(direction, *self) % (WORD - 1) + 1
+        return hash_of(direction, *self.constants()) % (WORD - 1) + 1
+
+    def constants(self) -> tuple[float | str | None, ...]:
+        """Returns all without nesting, as torch.compile hands values to a function that it does not trace."""
+        *options, activation = self.options
+        return *self[:3], *options, *(activation or ())
+
+    @classmethod
+    def of_constants(cls, channels: int, is_double: bool, accumulates: bool, *options: Any) -> SharedOptions:
+        """The inverse of :meth:`constants`."""
+        last = len(Options._fields) - 1
+        activation = ops.Activation(*options[last:]) if options[last:] else None
+        return cls(channels, is_double, accumulates, Options._make((*options[:last], activation)))
 
     def text(self) -> str:
-        values = [f"{self.channels} channels", "float64" if self.is_double else "float32", f"eps={self.eps}"]
-        values.append(f"momentum={None if self.momentum == -1 else self.momentum}")
-        if self.eps_mode:
-            values.append(f"eps_mode={ops.EPS_MODES[self.eps_mode]}")
-        if self.skip_nonfinite:
-            values.append("skip_nonfinite")
-        if self.accumulates:
-            values.append("in accumulate_statistics")
-        return ", ".join(values)
+        values = [f"{self.channels} channels", "float64" if self.is_double else "float32"]
+        usual = Options(eps=-1, momentum=-1)  # these two are always said
+        options = zip(Options._fields, self.options, usual, strict=True)
+        values += [f"{name}={value}" for name, value, default in options if value != default]
+        return ", ".join([*values, "in accumulate_statistics"] if self.accumulates else values)
 
 
 class CallSignature:
@@ -91,7 +97,7 @@ class CallSignature:
     backward: CallSignature
     derivative: CallSignature
 
-    def __init__(self, layer: int, name: str, kind: str, options: CallOptions, direction: int) -> None:
+    def __init__(self, layer: int, name: str, kind: str, options: SharedOptions, direction: int) -> None:
         numel = 2 * options.channels + (ops.PARTS if direction else 2 + ops.WORDS)
         self.message = bool(direction), numel, torch.float64 if options.is_double else torch.float32
         self.key = layer, options.word(direction)
@@ -106,9 +112,9 @@ _signatures: dict[Any, CallSignature] = {}
 _texts: dict[tuple[int, int], str] = {}
 
 
-def hash_of(*numbers: float) -> int:
+def hash_of(*values: float | str | None) -> int:
     """Returns a hash that is the same in each process."""
-    return hash(numbers)
+    return hash(tuple(zlib.crc32(value.encode()) if isinstance(value, str) else value or 0 for value in values))
 
 
 def word_of(text: str) -> int:
@@ -116,21 +122,20 @@ def word_of(text: str) -> int:
     return zlib.crc32(text.encode()) % (WORD - 1) + 1
 
 
-def _momentum_of(layer: nn.Module | None, options: ops.MergeOptions) -> float | None:
+def _common(layer: nn.Module | None, options: Options) -> Options:
+    """Returns the options that all ranks have in common in a call of ``layer``."""
     # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
-    return None if getattr(layer, "momentum", 0) is None else options.momentum
+    averages = getattr(layer, "momentum", 0) is None
+    return options._replace(momentum=None) if averages else options
 
 
-def options_of(layer: nn.Module | None, input: Tensor, options: ops.MergeOptions) -> CallOptions:
-    """Returns the options of a call of ``layer`` with ``input``."""
-    momentum = _momentum_of(layer, options)
+def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
+    """Returns what a call of ``layer`` with ``input`` has in common on all ranks."""
+    options = _common(layer, options)
     # As they are: torch.compile may have symbols for them, but only numbers in a set.
-    channels, eps, momentum = (
-        next(iter({number})) for number in (input.size(1), options.eps, -1.0 if momentum is None else momentum)
-    )
-    mode = ops.EPS_MODES.index(options.eps_mode)
-    is_double, accumulates = input.dtype == torch.float64, options.kept is not None
-    return CallOptions(int(channels), eps, momentum, mode, options.skip_nonfinite, is_double, accumulates)
+    eps, momentum = next(iter({options.eps})), next(iter({options.momentum}))
+    options = options._replace(eps=eps, momentum=momentum)
+    return SharedOptions(next(iter({input.size(1)})), input.dtype == torch.float64, accumulates, options)
 
 
 def kind_of(layer: nn.Module | None) -> str:
@@ -147,13 +152,13 @@ def name_of(layer: nn.Module | None) -> str:
 
 
 def _signature_of(
-    layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, history: CallHistory
+    layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool, history: CallHistory
 ) -> CallSignature:
     """Returns the signature of a forward call."""
     name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
     number = 0 if layer is None else history.number_of(model or layer, kind)
     caller = number, None if model is None else kind, name, type(layer)
-    call = caller, input.size(1), input.dtype, _momentum_of(layer, options), options[4:7], options.kept is None
+    call = caller, input.size(1), input.dtype, _common(layer, options), accumulates
     signature = _signatures.get(call)
     if signature is None:
         if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step
@@ -161,7 +166,7 @@ def _signature_of(
             _texts.clear()
         speaker = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
         speaker = f"{speaker} #{number}" if number > 1 else speaker
-        word, shared = 0 if layer is None else word_of(speaker), options_of(layer, input, options)
+        word, shared = 0 if layer is None else word_of(speaker), shared_options(layer, input, options, accumulates)
         signature, backward, derivative = (CallSignature(word, speaker, kind, shared, way) for way in range(3))
         signature.backward = derivative.backward = backward
         signature.derivative = backward.derivative = derivative
@@ -287,18 +292,18 @@ def _history_of(group: Any) -> CallHistory:
 # Compiled calls
 
 
-def note_compilation(group_name: str | None, kind: str, *options: Any) -> None:
-    """Notes that a call with these options is compiled, by a layer of this kind, in the group of that name.
+def note_compilation(group_name: str | None, kind: str, *constants: Any) -> None:
+    """Notes that a call with these shared options is compiled, by a layer of this kind, in the group of that name.
 
     Without a name it says so of all groups that have none.
     """
-    word, shared = word_of(kind), CallOptions(*options)
+    word, shared = word_of(kind), SharedOptions.of_constants(*constants)
     _texts[word, shared.word(0)] = f"compiled forward of a layer of {kind} ({shared.text()})"
     compiled = _compiled_unnamed if group_name is None else _history_of(group_named(group_name)).compiled
     compiled.add(word)
 
 
-def compiled_words(kind: str, options: CallOptions, ranks: int) -> tuple[int, int]:
+def compiled_words(kind: str, options: SharedOptions, ranks: int) -> tuple[int, int]:
     """Returns what says in compiled code who speaks: forward a header, of call 0, and backward a fingerprint."""
     kind_word = word_of(kind) * WORD
     return kind_word + options.word(0), hash_of(kind_word + options.word(1), 0, 0) & exact_bits(ranks)
@@ -443,31 +448,30 @@ class CallSite(NamedTuple):
     communicator: Communicator
     history: CallHistory
     exact_bits: int  # of fingerprints
+    record: FaultRecord | None
 
 
 def call_site(
-    layer: nn.Module | None, input: Tensor, options: ops.MergeOptions, communicator: Communicator
+    layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool, communicator: Communicator
 ) -> CallSite:
     """Returns what a call has in common with those of the other ranks of ``communicator``, of which there are some."""
     history = history_in(communicator)
-    signature = _signature_of(layer, input, options, history)
-    return CallSite(signature, communicator, history, exact_bits(communicator.size))
+    signature = _signature_of(layer, input, options, accumulates, history)
+    return CallSite(signature, communicator, history, exact_bits(communicator.size), record_for(input))
 
 
 class RankSync:
     """The messages of one call of a layer, forward and backward, over several ranks.
 
     Attributes:
-        communicator, size: whom it talks to, and how many ranks that are.
+        communicator: whom it talks to.
         record: for the ops that take messages apart, to note there that ranks differ; None where they cannot.
     """
 
-    __slots__ = ("_exact_bits", "_history", "_is_compiled", "_number", "_signature", "communicator", "record", "size")
+    __slots__ = ("_exact_bits", "_history", "_is_compiled", "_number", "_signature", "communicator", "record")
 
     def __init__(self, site: CallSite) -> None:
-        self._signature, self.communicator, self._history, self._exact_bits = site
-        self.size = self.communicator.size
-        self.record: FaultRecord | None = None
+        self._signature, self.communicator, self._history, self._exact_bits, self.record = site
         self._number = 0  # of the forward
         # Its peers may be in compiled code.
         self._is_compiled = self._signature.kind in self._history.compiled
@@ -477,7 +481,9 @@ class RankSync:
         signature, history = signature or self._signature, self._history
         if history.failure is not None:
             _resume(history)
-        _raise_if_found()
+        for record in RECORDS.values():
+            if record.kind.value:
+                _raise_if_found()
         if self._is_compiled:
             return signature.kind * WORD + signature.key[1], 0
         return signature.speaker, (history.calls + 1) % WORD
@@ -493,7 +499,6 @@ class RankSync:
             packed[-1:].add_(counter)
         gathered = self._send(self.communicator.all_gather, packed, self._signature)
         self._number = 0 if self._is_compiled else history.calls
-        self.record = ON_CPU if gathered.is_cpu and type(gathered) is Tensor else record_for(gathered)
         return gathered
 
     def check(self, gathered: Tensor, counter: Tensor | None = None) -> None:
@@ -511,16 +516,16 @@ class RankSync:
         """Returns the sums of all ranks, and of their words, for an op. :meth:`check_sums` after it."""
         return self._send(self.communicator.all_reduce, sums, self._signature.backward)
 
-    def sums_record(self) -> tuple[Tensor | None,] | tuple[Tensor, int]:
-        """Returns what that op takes last: the record, and by which number it is to note these sums."""
-        record = self.record
+    def of_sums(self) -> tuple[Any, ...]:
+        """Returns what that op is to check sums by: ranks, record, and the number by which it is to note these."""
+        size, record = self.communicator.size, self.record
         if record is None:
-            return (None,)
+            return (size,)
         if record is ON_CPU:  # needs no number: it is looked at at once
-            return (record.tensor,)
+            return size, record.tensor
         number = next(_numbers)
         _sums.append((number, self._signature.backward))
-        return record.tensor, number
+        return size, record.tensor, number
 
     def check_sums(self) -> None:
         """Raises RuntimeError if an op on CPU has found that the ranks differ in their sums."""
@@ -533,7 +538,7 @@ class RankSync:
         words = ops.parts_of(self.fingerprint(signature))
         packed = torch.cat([packed, packed.new_tensor(words)])
         total, said = self._send(self.communicator.all_reduce, packed, signature).tensor_split([-ops.PARTS])
-        expected = [self.size * word for word in words]
+        expected = [self.communicator.size * word for word in words]
         if packed.device.type != "cpu" or type(packed) is not Tensor:
             return total.where((said == packed.new_tensor(expected)).all(), torch.nan)
         if said.tolist() != expected:

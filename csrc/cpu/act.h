@@ -1,10 +1,10 @@
 // What the ops with an activation know besides those without.
 #pragma once
 
-#include <tuple>
 #include <vector>
 
 #include "../geometry.h"
+#include "../mask.h"
 #include "channels.h"
 #include "work.h"
 
@@ -49,10 +49,12 @@ class Normalization {
   std::vector<A> scales_;
 };
 
-// See backward_reduce.cpp.
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, std::optional<int64_t> fingerprint, bool with_grad);
+// Returns `values`, with 0 where a position does not count. See elemt.cpp.
+Tensor cleared(const Tensor& values, const Mask& mask);
+
+// Returns dy * act'(z), of what is normalized without a residual. See backward_reduce.cpp.
+Tensor gradient_through(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                        const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd, int64_t activation,
+                        double parameter);
 
 }  // namespace bagua_syncbn::cpu

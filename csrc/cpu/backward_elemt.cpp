@@ -1,6 +1,6 @@
-// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks; batch_norm_backward_elemt_ puts it
-// in the place of the gradient of the output; batch_norm_masked_backward_elemt lets it pass through the statistics only
-// where a position counts; batch_norm_act_backward_elemt goes through an activation first.
+// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. It goes through an activation
+// first; with a mask, it passes through the statistics only where a position counts. batch_norm_backward_elemt_ puts it
+// in the place of the gradient of the output.
 
 #include <limits>
 
@@ -104,9 +104,22 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
 
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
+                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
+                                 const std::optional<Tensor>& positions, bool zeroes, const std::optional<Tensor>& bias,
+                                 int64_t activation, double parameter) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
-  return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
+  if (activation != 0) check_act(input, weight, bias, std::nullopt, activation);
+  const std::optional<Mask> mask = mask_of(positions, input);
+  const Outside outside{mask ? &*mask : nullptr, zeroes};
+  if (is_cheap(activation) && !mask) {
+    const Before before{bias, {std::nullopt, activation, parameter}};
+    return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, outside,
+                          &before);
+  }
+  const Tensor grad = activation == 0
+                          ? grad_output
+                          : gradient_through(grad_output, input, weight, bias, mean, invstd, activation, parameter);
+  return backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, false, outside);
 }
 
 void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
@@ -117,38 +130,9 @@ void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::opt
   if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
 }
 
-Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor& input,
-                                        const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
-                                        const Tensor& sums, const Tensor& count, const Tensor& positions, bool zeroes,
-                                        int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
-  const Mask mask = mask_of(positions, input);
-  return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false,
-                        {&mask, zeroes});
-}
-
-Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
-                                     const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
-                                     const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
-                                     int64_t activation, double parameter, int64_t ranks,
-                                     const std::optional<Tensor>& fault, int64_t call) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
-  check_act(input, weight, bias, std::nullopt, activation);
-  if (is_cheap(activation)) {
-    const Before before{bias, {std::nullopt, activation, parameter}};
-    return backward_elemt(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {},
-                          &before);
-  }
-  const Tensor grad = std::get<3>(batch_norm_act_backward_reduce(
-      grad_output, input, mean, invstd, weight, bias, std::nullopt, activation, parameter, std::nullopt, true));
-  return backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, false, {});
-}
-
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt));
   m.impl("batch_norm_backward_elemt_", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt_));
-  m.impl("batch_norm_act_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_backward_elemt));
-  m.impl("batch_norm_masked_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_backward_elemt));
 }

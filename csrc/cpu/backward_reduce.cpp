@@ -1,6 +1,5 @@
-// batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
-// and bias of this rank. batch_norm_masked_backward_reduce: of the positions that count.
-// batch_norm_act_backward_reduce: of dy * act'(z), which it also returns, if asked.
+// batch_norm_backward_reduce: sums of g = dy * act'(z) and of g * (x - mean) of each channel, and from them the
+// gradients of weight and bias of this rank; with a mask, of the positions that count.
 
 #include <memory>
 #include <tuple>
@@ -158,50 +157,61 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
   return {sums, grad_weight, grad_bias};
 }
 
+// Those of g = dy * act'(z); `grad`, in the layout of `laid`, receives g, and may be null if the activation is cheap.
+Sums reduce_through(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean,
+                    const Tensor& invstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                    const Activation& activation, const Words& words, const Tensor* grad) {
+  const auto start = [&](auto storage) {
+    using T = typename decltype(storage)::type;
+    T* const gradients = grad ? static_cast<T*>(grad->mutable_data_ptr()) : nullptr;
+    return std::make_unique<Through<T>>(weight, bias, mean, invstd, laid.geometry, activation, gradients);
+  };
+  return backward_reduce(grad_output, input, laid, mean, invstd, weight, words, start, nullptr);
+}
+
 }  // namespace
+
+Tensor gradient_through(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                        const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd, int64_t activation,
+                        double parameter) {
+  const Laid laid = lay_out(input);
+  const Tensor grad = allocate_like(laid.tensor);
+  reduce_through(grad_output, input, laid, mean, invstd, weight, bias, {std::nullopt, activation, parameter}, {},
+                 &grad);
+  return with_strides_of(grad, laid, input);
+}
 
 Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                 const Tensor& invstd, const std::optional<Tensor>& weight,
-                                std::optional<int64_t> fingerprint) {
+                                std::optional<int64_t> fingerprint, const std::optional<Tensor>& positions,
+                                const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                                int64_t activation, double parameter, std::optional<Tensor> grad) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
-  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, words_of_sums(fingerprint),
-                         NotThrough(), nullptr);
-}
-
-Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                       const Tensor& invstd, const std::optional<Tensor>& weight,
-                                       const Tensor& positions, std::optional<int64_t> fingerprint) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  const Mask mask = mask_of(positions, input);
-  return backward_reduce(grad_output, input, lay_out(input), mean, invstd, weight, words_of_sums(fingerprint),
-                         NotThrough(), &mask);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, std::optional<int64_t> fingerprint, bool with_grad) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  check_act(input, weight, bias, residual, activation);
+  if (grad) check_like_input(*grad, "grad", input);
+  const std::optional<Mask> mask = mask_of(positions, input);
+  const Words words = words_of_sums(fingerprint);
   const Laid laid = lay_out(input);
+  if (activation == 0 && !grad) {
+    return backward_reduce(grad_output, input, laid, mean, invstd, weight, words, NotThrough(),
+                           mask ? &*mask : nullptr);
+  }
+  check_act(input, weight, bias, residual, activation);
   const Activation act = activation_of(residual, activation, parameter, laid);
-  const bool is_made = with_grad || !is_cheap(activation);
-  const Tensor grad = is_made ? allocate_like(laid.tensor) : allocate_vector(0, scalar_type(input), input);
-  const auto start = [&](auto storage) {
-    using T = typename decltype(storage)::type;
-    T* const gradients = is_made ? static_cast<T*>(grad.mutable_data_ptr()) : nullptr;
-    return std::make_unique<Through<T>>(weight, bias, mean, invstd, laid.geometry, act, gradients);
-  };
-  const auto [sums, grad_weight, grad_bias] =
-      backward_reduce(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), start, nullptr);
-  if (!with_grad) return {sums, grad_weight, grad_bias, allocate_vector(0, scalar_type(input), input)};
-  return {sums, grad_weight, grad_bias, with_strides_of(grad, laid, input)};
+  if (is_cheap(activation) && !grad && !mask) {
+    return reduce_through(grad_output, input, laid, mean, invstd, weight, bias, act, words, nullptr);
+  }
+  Tensor made = grad ? laid_out_like(*grad, laid) : allocate_like(laid.tensor);
+  Sums sums = reduce_through(grad_output, input, laid, mean, invstd, weight, bias, act, words, &made);
+  if (mask) {
+    made = cleared(made, *mask);
+    sums = backward_reduce(made, input, laid, mean, invstd, weight, words, NotThrough(), &*mask);
+  }
+  if (grad && made.const_data_ptr() != grad->const_data_ptr()) torch::stable::copy_(*grad, made);
+  return sums;
 }
 
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_reduce));
-  m.impl("batch_norm_masked_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_backward_reduce));
-  m.impl("batch_norm_act_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_backward_reduce));
 }

@@ -1,5 +1,5 @@
-// batch_norm_elemt: y = (x - mean) * invstd * weight + bias; batch_norm_masked_elemt: 0 where a position does not
-// count; batch_norm_act_elemt: the activation of y, and of a residual added to it.
+// batch_norm_elemt: act(z) of z = (x - mean) * invstd * weight + bias + residual; with a mask, 0 where a position does
+// not count.
 
 #include "../checks.h"
 #include "act.h"
@@ -63,34 +63,32 @@ Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>&
 
 }  // namespace
 
+Tensor cleared(const Tensor& values, const Mask& mask) {
+  const int64_t channels = values.size(1);
+  const ScalarType dtype = accumulate_type(scalar_type(values));
+  const Tensor zeros = torch::stable::new_zeros(values, {&channels, 1}, dtype);
+  Tensor ones = allocate_vector(channels, dtype, values);
+  write_channels(ones, [](int64_t) { return 1; });
+  return elemt(lay_out(values), values, std::nullopt, std::nullopt, zeros, ones, nullptr, &mask);
+}
+
 Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd) {
+                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& positions,
+                        const std::optional<Tensor>& residual, int64_t activation, double parameter) {
   check_elemt(input, weight, bias, mean, invstd);
-  return elemt(lay_out(input), input, weight, bias, mean, invstd, nullptr, nullptr);
-}
-
-Tensor batch_norm_masked_elemt(const Tensor& input, const std::optional<Tensor>& weight,
-                               const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd,
-                               const Tensor& positions) {
-  check_elemt(input, weight, bias, mean, invstd);
-  const Mask mask = mask_of(positions, input);
-  return elemt(lay_out(input), input, weight, bias, mean, invstd, nullptr, &mask);
-}
-
-Tensor batch_norm_act_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                            const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
-                            int64_t activation, double parameter) {
-  check_elemt(input, weight, bias, mean, invstd);
-  check_act(input, weight, bias, residual, activation);
+  const std::optional<Mask> mask = mask_of(positions, input);
   const Laid laid = lay_out(input);
+  if (activation == 0 && !residual) {
+    return elemt(laid, input, weight, bias, mean, invstd, nullptr, mask ? &*mask : nullptr);
+  }
+  check_act(input, weight, bias, residual, activation);
   const Activation act = activation_of(residual, activation, parameter, laid);
-  return elemt(laid, input, weight, bias, mean, invstd, &act, nullptr);
+  const Tensor output = elemt(laid, input, weight, bias, mean, invstd, &act, nullptr);
+  return mask ? cleared(output, *mask) : output;
 }
 
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_elemt));
-  m.impl("batch_norm_masked_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_elemt));
-  m.impl("batch_norm_act_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_act_elemt));
 }

@@ -1,5 +1,4 @@
-// batch_norm_stats: mean, biased variance and count of each channel, packed; batch_norm_masked_stats: of the positions
-// that count.
+// batch_norm_stats: mean, biased variance and count of each channel, packed; with a mask, of the positions that count.
 //
 // With a mask, a span that is whole takes the loops without one. Where too few of the values that count come early,
 // they are moved together first.
@@ -145,21 +144,15 @@ Tensor stats(const Tensor& input, const Mask* mask, const Words& words) {
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
+                        const std::optional<Tensor>& positions) {
   check_input(input);
-  return stats(input, nullptr, words_of_row(speaker, call));
-}
-
-Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, std::optional<int64_t> speaker,
-                               int64_t call) {
-  check_input(input);
-  const Mask mask = mask_of(positions, input);
-  return stats(input, &mask, words_of_row(speaker, call));
+  const std::optional<Mask> mask = mask_of(positions, input);
+  return stats(input, mask ? &*mask : nullptr, words_of_row(speaker, call));
 }
 
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_stats", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_stats));
-  m.impl("batch_norm_masked_stats", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_masked_stats));
 }

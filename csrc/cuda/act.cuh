@@ -1,7 +1,8 @@
-// What the kernels with an activation have in common: y = act(z), z = (x - mean) * invstd * weight + bias + residual.
+// What a kernel does besides normalizing: nothing; or y = act(z), z = (x - mean) * invstd * weight + bias + residual.
 //
-// One kernel of each dtype, width and layout computes all activations: which one it is, is decided once for all values
-// of a slot, after all loads of a batch. A kernel for each would be as fast, in ten times the machine code.
+// One kernel with an activation for each dtype, width and layout computes all activations: which one it is, is decided once for
+// all values of a slot, after all loads of a batch. A kernel for each activation would be as fast, in ten times the
+// machine code.
 #pragma once
 
 #include "../activations.h"
@@ -72,15 +73,6 @@ enum Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 
 }  // namespace activations
 
-// As an argument of a kernel.
-struct ActOf {
-  const Act<double>& act;
-  template <typename A>
-  operator Act<A>() const {
-    return {act.code, static_cast<A>(act.parameter)};
-  }
-};
-
 // Sets all of `z` to the activation there, or to its derivative.
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
@@ -97,35 +89,50 @@ __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   }
 }
 
-// The first of `items`; the rest moves up. With an index that is known only when a kernel runs, an array would have to
-// lie in local memory.
-template <typename V, int K>
-__device__ __forceinline__ V take(V (&items)[K]) {
-  const V first = items[0];
-#pragma unroll
-  for (int k = 1; k < K; ++k) items[k - 1] = items[k];
-  return first;
-}
+// Policies of a kernel: what it does besides normalizing.
+template <typename T>
+struct Plain {
+  static constexpr bool kActivates = false;
+  static constexpr const T* residual = nullptr;
 
-// What a batch has of a tensor, as it was loaded.
-template <typename T, int W>
-struct Loaded {
-  Bits<T, W> bits[kPairs<W>];
+  template <bool kDerivative, typename A, int W>
+  __device__ __forceinline__ void apply(A (&)[W]) const {}
+};
 
-  template <typename Plan>
-  __device__ __forceinline__ void load(const T* tensor, const Batch<Plan, W, kPairs<W>>& batch) {
-#pragma unroll
-    for (int u = 0; u < kPairs<W>; ++u) bits[u] = load_slot(tensor, batch.slots[u], whole(batch.walk));
-  }
-  __device__ __forceinline__ Pack<T, W> take_slot() {
-    const Bits<T, W> taken = take(bits);
-    Pack<T, W> pack;
-    memcpy(&pack, &taken, sizeof(pack));
-    return pack;
+template <typename T>
+struct Activated {
+  static constexpr bool kActivates = true;
+  const T* __restrict__ residual;
+  Act<Accumulate<T>> act;
+
+  template <bool kDerivative, typename A, int W>
+  __device__ __forceinline__ void apply(A (&z)[W]) const {
+    activate<kDerivative>(z, act);
   }
 };
 
-// z of a slot, without a residual; and with one.
+// Makes either of them from what an op is given.
+struct EpilogueOf {
+  const Options& options;
+  template <typename T>
+  operator Plain<T>() const {
+    return {};
+  }
+  template <typename T>
+  operator Activated<T>() const {
+    return {static_cast<const T*>(options.residual),
+            {options.act.code, static_cast<Accumulate<T>>(options.act.parameter)}};
+  }
+};
+
+// Calls `start(Op<Where, Epilogue>())` for the policies that `options` ask for.
+template <template <typename, template <typename> class> class Op, typename Start>
+const char* start_policies(const Options& options, bool activates, const Start& start) {
+  if (options.mask != nullptr) return activates ? start(Op<Masked, Activated>()) : start(Op<Masked, Plain>());
+  return activates ? start(Op<Everywhere, Activated>()) : start(Op<Everywhere, Plain>());
+}
+
+// Sets `z` to that of a slot, without a residual; and adds one.
 template <typename F, int kLanes, typename T, int W, typename A>
 __device__ __forceinline__ void normalize(const F (&factors)[kLanes], const Pack<T, W>& x, A (&z)[W]) {
 #pragma unroll
@@ -135,14 +142,6 @@ template <typename T, int W, typename A>
 __device__ __forceinline__ void add(const Pack<T, W>& residual, A (&z)[W]) {
 #pragma unroll
   for (int w = 0; w < W; ++w) z[w] += widen(residual.values[w]);
-}
-
-template <typename T, typename A, int W>
-__device__ __forceinline__ Pack<T, W> narrow_all(const A (&values)[W]) {
-  Pack<T, W> pack;
-#pragma unroll
-  for (int w = 0; w < W; ++w) pack.values[w] = narrow<T>(values[w]);
-  return pack;
 }
 
 }  // namespace bagua_syncbn::cuda

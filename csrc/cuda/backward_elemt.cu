@@ -1,85 +1,80 @@
-// batch_norm_backward_elemt: dx = ((dy - mean_dy) - (x - mean) * projection) * scale, the gradient of the input.
+// batch_norm_backward_elemt: dx = ((g - mean_g) - (x - mean) * projection) * scale, the gradient of the input, where
+// g = dy * act'(z) is made once more and not stored: memory is what all of this waits for. Where a mask says that a
+// position does not count, g * scale, or 0.
 //
 // Threads are mapped to data as in elemt.cu, with half as many slots of each of the two inputs under way. Factors come
 // from the sums and the count of all ranks, which are on the device. Blocks go over the tensors from their end, since
-// backward_reduce went from their beginning.
+// backward_reduce went from their beginning. In place, a thread loads a slot before it stores there; of a slot that is
+// cut short by the end of a row, no thread uses the values that others store.
 
-#include "factors.cuh"
+#include "act.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    planar_backward_elemt(Planar plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                          BackwardElemtArguments arguments) {
-  PlanarWalk<W> walk(plan, true);
-  Slot<W> slots[kPairs<W>];
-  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
+template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, Epilogue::kActivates && sizeof(T) != 4 ? 2 : 3)
+    backward_elemt(Plan plan, const T* dy, const T* __restrict__ x, T* dx, BackwardElemtArguments arguments,
+                   Where where, Epilogue epilogue) {
+  using Slots = Batch<Plan, W, kPairs<W>, Where>;
+  using Factors = std::conditional_t<Epilogue::kActivates, ShiftedGradientFactors<A>, GradientFactors<A>>;
+  Slots batch(plan, where, true);
+  Loaded<T, W, kPairs<W>, Read::kLast> grads, values;
   const auto load = [&] {
-    next_slots(walk, slots);
-    load_pairs(walk, dy, x, slots, grads, values);
+    batch.next();
+    grads.load(dy, batch);
+    values.load(x, batch);
+    if (Slots::kMasked) batch.read_mask();
   };
-  bool more = !walk.done();
   load();
-  GradientFactors<A> factors[1];  // waited for together with the first batch
-  gradient_factors(factors, walk, plan.channels, arguments);
-  while (more) {
+  const Agreement agreement(arguments, plan.channels);
+  Factors factors[Slots::kLanes];  // waited for together with the first batch
+  share_factors(factors, batch.walk, [&](int64_t c) { return Factors(arguments, plan.channels, c); });
+  if (!agreement.holds()) {  // no gradient survives this
 #pragma unroll
-    for (int u = 0; u < kPairs<W>; ++u) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        values[u].values[j] = narrow<T>(factors[0].gradient(widen(grads[u].values[j]), widen(values[u].values[j])));
-      }
-      store_slot(dx, slots[u], values[u]);
-    }
-    more = !walk.done();
-    load();
+    for (Factors& each : factors) each.scale = static_cast<A>(NAN);
   }
-}
-
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, 3)
-    interleaved_backward_elemt(Interleaved plan, const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                               BackwardElemtArguments arguments) {
-  InterleavedWalk<W> walk(plan, true);
-  int64_t offsets[kPairs<W>];
-  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
-  const auto load = [&] {
-    next_offsets(walk, offsets);
-    load_offsets(dy, offsets, grads);
-    load_offsets(x, offsets, values);
-  };
-  bool more = !walk.done();
-  load();
-  GradientFactors<A> factors[W];  // waited for together with the first batch
-  gradient_factors(factors, walk, plan.channels, arguments);
-  while (more) {
-#pragma unroll
+  while (batch.any) {
+#pragma unroll(Epilogue::kActivates ? 1 : kPairs<W>)  // the code of all activations is long
     for (int u = 0; u < kPairs<W>; ++u) {
-      if (offsets[u] < 0) break;
+      const auto slot = batch.pop();
+      const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
+      A g[W];
+      if constexpr (Epilogue::kActivates) {
+        normalize(factors, x_slot, g);
+        epilogue.template apply<true>(g);
+      }
 #pragma unroll
       for (int w = 0; w < W; ++w) {
-        values[u].values[w] = narrow<T>(factors[w].gradient(widen(grads[u].values[w]), widen(values[u].values[w])));
+        const Factors& own = factors[w % Slots::kLanes];
+        const A dy_value = widen(dy_slot.values[w]), x_value = widen(x_slot.values[w]);
+        g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
+        const A outside = arguments.zeroes ? A(0) : g[w] * own.scale;
+        g[w] = Slots::kMasked && !slot.counts(w) ? outside : own.gradient(g[w], x_value);
       }
-      store_pack(dx + offsets[u], values[u]);
+      slot.store(dx, narrow_all<T>(g));
     }
-    more = !walk.done();
     load();
   }
 }
 
-template <typename T, int W>
+template <typename Where, template <typename> class Epilogue>
 struct BackwardElemt {
-  static constexpr auto planar = planar_backward_elemt<T, W>;
-  static constexpr auto interleaved = interleaved_backward_elemt<T, W>;
+  template <typename T, int W>
+  struct Kernels {
+    static constexpr auto planar = backward_elemt<T, W, Planar, Where, Epilogue<T>>;
+    static constexpr auto interleaved = backward_elemt<T, W, Interleaved, Where, Epilogue<T>>;
+  };
 };
 
 }  // namespace
 
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const BackwardElemtArguments& arguments, Stream stream) {
-  return launch_elementwise<BackwardElemt>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx}, arguments);
+                           const BackwardElemtArguments& arguments, const Options& options, Stream stream) {
+  return start_policies<BackwardElemt>(options, options.act.code != 0, [&](auto op) {
+    return launch_elementwise<decltype(op)::template Kernels>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx},
+                                                              arguments, WhereOf{options.mask}, EpilogueOf{options});
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

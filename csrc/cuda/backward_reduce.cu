@@ -1,100 +1,100 @@
-// batch_norm_backward_reduce: sum of dy and of dy * (x - mean) of each channel, and from them the gradients of weight
-// and bias of this rank.
+// batch_norm_backward_reduce: sum of g and of g * (x - mean) of each channel, and from them the gradients of weight and
+// bias of this rank; g = dy * act'(z), which it may store. Where a mask says that a position does not count, g is 0.
 //
 // Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under
 // way. Groups of channels (split.h) are read by the kernel for interleaved tensors. A batch is added up before it is
 // added to the sums of the thread, and all levels above it are those of reduce.cuh.
 
-#include "factors.cuh"
+#include "act.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    planar_backward_reduce(Planar plan, const T* dy, const T* x, BackwardReduceArguments arguments, Scratch scratch) {
-  constexpr int kValues = kPairs<W> * W;
-  constexpr unsigned kAll = (1u << kValues) - 1;
-  PlanarWalk<W> walk(plan, false);
-  Slot<W> slots[kPairs<W>];
-  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];
-  const auto load = [&] {
-    const unsigned valid = next_slots(walk, slots);
-    load_pairs(walk, dy, x, slots, grads, values);
-    return valid;
-  };
-  bool more = !walk.done();
-  unsigned valid = load();
-  const A center = read_channel<A>(arguments.mean, walk.channel);  // waited for together with the first batch
-  Sums<A> sums[1] = {};
-  while (more) {
-    if (valid != kAll) {
-      replace_others(grads, valid, narrow<T>(0));  // which add nothing
-      replace_others(values, valid, narrow<T>(0));
-    }
-    Sums<A> batch{0, 0};
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const A grad = widen(grads[i / W].values[i % W]), deviation = widen(values[i / W].values[i % W]) - center;
-      batch.add(grad, grad * deviation);
-    }
-    sums[0].add(batch.first, batch.second);
-    more = !walk.done();
-    valid = load();
-  }
-  merge_and_write(sums, plan, walk, arguments, scratch);
-}
+// Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as many
+// as the compiler sees fit.
+template <typename T, int W, typename Plan, typename Where, typename Epilogue>
+constexpr int kResident = Epilogue::kActivates            ? (sizeof(T) == 4 ? 3 : 2)
+                          : std::is_same_v<Where, Masked> ? (W == 8 ? 2 : 3)
+                          : std::is_same_v<Plan, Planar>  ? 0
+                          : W < 8                         ? 4
+                          : std::is_same_v<Plan, Grouped> ? 2
+                                                          : 3;
 
-// Room for three blocks of half precision on a multiprocessor: with that of four the compiler puts off a load.
-template <typename T, int W, typename Plan = Interleaved, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, W < 8                           ? 4
-                                            : std::is_same_v<Plan, Grouped> ? 2
-                                                                            : 3)
-    interleaved_backward_reduce(Plan plan, const T* dy, const T* x, BackwardReduceArguments arguments,
-                                Scratch scratch) {
-  RowWalk<Plan, W> walk(plan, false);
-  int64_t offsets[kPairs<W>];
-  Pack<T, W> grads[kPairs<W>], values[kPairs<W>];  // zero where there are none, and so add nothing
+template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogue>)
+    backward_reduce(Plan plan, const T* dy, const T* x, T* __restrict__ grad, BackwardReduceArguments arguments,
+                    Where where, Epilogue epilogue, Scratch scratch) {
+  constexpr int kCount = Epilogue::kActivates && std::is_same_v<Where, Masked> ? kPairs<W> / 2 : kPairs<W>;
+  using Slots = Batch<Plan, W, kCount, Where>;
+  using Factors = std::conditional_t<Epilogue::kActivates, NormalizeFactors<A>, Center<A>>;
+  constexpr int kLanes = Slots::kLanes;
+  constexpr bool kAddsUp = !Epilogue::kActivates || Slots::kPlanar;  // else there are no registers for it
+  Slots batch(plan, where, false);
+  Loaded<T, W, kCount, Read::kAgain> grads, values, residuals;
   const auto load = [&] {
-    next_offsets(walk, offsets);
-    load_offsets(dy, offsets, grads);
-    load_offsets(x, offsets, values);
+    batch.next();
+    grads.load(dy, batch);
+    values.load(x, batch);
+    if (epilogue.residual != nullptr) residuals.load(epilogue.residual, batch);
+    batch.read_mask();
   };
-  bool more = !walk.done();
   load();
-  A centers[W] = {};  // waited for together with the first batch
-  share_factors(centers, walk, [&](int64_t c) { return read_channel<A>(arguments.mean, c); });
-  Sums<A> sums[W] = {};
-  while (more) {
-#pragma unroll
-    for (int w = 0; w < W; ++w) {
-      Sums<A> batch{0, 0};
-#pragma unroll
-      for (int u = 0; u < kPairs<W>; ++u) {
-        const A grad = widen(grads[u].values[w]);
-        batch.add(grad, grad * (widen(values[u].values[w]) - centers[w]));
+  Factors factors[kLanes] = {};  // waited for together with the first batch
+  share_factors(factors, batch.walk, [&](int64_t c) { return Factors(arguments, c); });
+  Sums<A> sums[kLanes] = {};
+  while (batch.any) {
+    Sums<A> added[kLanes] = {};
+#pragma unroll(Epilogue::kActivates ? 1 : kCount)  // the code of all activations is long
+    for (int u = 0; u < kCount; ++u) {
+      const auto slot = batch.pop();
+      const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
+      A g[W];
+      if constexpr (Epilogue::kActivates) {
+        normalize(factors, x_slot, g);
+        if (epilogue.residual != nullptr) add(residuals.pop(), g);
+        epilogue.template apply<true>(g);
       }
-      sums[w].add(batch.first, batch.second);
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
+        g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
+        if (Slots::kMasked && Epilogue::kActivates && !slot.counts(w)) g[w] = 0;
+        if (slot.counts(w)) (kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
+      }
+      if (Epilogue::kActivates && grad != nullptr) slot.store(grad, narrow_all<T>(g));
     }
-    more = !walk.done();
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane].add(added[lane].first, added[lane].second);
     load();
   }
-  merge_and_write(sums, plan, walk, arguments, scratch);
+  merge_and_write(sums, plan, batch.walk, arguments, scratch);
 }
 
-template <typename T, int W>
+template <typename Where, template <typename> class Epilogue>
 struct BackwardReduce {
-  static constexpr auto planar = planar_backward_reduce<T, W>;
-  static constexpr auto interleaved = interleaved_backward_reduce<T, W>;
-  static constexpr bool groups() { return W > 1; }
-  static constexpr auto grouped() { return interleaved_backward_reduce<T, W, Grouped>; }
+  template <typename T, int W>
+  struct Kernels {
+    static constexpr auto planar = backward_reduce<T, W, Planar, Where, Epilogue<T>>;
+    static constexpr auto interleaved = backward_reduce<T, W, Interleaved, Where, Epilogue<T>>;
+    static constexpr bool groups() {
+      return W > 1 && std::is_same_v<Where, Everywhere> && !Epilogue<T>::kActivates;
+    }
+    static constexpr auto grouped() { return backward_reduce<T, W, Grouped, Where, Epilogue<T>>; }
+  };
 };
 
 }  // namespace
 
-const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g,
-                            const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream) {
-  return launch_reduction<BackwardReduce>(dtype, g, {dy, x}, workspace, stream, In{dy}, In{x}, arguments);
+const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                            const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
+                            Stream stream) {
+  const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
+  const std::initializer_list<const void*> tensors = {dy, x, or_x(options.residual), or_x(grad)};
+  return start_policies<BackwardReduce>(options, options.act.code != 0 || grad != nullptr, [&](auto op) {
+    return launch_reduction<decltype(op)::template Kernels>(dtype, g, tensors, workspace, stream, In{dy}, In{x},
+                                                            Out{grad}, arguments, WhereOf{options.mask},
+                                                            EpilogueOf{options});
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -1,9 +1,23 @@
-// What the two layouts differ in, for kernels that are written once for both.
+// Slots that a thread loads at once, and which of their values count: for kernels that are written once for both layouts,
+// with a mask and without.
 #pragma once
 
+#include "../mask.h"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {
+
+// Policies of a kernel: where values count. All channels share a mask, so its bytes are mostly cached; they are read
+// after the values are under way.
+struct Everywhere {};
+struct Masked : Mask {};
+
+// Makes either of them from what an op is given.
+struct WhereOf {
+  const Mask* mask;
+  operator Everywhere() const { return {}; }
+  operator Masked() const { return {*mask}; }
+};
 
 template <int W>
 __device__ __forceinline__ Slot<W> next_slot(PlanarWalk<W>& walk) {
@@ -15,41 +29,174 @@ __device__ __forceinline__ Slot<W> next_slot(InterleavedWalk<W>& walk) {
   return {offset, 0, offset >= 0 ? W : 0};
 }
 
+// Planar: a bit for each value that `slot` of `sample` and `channel` holds and that counts.
 template <int W>
-__device__ __forceinline__ bool whole(const PlanarWalk<W>& walk) {
-  return walk.whole();
-}
-template <int W>
-__device__ __forceinline__ bool whole(const InterleavedWalk<W>&) {
-  return true;
+__device__ __forceinline__ unsigned counting(const Masked& mask, const Planar& plan, int64_t channel, int64_t sample,
+                                             const Slot<W>& slot) {
+  if (slot.last <= 0) return 0;
+  // In its row; before it, where the slot is cut short.
+  const int64_t begin = slot.offset - (sample * plan.channels + channel) * plan.inner;
+  unsigned bits = 0;
+  if (mask.positions == nullptr) {
+    const int64_t kept = mask.lengths[sample];
+    int64_t place = begin + slot.first;
+    if (mask.length != plan.inner) place %= mask.length;
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      if (!slot.holds(j)) continue;
+      if (place < kept) bits |= 1u << j;
+      if (++place == mask.length) place = 0;
+    }
+    return bits;
+  }
+  const uint8_t* valid = mask.positions + sample * plan.inner + begin;
+  if constexpr (W > 1) {
+    if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
+      const auto word = *reinterpret_cast<const typename Unsigned<W>::type*>(valid);
+#pragma unroll
+      for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(word >> 8 * j & 1) << j;
+      return bits;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    if (slot.holds(j)) bits |= static_cast<unsigned>(valid[j]) << j;
+  }
+  return bits;
 }
 
-// Slots that a thread loads at once, K of each tensor, of channels of which it has `kLanes`.
-template <typename Plan, int W, int K>
-struct Batch {
+// Interleaved: whether a row counts.
+__device__ __forceinline__ bool counting(const Masked& mask, int64_t row) {
+  return mask.positions != nullptr ? mask.positions[row] != 0 : row % mask.length < mask.lengths[row / mask.inner];
+}
+
+// The first of `items`; the rest moves up. With an index that is known only when a kernel runs, an array would have to
+// lie in local memory.
+template <typename V, int K>
+__device__ __forceinline__ V take(V (&items)[K]) {
+  const V first = items[0];
+#pragma unroll
+  for (int k = 1; k < K; ++k) items[k - 1] = items[k];
+  return first;
+}
+
+// K slots of each tensor, of channels of which a thread has `kLanes`.
+template <typename Plan, int W, int K, typename Where>
+class Batch {
+ public:
   static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
+  static constexpr bool kMasked = std::is_same_v<Where, Masked>;
   static constexpr int kLanes = kPlanar ? 1 : W;
+  static constexpr int kBits = kPlanar ? W : 1;  // of a slot
 
-  std::conditional_t<kPlanar, PlanarWalk<W>, InterleavedWalk<W>> walk;
+  struct Taken {
+    Slot<W> slot;
+    unsigned valid;
+
+    // Whether value w counts. An interleaved slot that is not there is all zeros, which add nothing to a sum of gradients.
+    __device__ __forceinline__ bool counts(int w) const {
+      if (!kMasked && !kPlanar) return true;
+      return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
+    }
+    template <typename T>
+    __device__ __forceinline__ void store(T* y, const Pack<T, W>& pack) const {
+      if constexpr (kPlanar) {
+        store_slot(y, slot, pack);
+      } else if (slot.offset >= 0) {
+        store_pack(y + slot.offset, pack);
+      }
+    }
+  };
+
+  std::conditional_t<kPlanar, PlanarWalk<W>, RowWalk<Plan, W>> walk;
   Slot<W> slots[K];
   bool any;
 
-  __device__ __forceinline__ Batch(const Plan& plan, bool reversed) : walk(plan, reversed) {}
+  __device__ __forceinline__ Batch(const Plan& plan, const Where& where, bool reversed)
+      : walk(plan, reversed), plan_(plan), where_(where) {
+    if constexpr (kPlanar && kMasked) end_ = plan.samples_of_part.begin_of(Place(reversed).z + 1);
+    if constexpr (!kPlanar && kMasked) end_ = plan.rows_of_part.begin_of(walk.part + 1);
+  }
+
   __device__ __forceinline__ void next() {
     any = !walk.done();
 #pragma unroll
-    for (int u = 0; u < K; ++u) slots[u] = next_slot(walk);
-  }
-  // Whether there is no slot from slot u on, which is known where they all begin in the same column.
-  __device__ __forceinline__ bool ends_before(int u) const { return !kPlanar && slots[u].offset < 0; }
-  template <typename T>
-  __device__ __forceinline__ void store(T* y, int u, const Pack<T, W>& pack) const {
-    if constexpr (kPlanar) {
-      store_slot(y, slots[u], pack);
-    } else {
-      store_pack(y + slots[u].offset, pack);
+    for (int u = 0; u < K; ++u) {
+      if constexpr (kMasked) places_[u] = end_ - walk.left();
+      slots[u] = next_slot(walk);
     }
   }
+  // Reads which values count: after the loads.
+  __device__ __forceinline__ void read_mask() {
+    valid_ = 0;
+#pragma unroll
+    for (int u = 0; u < K; ++u) valid_ |= valid(u) << (u * kBits);
+  }
+
+  // Whether value w of slot u counts.
+  __device__ __forceinline__ bool counts(int w, int u) const {
+    return (valid_ >> (u * kBits + (kBits == 1 ? 0 : w)) & 1) != 0;
+  }
+  // So many of the values of a channel count.
+  __device__ __forceinline__ int found() const { return __popc(valid_); }
+
+  // The first slot, which is gone then.
+  __device__ __forceinline__ Taken pop() {
+    const Taken first{take(slots), valid_};
+    valid_ >>= kBits;
+    return first;
+  }
+
+ private:
+
+  __device__ __forceinline__ unsigned valid(int u) const {
+    if constexpr (!kMasked) {
+      return kPlanar ? slots[u].mask() : 0;
+    } else if constexpr (kPlanar) {
+      return counting(where_, plan_, walk.channel, places_[u], slots[u]);
+    } else {
+      return slots[u].offset >= 0 && counting(where_, places_[u]);
+    }
+  }
+
+  const Plan& plan_;
+  const Where& where_;
+  int64_t end_;        // of the samples or rows of the part
+  int64_t places_[K];  // samples or rows
+  unsigned valid_;     // a bit for each value, or row, that counts
 };
+
+// What a batch has of a tensor, as it was loaded.
+template <typename T, int W, int K, Read kRead>
+struct Loaded {
+  Bits<T, W> bits[K];
+
+  template <typename Plan, typename Where>
+  __device__ __forceinline__ void load(const T* tensor, const Batch<Plan, W, K, Where>& batch) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) {
+      if constexpr (Batch<Plan, W, K, Where>::kPlanar) {
+        bits[u] = load_slot<W, kRead>(tensor, batch.slots[u], batch.walk.whole());
+      } else {
+        bits[u] = load_at<W, kRead>(tensor, batch.slots[u].offset);
+      }
+    }
+  }
+  __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
+  // The first slot, which is gone then.
+  __device__ __forceinline__ Pack<T, W> pop() {
+    const Pack<T, W> first = slot(0);
+    take(bits);
+    return first;
+  }
+};
+
+template <typename T, typename A, int W>
+__device__ __forceinline__ Pack<T, W> narrow_all(const A (&values)[W]) {
+  Pack<T, W> pack;
+#pragma unroll
+  for (int w = 0; w < W; ++w) pack.values[w] = narrow<T>(values[w]);
+  return pack;
+}
 
 }  // namespace bagua_syncbn::cuda

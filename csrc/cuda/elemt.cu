@@ -1,76 +1,80 @@
-// batch_norm_elemt: y = (x - mean) * invstd * weight + bias.
+// batch_norm_elemt: y = act((x - mean) * invstd * weight + bias + residual); where a mask says that a position does not
+// count, 0, whatever x is there.
 //
-// Planar: a block takes a part of a channel, so that the factors are read once by each thread. Interleaved: a block
-// takes a range of rows of a tile of channels, a thread the factors of its W channels, by way of shared memory. See
-// walk.cuh for both. Blocks go over the tensor from its end: the statistics went over it from its beginning, and what
-// they read last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large
-// beside the deviation.
+// Planar: a block takes a part of a channel, so that the factors are read once by each block. Interleaved: a block takes
+// a range of rows of a tile of channels, a thread the factors of its W channels, by way of shared memory. See walk.cuh
+// for both. Blocks go over the tensor from its end: the statistics went over it from its beginning, and what they read
+// last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large beside the
+// deviation.
 
-#include "factors.cuh"
+#include "act.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    planar_elemt(Planar plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments) {
-  PlanarWalk<W> walk(plan, true);
-  Slot<W> slots[kSlots<W>];
-  Pack<T, W> packs[kSlots<W>];
-  bool more = !walk.done();
-  next_slots(walk, slots);
-  load_slots(walk, x, slots, packs);
-  const auto factors =  // waited for together with the first batch
-      share_factors<NormalizeFactors<A>>([&] { return NormalizeFactors<A>(arguments, walk.channel); });
-  while (more) {
+// Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card. 0: as it sees fit.
+template <typename T, int W, typename Plan, typename Where, typename Epilogue>
+constexpr int kResident = sizeof(T) == 8                      ? (Epilogue::kActivates ? 2 : 0)
+                          : Epilogue::kActivates              ? 3
+                          : std::is_same_v<Where, Everywhere> ? 4
+                          : std::is_same_v<Plan, Planar>      ? 1
+                          : W == 8                            ? 2
+                                                              : 3;
+
+template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogue>)
+    elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments, Where where,
+          Epilogue epilogue) {
+  constexpr int kCount = Epilogue::kActivates ? kPairs<W> : kSlots<W>;  // half as many where there may be two tensors
+  using Slots = Batch<Plan, W, kCount, Where>;
+  Slots batch(plan, where, true);
+  Loaded<T, W, kCount, Read::kLast> values, residuals;
+  const auto load = [&] {
+    batch.next();
+    values.load(x, batch);
+    if (epilogue.residual != nullptr) residuals.load(epilogue.residual, batch);
+    if (Slots::kMasked) batch.read_mask();
+  };
+  load();
+  NormalizeFactors<A> factors[Slots::kLanes];  // waited for together with the first batch
+  share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
+  while (batch.any) {
+#pragma unroll(Epilogue::kActivates ? 1 : kCount)  // the code of all activations is long
+    for (int u = 0; u < kCount; ++u) {
+      const auto slot = batch.pop();
+      A z[W];
+      normalize(factors, values.pop(), z);
+      if (epilogue.residual != nullptr) add(residuals.pop(), z);
+      epilogue.template apply<false>(z);
 #pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) packs[u].values[j] = narrow<T>(factors.normalize(widen(packs[u].values[j])));
-      store_slot(y, slots[u], packs[u]);
+      for (int w = 0; w < W; ++w) {
+        if (Slots::kMasked && !slot.counts(w)) z[w] = 0;
+      }
+      slot.store(y, narrow_all<T>(z));
     }
-    more = !walk.done();
-    next_slots(walk, slots);
-    load_slots(walk, x, slots, packs);
+    load();
   }
 }
 
-template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
-    interleaved_elemt(Interleaved plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments) {
-  InterleavedWalk<W> walk(plan, true);
-  int64_t offsets[kSlots<W>];
-  Pack<T, W> packs[kSlots<W>];
-  bool more = !walk.done();
-  next_offsets(walk, offsets);
-  load_offsets(x, offsets, packs);
-  NormalizeFactors<A> factors[W];  // waited for together with the first batch
-  share_factors(factors, walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
-  while (more) {
-#pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) {
-      if (offsets[u] < 0) break;
-#pragma unroll
-      for (int w = 0; w < W; ++w) packs[u].values[w] = narrow<T>(factors[w].normalize(widen(packs[u].values[w])));
-      store_pack(y + offsets[u], packs[u]);
-    }
-    more = !walk.done();
-    next_offsets(walk, offsets);
-    load_offsets(x, offsets, packs);
-  }
-}
-
-template <typename T, int W>
+template <typename Where, template <typename> class Epilogue>
 struct Elemt {
-  static constexpr auto planar = planar_elemt<T, W>;
-  static constexpr auto interleaved = interleaved_elemt<T, W>;
+  template <typename T, int W>
+  struct Kernels {
+    static constexpr auto planar = elemt<T, W, Planar, Where, Epilogue<T>>;
+    static constexpr auto interleaved = elemt<T, W, Interleaved, Where, Epilogue<T>>;
+  };
 };
 
 }  // namespace
 
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
-                  Stream stream) {
-  return launch_elementwise<Elemt>(dtype, g, {x, y}, stream, In{x}, Out{y}, arguments);
+                  const Options& options, Stream stream) {
+  const auto tensors = {x, static_cast<const void*>(y), options.residual == nullptr ? x : options.residual};
+  const bool activates = options.act.code != 0 || options.residual != nullptr;
+  return start_policies<Elemt>(options, activates, [&](auto op) {
+    return launch_elementwise<decltype(op)::template Kernels>(dtype, g, tensors, stream, In{x}, Out{y}, arguments,
+                                                              WhereOf{options.mask}, EpilogueOf{options});
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

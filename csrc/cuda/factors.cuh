@@ -5,12 +5,25 @@
 
 namespace bagua_syncbn::cuda {
 
+// All that sums without an activation need.
+template <typename A>
+struct Center {
+  A mean;
+
+  Center() = default;
+  template <typename Arguments>
+  __device__ __forceinline__ Center(const Arguments& arguments, int64_t c)
+      : mean(read_channel<A>(arguments.mean, c)) {}
+};
+
 template <typename A>
 struct NormalizeFactors {
   A mean, scale, shift;
 
   NormalizeFactors() = default;
-  __device__ __forceinline__ NormalizeFactors(const ElemtArguments& arguments, int64_t c) {
+  // `arguments` of any op that has these four.
+  template <typename Arguments>
+  __device__ __forceinline__ NormalizeFactors(const Arguments& arguments, int64_t c) {
     const ChannelValue loaded_mean = load_channel(arguments.mean, c), invstd = load_channel(arguments.invstd, c);
     const ChannelValue weight = load_channel(arguments.weight, c), bias = load_channel(arguments.bias, c);
     mean = loaded_mean.as<A>();
@@ -68,18 +81,20 @@ struct GradientFactors {
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
 };
 
-// Those of the channel, or channels, of this thread; not numbers, which no gradient survives, where the ranks did not
-// speak of the same. All threads of the block must call this.
-template <typename A, int K, typename Walk>
-__device__ __forceinline__ void gradient_factors(GradientFactors<A> (&factors)[K], const Walk& walk, int64_t channels,
-                                                 const BackwardElemtArguments& arguments) {
-  const Agreement agreement(arguments, channels);
-  share_factors(factors, walk, [&](int64_t c) { return GradientFactors<A>(arguments, channels, c); });
-  if (!agreement.holds()) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) factors[k].scale = static_cast<A>(NAN);
+// Those of the gradient, and of z.
+template <typename A>
+struct ShiftedGradientFactors : GradientFactors<A> {
+  A shift;
+
+  ShiftedGradientFactors() = default;
+  __device__ __forceinline__ ShiftedGradientFactors(const BackwardElemtArguments& arguments, int64_t channels,
+                                                    int64_t c) {
+    const ChannelValue bias = load_channel(arguments.bias, c);
+    static_cast<GradientFactors<A>&>(*this) = GradientFactors<A>(arguments, channels, c);
+    shift = arguments.bias.data == nullptr ? A(0) : bias.as<A>();
   }
-}
+  __device__ __forceinline__ A normalize(A value) const { return (value - this->mean) * this->scale + shift; }
+};
 
 template <typename A>
 __device__ __forceinline__ void write_sums(const BackwardReduceArguments& arguments, int64_t channels, int64_t c,

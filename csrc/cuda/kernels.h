@@ -58,9 +58,12 @@ class Workspace {
 };
 constexpr int64_t kTickets = 1024;
 
-// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h.
+// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. With a mask, of the positions
+// that count; it points to memory of the device.
 const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
                   Stream stream);
+const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
+                         const Words& words, Workspace& workspace, Stream stream);
 
 // Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
 const char* zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Stream stream);
@@ -88,6 +91,14 @@ struct GatherArguments {
 };
 const char* gather_stats(const GatherArguments& arguments, Stream stream);
 
+// Options of the three ops below. `mask`: positions that count, in memory of the device; null: all. `residual`: added
+// before the activation, or null.
+struct Options {
+  const Mask* mask = nullptr;
+  const void* residual = nullptr;
+  Act<double> act{};
+};
+
 // `weight` and `bias` may be null; the factors can be of any dtype.
 struct ElemtArguments {
   PerChannel mean;
@@ -95,11 +106,9 @@ struct ElemtArguments {
   PerChannel weight;
   PerChannel bias;
 };
+// Where a position does not count, `y` is 0.
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
-                  Stream stream);
-// `residual` may be null.
-const char* act_elemt(const void* x, const void* residual, void* y, DType dtype, const Geometry& g,
-                      const ElemtArguments& arguments, const Act<double>& act, Stream stream);
+                  const Options& options, Stream stream);
 
 // `sums`: 2 * channels + words values of the accumulate dtype.
 struct BackwardReduceArguments {
@@ -109,14 +118,13 @@ struct BackwardReduceArguments {
   PerChannel grad_weight;
   PerChannel grad_bias;
   Words words;
+  PerChannel weight;  // this and `bias` are read for the activation only
+  PerChannel bias;
 };
-const char* backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g,
-                            const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream);
-// `residual` may be null, and so may `grad`, which gets dy * act'(z).
-const char* act_backward_reduce(const void* dy, const void* x, const void* residual, void* grad, DType dtype,
-                                const Geometry& g, const ElemtArguments& normalization,
-                                const BackwardReduceArguments& arguments, const Act<double>& act, Workspace& workspace,
-                                Stream stream);
+// `grad` gets g = dy * act'(z), or 0 where a position does not count, unless it is null.
+const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                            const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
+                            Stream stream);
 
 // `weight` may be null; `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
 struct BackwardElemtArguments {
@@ -129,23 +137,11 @@ struct BackwardElemtArguments {
   int64_t ranks;
   int64_t call;
   int64_t* fault;
+  PerChannel bias;  // read for the activation only
+  bool zeroes;      // where a position does not count, `dx` is 0; else dy * act'(z) * invstd * weight
 };
+// Without a residual. `dx` may be `dy`.
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const BackwardElemtArguments& arguments, Stream stream);
-// Of dy * act'(z), without a residual. `bias` may be null.
-const char* act_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                               const BackwardElemtArguments& arguments, const PerChannel& bias, const Act<double>& act,
-                               Stream stream);
-
-// The same where not all positions count, see bagua_syncbn/ops/schemas.py. `mask` points to memory of the device.
-const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
-                         const Words& words, Workspace& workspace, Stream stream);
-const char* masked_elemt(const void* x, void* y, DType dtype, const Geometry& g, const Mask& mask,
-                         const ElemtArguments& arguments, Stream stream);
-const char* masked_backward_reduce(const void* dy, const void* x, DType dtype, const Geometry& g, const Mask& mask,
-                                   const BackwardReduceArguments& arguments, Workspace& workspace, Stream stream);
-const char* masked_backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                                  const Mask& mask, bool zeroes, const BackwardElemtArguments& arguments,
-                                  Stream stream);
+                           const BackwardElemtArguments& arguments, const Options& options, Stream stream);
 
 }  // namespace bagua_syncbn::cuda

@@ -74,15 +74,18 @@ inline const Known known_grouped(Kernels::grouped());
 template <typename Kernels, typename T, int W, typename Start>
 const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const Start& start) {
   static_cast<void>(&known_of<Kernels>);  // so that it is there
-  if (g.interleaved) return start(Kernels::interleaved, split_interleaved(g, W, sizeof(T), pass));
+  const char* const too_large = "more than 2^30 values, samples or rows in a part of a channel";
+  if (g.interleaved) {
+    const Interleaved plan = split_interleaved(g, W, sizeof(T), pass);
+    return fits(plan, W) ? start(Kernels::interleaved, plan) : too_large;
+  }
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);
   if constexpr (kHasGrouped<Kernels>) {
     static_cast<void>(&known_grouped<Kernels>);
     if (misaligned == 0 && takes_groups(g, W)) return start(Kernels::grouped(), split_grouped(g, W));
   }
   const Planar plan = split_planar(g, W, misaligned, pass);
-  if (!fits(plan, W)) return "more than 2^30 values or samples in a part of a channel";
-  return start(Kernels::planar, plan);
+  return fits(plan, W) ? start(Kernels::planar, plan) : too_large;
 }
 
 // Calls `start(kernel, plan)` for the layout and the alignment of `tensors`, all of type T.
@@ -115,10 +118,12 @@ struct Out {
 template <template <typename, int> class Kernels, typename... Arguments>
 const char* launch_elementwise(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors,
                                Stream stream, const Arguments&... arguments) {
+  // Not within the lambda below: nvcc 12.4 cannot expand a pack there.
+  const auto start = [&](auto kernel, const auto& plan) {
+    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments...);
+  };
   return dispatch(dtype, [&](auto value) {
-    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kElementwise, [&](auto kernel, const auto& plan) {
-      return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments...);
-    });
+    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kElementwise, start);
   });
 }
 
@@ -139,11 +144,12 @@ struct Scratch {
 template <template <typename, int> class Kernels, int kEntries = 1, typename... Arguments>
 const char* launch_reduction(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors,
                              Workspace& workspace, Stream stream, const Arguments&... arguments) {
+  const auto start = [&](auto kernel, const auto& plan) {
+    const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
+    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
+  };
   return dispatch(dtype, [&](auto value) {
-    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kReduction, [&](auto kernel, const auto& plan) {
-      const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
-      return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
-    });
+    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kReduction, start);
   });
 }
 

@@ -5,7 +5,7 @@
 // origin in common, and threads and parts are merged by mean, sum of squared deviations and count, in double.
 
 #include "../packed_stats.h"
-#include "mask.cuh"
+#include "batch.cuh"
 #include "reduce.cuh"
 
 namespace bagua_syncbn::cuda {
@@ -104,14 +104,20 @@ __device__ __forceinline__ bool merge(Moments<double>& moments, double& count, M
 
 template <typename T, int W, typename Plan, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, 2)
-    masked_stats(Plan plan, const T* x, Mask mask, A* packed, Words words, Scratch scratch) {
-  MaskedBatch<Plan, W, kSlots<W>> batch(plan, mask, false);
-  constexpr int kLanes = batch.kLanes;
-  Pack<T, W> packs[kSlots<W>];
+    masked_stats(Plan plan, const T* x, Masked mask, A* packed, Words words, Scratch scratch) {
+  using Slots = Batch<Plan, W, kSlots<W>, Masked>;
+  constexpr int kLanes = Slots::kLanes;
+  Slots batch(plan, mask, false);
+  Loaded<T, W, kSlots<W>, Read::kAgain> values;
+  const auto load = [&] {
+    batch.next();
+    values.load(x, batch);
+    batch.read_mask();
+  };
   A centers[kLanes] = {};
   Sums<A> sums[kLanes] = {};
   int found = 0;
-  batch.load(x, packs);
+  load();
   while (batch.any) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -119,20 +125,20 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = kSlots<W> * W / kLanes - 1; i >= 0; --i) {
           const int u = i * kLanes / W, w = i * kLanes % W + lane;
-          if (batch.counts(u, w)) centers[lane] = widen(packs[u].values[w]);
+          if (batch.counts(w, u)) centers[lane] = widen(values.slot(u).values[w]);
         }
       }
       Sums<A> added{0, 0};
 #pragma unroll
       for (int i = 0; i < kSlots<W> * W / kLanes; ++i) {
         const int u = i * kLanes / W, w = i * kLanes % W + lane;
-        const A deviation = batch.counts(u, w) ? widen(packs[u].values[w]) - centers[lane] : A(0);
+        const A deviation = batch.counts(w, u) ? widen(values.slot(u).values[w]) - centers[lane] : A(0);
         added.add(deviation, deviation * deviation);
       }
       sums[lane].add(added.first, added.second);
     }
     found += batch.found();
-    batch.load(x, packs);
+    load();
   }
   double count = found;
   Moments<double> own[kLanes], moments;
@@ -152,7 +158,7 @@ struct MaskedStats {
 
 const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
                          const Words& words, Workspace& workspace, Stream stream) {
-  return launch_reduction<MaskedStats, 2>(dtype, g, {x}, workspace, stream, In{x}, mask, Out{packed}, words);
+  return launch_reduction<MaskedStats, 2>(dtype, g, {x}, workspace, stream, In{x}, WhereOf{&mask}, Out{packed}, words);
 }
 
 }  // namespace bagua_syncbn::cuda

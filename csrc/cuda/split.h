@@ -97,6 +97,7 @@ struct Interleaved {
   int64_t columns;  // threads along a row
   int64_t rows;     // threads across rows
   Ranges rows_of_part{1, 1};
+  int64_t step = 0;  // from a slot of a thread to its next
 
   BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return row_parts; }
   Grid grid() const { return {tiles, row_parts, 1}; }
@@ -173,6 +174,10 @@ inline bool fits(const Planar& plan, int64_t width) {
   return slots * width < kMostOfPart && samples < kMostOfPart;
 }
 
+inline bool fits(const Interleaved& plan, int64_t) {
+  return ceil_div(plan.height, plan.row_parts) < kMostOfPart;
+}
+
 // Parts of a tile from which on merging them costs more than it saves: of `batches` batches a thread in all, each part
 // takes as many rounds as it has batches, and the last block as many as each of its `groups` of threads has times
 // kMergeAhead parts, at half the time. The sum is least here.
@@ -195,6 +200,7 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t v
     plan.row_parts = std::min({plan.row_parts, worth, std::max<int64_t>(1, kReduceRowBlocks / plan.tiles)});
   }
   plan.rows_of_part = {plan.height, plan.row_parts};
+  plan.step = plan.rows * plan.channels;
   return plan;
 }
 
@@ -202,7 +208,9 @@ inline Grouped split_grouped(const Geometry& g, int64_t width) {
   const int64_t group = width / std::gcd(width, g.inner), columns = group * g.inner / width;
   const int64_t batches = ceil_div(g.batch, kBatch * std::max<int64_t>(1, kThreads / columns));
   const int64_t rows = ceil_div(g.batch, kBatch * batches);
-  return {{g.batch, g.channels * g.inner, g.channels / group, 1, columns, rows, {g.batch, 1}}, group, g.inner};
+  return {{g.batch, g.channels * g.inner, g.channels / group, 1, columns, rows, {g.batch, 1}, rows * g.channels * g.inner},
+          group,
+          g.inner};
 }
 
 // Whether a reduction takes groups: of rows that are not aligned by themselves, where a block has room for a group, and

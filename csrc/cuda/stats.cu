@@ -99,7 +99,7 @@ __device__ __forceinline__ A add_columns(InterleavedWalk<W>& walk, const T* x, A
   const int64_t own = offsets[0];
   const auto load = [&] {
 #pragma unroll
-    for (int u = 0; u < kSlots<W>; ++u) packs[u] = load_at<W>(x, offsets[u] < 0 ? own : offsets[u]);
+    for (int u = 0; u < kSlots<W>; ++u) packs[u] = pack_of<T, W>(load_at<W>(x, offsets[u] < 0 ? own : offsets[u]));
   };
   load();
   begin(packs[0]);
@@ -123,7 +123,7 @@ __device__ __forceinline__ A add_columns(InterleavedWalk<W>& walk, const T* x, A
 
 // One count and one division serve all W channels of a thread.
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
     interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
   InterleavedWalk<W> walk(plan, false);
   const int64_t channel = walk.tile_begin + thread_index();

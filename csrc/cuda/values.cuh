@@ -46,19 +46,6 @@ struct alignas(W * sizeof(T)) Pack {
   T values[W];
 };
 
-template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> load_pack(const T* address) {
-  Pack<T, W> pack;
-  if constexpr (W * sizeof(T) == kVectorBytes) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(address);
-    memcpy(&pack, &bits, sizeof(bits));
-  } else {
-    static_assert(W == 1, "one value, or 16 bytes of them");
-    pack.values[0] = *address;
-  }
-  return pack;
-}
-
 template <typename T, int W>
 __device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
   if constexpr (W * sizeof(T) == kVectorBytes) {

@@ -29,16 +29,36 @@ struct Slot {
 template <typename T, int W>
 using Bits = std::conditional_t<W == 1, T, uint4>;
 
+template <typename T, int W>
+__device__ __forceinline__ Pack<T, W> pack_of(const Bits<T, W>& bits) {
+  Pack<T, W> pack;
+  memcpy(&pack, &bits, sizeof(pack));
+  return pack;
+}
+
+// How a tensor is read: to be read once more by the next pass; or for the last time, so that its lines are the first to
+// leave the cache, before those that are yet to be read.
+enum class Read { kAgain, kLast };
+
+template <Read kRead, typename V>
+__device__ __forceinline__ V load(const V* address) {
+  if constexpr (kRead == Read::kLast) {
+    return __ldcs(address);
+  } else {
+    return *address;
+  }
+}
+
 // The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
 // tensor, so that they can be loaded at once.
-template <int W, typename T>
+template <int W, Read kRead = Read::kAgain, typename T>
 __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
   if constexpr (W == 1) {
-    return slot.holds(0) ? x[slot.offset] : narrow<T>(0);
+    return slot.holds(0) ? load<kRead>(x + slot.offset) : narrow<T>(0);
   } else {
     uint4 bits{0, 0, 0, 0};
     if (slot.full() || (whole && slot.last > 0)) {
-      bits = *reinterpret_cast<const uint4*>(x + slot.offset);
+      bits = load<kRead>(reinterpret_cast<const uint4*>(x + slot.offset));
     } else if (slot.last > 0) {
       Pack<T, W> pack;
 #pragma unroll
@@ -50,17 +70,13 @@ __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot,
 }
 
 // The W values at `offset`; zeros if it is negative.
-template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> load_at(const T* x, int64_t offset) {
-  Pack<T, W> pack;
+template <int W, Read kRead = Read::kAgain, typename T>
+__device__ __forceinline__ Bits<T, W> load_at(const T* x, int64_t offset) {
   if constexpr (W == 1) {
-    pack.values[0] = offset >= 0 ? x[offset] : narrow<T>(0);
+    return offset >= 0 ? load<kRead>(x + offset) : narrow<T>(0);
   } else {
-    uint4 bits{0, 0, 0, 0};
-    if (offset >= 0) bits = *reinterpret_cast<const uint4*>(x + offset);
-    memcpy(&pack, &bits, sizeof(bits));
+    return offset >= 0 ? load<kRead>(reinterpret_cast<const uint4*>(x + offset)) : uint4{0, 0, 0, 0};
   }
-  return pack;
 }
 
 template <int W, typename T>
@@ -177,29 +193,30 @@ class InterleavedWalk {
     tile_begin = place.x * plan.columns * W;
     channel = tile_begin + threadIdx.x * W;
     active = channel < plan.channels;
-    row_begin_ = plan.rows_of_part.begin_of(part);
-    row_end_ = active ? plan.rows_of_part.begin_of(part + 1) : row_begin_;
-    row_ = row_begin_ + threadIdx.y;
+    const int64_t row = plan.rows_of_part.begin_of(part);
+    left_ = active ? static_cast<int>(plan.rows_of_part.begin_of(part + 1) - row) - int(threadIdx.y) : 0;
+    offset_ = (row + threadIdx.y) * plan.channels + channel;
   }
 
   __device__ __forceinline__ int64_t channels() const { return plan_.channels; }
   __device__ __forceinline__ int64_t first_channel() const { return tile_begin; }  // of the block
-  __device__ __forceinline__ bool done() const { return row_ >= row_end_; }
+  __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
-  // That of the next slot.
-  __device__ __forceinline__ int64_t row() const { return row_; }
+  // Rows of the part from that of the next slot on; none or less when there are no more.
+  __device__ __forceinline__ int left() const { return left_; }
 
   // The offset of the next slot, or -1 when there are no more.
   __device__ __forceinline__ int64_t next() {
-    if (done()) return -1;
-    const int64_t offset = row_ * plan_.channels + channel;
-    row_ += blockDim.y;
+    const int64_t offset = done() ? -1 : offset_;
+    left_ -= blockDim.y;
+    offset_ += plan_.step;
     return offset;
   }
 
  private:
   const Interleaved& plan_;
-  int64_t row_begin_, row_end_, row_;
+  int64_t offset_;
+  int left_;
 };
 
 // Of the columns of a thread the first `columns` are of one channel of a group, the rest of the next one, if there is.
@@ -304,19 +321,6 @@ __device__ __forceinline__ void load_slots(const PlanarWalk<W>& walk, const T* x
   }
 }
 
-// Of two tensors, whose values are taken apart after all of these loads.
-template <int K, int W, typename T>
-__device__ __forceinline__ void load_pairs(const PlanarWalk<W>& walk, const T* x, const T* y, const Slot<W> (&slots)[K],
-                                           Pack<T, W> (&x_packs)[K], Pack<T, W> (&y_packs)[K]) {
-  Bits<T, W> x_bits[K], y_bits[K];
-#pragma unroll
-  for (int u = 0; u < K; ++u) x_bits[u] = load_slot(x, slots[u], walk.whole());
-#pragma unroll
-  for (int u = 0; u < K; ++u) y_bits[u] = load_slot(y, slots[u], walk.whole());
-  memcpy(&x_packs, &x_bits, sizeof(x_bits));
-  memcpy(&y_packs, &y_bits, sizeof(y_bits));
-}
-
 // Planar: puts `value` where the row has none, which is where `valid` has no bit. Whoever goes on with all values alike
 // spares the warps in which some rows end and others do not two ways, one after the other.
 template <int K, int W, typename T>
@@ -337,28 +341,6 @@ __device__ __forceinline__ unsigned next_offsets(InterleavedWalk<W>& walk, int64
     valid |= offsets[u] >= 0 ? 1u << u : 0u;
   }
   return valid;
-}
-
-template <int K, int W, typename T>
-__device__ __forceinline__ void load_offsets(const T* x, const int64_t (&offsets)[K], Pack<T, W> (&packs)[K]) {
-#pragma unroll
-  for (int u = 0; u < K; ++u) packs[u] = load_at<W>(x, offsets[u]);
-}
-
-// The same of slots, as planar tensors have them: all of such a slot is there, or none.
-template <int K, int W, typename T>
-__device__ __forceinline__ void load_slots(const InterleavedWalk<W>&, const T* x, const Slot<W> (&slots)[K],
-                                           Pack<T, W> (&packs)[K]) {
-#pragma unroll
-  for (int u = 0; u < K; ++u) packs[u] = load_at<W>(x, slots[u].offset);
-}
-
-template <int K, int W, typename T>
-__device__ __forceinline__ void load_pairs(const InterleavedWalk<W>& walk, const T* x, const T* y,
-                                           const Slot<W> (&slots)[K], Pack<T, W> (&x_packs)[K],
-                                           Pack<T, W> (&y_packs)[K]) {
-  load_slots(walk, x, slots, x_packs);
-  load_slots(walk, y, slots, y_packs);
 }
 
 }  // namespace bagua_syncbn::cuda

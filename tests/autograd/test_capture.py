@@ -90,7 +90,8 @@ def compiled_and_data_parallel(sizes):
     seen = set()
 
     def compiler(graph, inputs):
-        seen.update(str(node.target) for node in graph.graph.nodes)
+        # An op that may write to an argument is itself the argument of one that calls it.
+        seen.update(str(called) for node in graph.graph.nodes for called in (node.target, *node.args[:1]))
 
         def run(*args):
             with ForbidInGraphs():

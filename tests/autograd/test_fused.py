@@ -82,7 +82,7 @@ def by_formula(case, splits):
 
 
 def all_steps(splits, twice):
-    with patch.object(ops, "outrun_memory", lambda input, activation: twice):
+    with patch.object(ops, "recompute_is_cheaper", lambda input, activation: twice):
         return [step(case, splits, dist.get_rank(), None) for case in CASES]
 
 

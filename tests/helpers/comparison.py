@@ -40,13 +40,13 @@ def check_masked_ops(ops: Any, input: Tensor, grad_output: Tensor, mask: Tensor)
     weight, mean, invstd = (torch.rand(3, channels) + 0.1).to(device, accumulate_dtype(dtype)).unbind()
     sums, count = torch.randn(2 * channels).to(mean), torch.tensor(3, device=device)
     wide_factors = [value.double() for value in (weight, mean, invstd)]
-    arguments = weight, mean, invstd, sums, count, mask
-    wide_arguments = *wide_factors, sums.double(), count, mask
+    arguments = weight, mean, invstd, sums, count
+    wide_arguments = *wide_factors, sums.double(), count
 
     def check_gradient(zeroes: bool) -> None:
-        actual = ops.batch_norm_masked_backward_elemt(grad_output, input, *arguments, zeroes)
+        actual = ops.batch_norm_backward_elemt(grad_output, input, *arguments, mask=mask, zeroes=zeroes)
         wide = grad_output.double(), input.double()
-        expected = reference.batch_norm_masked_backward_elemt(*wide, *wide_arguments, zeroes=zeroes)
+        expected = reference.batch_norm_backward_elemt(*wide, *wide_arguments, mask=mask, zeroes=zeroes)
         assert actual.stride() == torch.empty_like(input).stride()
         assert_close(actual, expected, f"grad_input, {zeroes=}")
 
@@ -56,17 +56,17 @@ def check_masked_ops(ops: Any, input: Tensor, grad_output: Tensor, mask: Tensor)
     grad_output.masked_fill_(outside, torch.nan)
     check_gradient(True)
     wide, wide_grad = input.double(), grad_output.double()
-    expected = reference.batch_norm_masked_stats(wide, mask, 7 * 2**24 + 5, 9)
-    _check_stats(ops.batch_norm_masked_stats(input, mask, 7 * 2**24 + 5, 9), expected, channels)
-    output = ops.batch_norm_masked_elemt(input, weight, mean, mean, invstd, mask)
+    expected = reference.batch_norm_stats(wide, 7 * 2**24 + 5, 9, mask)
+    _check_stats(ops.batch_norm_stats(input, 7 * 2**24 + 5, 9, mask), expected, channels)
+    output = ops.batch_norm_elemt(input, weight, mean, mean, invstd, mask)
     weight_, mean_, invstd_ = wide_factors
     assert output.stride() == torch.empty_like(input).stride()
-    assert_close(output, reference.batch_norm_masked_elemt(wide, weight_, mean_, mean_, invstd_, mask), "output")
-    results = ops.batch_norm_masked_backward_reduce(grad_output, input, mean, invstd, weight, mask, FINGERPRINT)
-    expected = reference.batch_norm_masked_backward_reduce(wide_grad, wide, mean_, invstd_, weight_, mask, FINGERPRINT)
+    assert_close(output, reference.batch_norm_elemt(wide, weight_, mean_, mean_, invstd_, mask), "output")
+    results = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, FINGERPRINT, mask)
+    expected = reference.batch_norm_backward_reduce(wide_grad, wide, mean_, invstd_, weight_, FINGERPRINT, mask)
     deviation = (wide - reference.per_channel(mean_, wide)).abs()
-    scales = reference.batch_norm_masked_backward_reduce(
-        wide_grad.abs(), deviation, 0 * mean_, invstd_, weight_, mask, FINGERPRINT
+    scales = reference.batch_norm_backward_reduce(
+        wide_grad.abs(), deviation, 0 * mean_, invstd_, weight_, FINGERPRINT, mask
     )
     _check_sums(results, expected, scales)
 
@@ -143,9 +143,15 @@ def check_last_of_many(ops: Any, shape: tuple[int, ...], device: str) -> None:
 
 
 def check_act_ops(
-    ops: Any, activation: Activation, input: Tensor, grad_output: Tensor, residual: Tensor | None, affine: bool = True
+    ops: Any,
+    activation: Activation,
+    input: Tensor,
+    grad_output: Tensor,
+    residual: Tensor | None,
+    affine: bool = True,
+    mask: Tensor | None = None,
 ) -> None:
-    """Compares the three of ``ops`` with an activation, on the device of ``input``."""
+    """Compares the three of ``ops`` that take an activation, on the device of ``input``."""
     channels, dtype, device = input.size(1), input.dtype, input.device
     accumulate = accumulate_dtype(dtype)
     mean, weight, bias = torch.randn(3, channels).to(device, accumulate).unbind()
@@ -156,17 +162,20 @@ def check_act_ops(
     def wide(*tensors: Tensor | None) -> list[Tensor | None]:
         return [None if tensor is None else tensor.double() for tensor in tensors]
 
-    output = ops.batch_norm_act_elemt(input, weight, bias, mean, invstd, residual, *act)
-    expected = reference.batch_norm_act_elemt(*wide(input, weight, bias, mean, invstd, residual), *act)  # type: ignore[arg-type]
+    output = ops.batch_norm_elemt(input, weight, bias, mean, invstd, mask, residual, *act)
+    wide_residual, wide_grad = *wide(residual), torch.empty_like(input, dtype=torch.float64)
+    expected = reference.batch_norm_elemt(*wide(input, weight, bias, mean, invstd), mask, wide_residual, *act)  # type: ignore[arg-type]
+    assert output.stride() == torch.empty_like(input).stride()
     assert_close(output, expected, f"output of {activation}")
-    arguments = (grad_output, input, mean, invstd, weight, bias, residual)
-    expected = reference.batch_norm_act_backward_reduce(*wide(*arguments), *act, FINGERPRINT)  # type: ignore[arg-type]
+    arguments, wide_rest = (grad_output, input, mean, invstd, weight), (*wide(bias), wide_residual, *act, wide_grad)
+    expected = reference.batch_norm_backward_reduce(*wide(*arguments), FINGERPRINT, mask, *wide_rest)  # type: ignore[arg-type]
     # Sums relative to what is added up, which may cancel, and to 1, of which the derivative of tanh is the rest.
     deviation = (input.double() - mean.double().view(-1, *[1] * (input.dim() - 2))).abs()
     size = 0.1 * grad_output.double().abs()
     scale = torch.cat([values.sum([0, *range(2, input.dim())]) for values in (size, size * deviation)])
-    for with_grad in (True, False):
-        sums, *grads, grad = ops.batch_norm_act_backward_reduce(*arguments, *act, FINGERPRINT, with_grad)
+    for grad in (torch.empty_like(input), None):
+        rest = bias, residual, *act, grad
+        sums, *grads = ops.batch_norm_backward_reduce(*arguments, FINGERPRINT, mask, *rest)
         assert sums[2 * channels :].tolist() == reference.parts_of(FINGERPRINT)
         rtol = TOLERANCES[accumulate][0]
         for actual, wanted, near in zip(
@@ -176,16 +185,16 @@ def check_act_ops(
             strict=True,
         ):
             assert ((actual.double() - wanted).abs() <= rtol * (near + 1e-3)).all(), f"sums of {activation}"
-        if with_grad:
-            assert grad.stride() == torch.empty_like(input).stride()
-            assert_close(grad, expected[3], f"gradient of {activation}")
-        else:
-            assert grad.numel() == 0
-    if residual is None:
-        factors = (weight, mean, invstd, expected[0][: 2 * channels].to(accumulate), count, bias)
-        grad_input = ops.batch_norm_act_backward_elemt(grad_output, input, *factors, *act)
-        wide_factors = [*wide(*factors[:4]), count, *wide(bias)]
-        wanted = reference.batch_norm_act_backward_elemt(*wide(grad_output, input), *wide_factors, *act)  # type: ignore[arg-type]
+        if grad is not None:
+            assert_close(grad, wide_grad, f"gradient of {activation}")
+    if residual is not None:
+        return
+    for zeroes in (False,) if mask is None else (False, True):
+        factors = (weight, mean, invstd, expected[0][: 2 * channels].to(accumulate))
+        last = count, 1, None, 0, mask, zeroes
+        grad_input = ops.batch_norm_backward_elemt(grad_output, input, *factors, *last, bias, *act)
+        wide_factors = *wide(*factors), *last, *wide(bias), *act
+        wanted = reference.batch_norm_backward_elemt(*wide(grad_output, input), *wide_factors)  # type: ignore[arg-type]
         assert_close(grad_input, wanted, f"grad_input of {activation}")
 
 
@@ -208,9 +217,10 @@ def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> No
         (slope,) = torch.autograd.grad(activation.of(given).sum(), given)
         input = given.detach().to(dtype)
         zeros, ones = torch.zeros(input.size(1), dtype=dtype), torch.ones(input.size(1), dtype=dtype)
-        output = ops.batch_norm_act_elemt(input, None, None, zeros, ones, None, *act)
-        dy, count = torch.ones_like(input), torch.tensor(1)
-        *_, grad = ops.batch_norm_act_backward_reduce(dy, input, zeros, ones, None, None, None, *act)
-        unreduced = ops.batch_norm_act_backward_elemt(dy, input, None, zeros, ones, zeros.repeat(2), count, None, *act)
+        output = ops.batch_norm_elemt(input, None, None, zeros, ones, None, None, *act)
+        dy, grad, count = torch.ones_like(input), torch.empty_like(input), torch.tensor(1)
+        ops.batch_norm_backward_reduce(dy, input, zeros, ones, None, None, None, None, None, *act, grad)
+        rest = count, 1, None, 0, None, False, None
+        unreduced = ops.batch_norm_backward_elemt(dy, input, None, zeros, ones, zeros.repeat(2), *rest, *act)
         for actual, expected in ((output, activation.of(given).detach()), (grad, slope), (unreduced, slope)):
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)

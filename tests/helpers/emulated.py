@@ -18,12 +18,11 @@ from compiled import ROOT, compile_once
 from torch import Tensor
 
 from bagua_syncbn.ops import accumulate_dtype, reference
-from bagua_syncbn.ops.schemas import SCHEMAS, words_in
+from bagua_syncbn.ops.definition import SCHEMAS
+from bagua_syncbn.ops.words import parts_of, words_in, words_of_row
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
-KERNELS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
-KERNELS += ("act_elemt", "act_backward_reduce", "act_backward_elemt")
-KERNELS += ("masked_stats", "masked_elemt", "masked_backward_reduce", "masked_backward_elemt")
+KERNELS = ("stats", "masked_stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
 # Of those for undefined behaviour the ones that a kernel can run into: all of them take half as long again to compile.
 SANITIZERS = (
     "-fsanitize=address,alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
@@ -40,7 +39,6 @@ FLAGS += (
 )
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 NO_BUFFER = (None, 0)
-FEW_DTYPES = (torch.float32, torch.bfloat16)
 LEFT_OUT = "left out of this build"
 
 
@@ -75,15 +73,14 @@ def keep_dtypes(csrc: Path, *kept: str) -> None:
 
 
 def sources(directory: Path, all_dtypes: bool = False) -> list[Path]:
-    """The server and the kernels; unless all are asked for, not float16, nor masks and activations in float64."""
-    few, most = directory / "few_dtypes", directory / "most_dtypes"
+    """The server and the kernels; unless all dtypes are asked for, without those of float16."""
+    tree = CSRC
     if not all_dtypes:
-        for tree, also in ((few, ()), (most, ("double",))):
-            shutil.copytree(CSRC, tree)
-            keep_dtypes(tree, "float", "__nv_bfloat16", *also)
-    trees = {name: few if name.startswith(("act_", "masked_")) else most for name in KERNELS}
+        tree = directory / "most_dtypes"
+        shutil.copytree(CSRC, tree)
+        keep_dtypes(tree, "float", "__nv_bfloat16", "double")
     own = [EMULATOR / f"{name}.cpp" for name in ("emulator", "server")]
-    return [*((CSRC if all_dtypes else tree) / "cuda" / f"{name}.cu" for name, tree in trees.items()), *own]
+    return [*(tree / "cuda" / f"{name}.cu" for name in KERNELS), *own]
 
 
 def compile_all(paths: Iterable[Path], headers: Path) -> list[Path]:
@@ -172,45 +169,27 @@ def load_library(path: Path) -> Library:
 # By op, in the order of their numbers in server.cpp: the integers behind those of every op, the buffers, and which of
 # these are results, in the order in which they are returned.
 SERVED = {
-    "stats": ("words", "input packed", "packed"),
+    "stats": ("is_lengths line activation words", "input mask packed", "packed"),
     "gather_stats": (
         "averages words skip_nonfinite",
         "gathered mean invstd count running_mean running_var num_batches_tracked fault",
         "mean invstd count",
     ),
-    "elemt": ("", "input output mean invstd weight bias", "output"),
+    "elemt": ("is_lengths line activation", "input output mean invstd weight bias mask residual", "output"),
     "backward_reduce": (
-        "words",
-        "grad_output input mean invstd sums grad_weight grad_bias",
+        "is_lengths line activation words",
+        "grad_output input grad mean invstd sums grad_weight grad_bias weight bias mask residual",
         "sums grad_weight grad_bias",
     ),
     "backward_elemt": (
-        "said ranks call",
-        "grad_output input grad_input mean invstd weight sums count fault",
+        "is_lengths line activation said ranks call zeroes",
+        "grad_output input grad_input mean invstd weight sums count fault bias mask",
         "grad_input",
     ),
-    "act_elemt": ("activation", "input residual output mean invstd weight bias", "output"),
-    "act_backward_reduce": (
-        "activation words",
-        "grad_output input residual grad mean invstd weight bias sums grad_weight grad_bias",
-        "sums grad_weight grad_bias grad",
-    ),
-    "act_backward_elemt": (
-        "said ranks call activation",
-        "grad_output input grad_input mean invstd weight sums count fault bias",
-        "grad_input",
-    ),
-    "masked_stats": ("is_lengths line words", "input mask packed", "packed"),
-    "masked_elemt": ("is_lengths line", "input output mask mean invstd weight bias", "output"),
-    "masked_backward_reduce": (
-        "is_lengths line words",
-        "grad_output input mask mean invstd sums grad_weight grad_bias",
-        "sums grad_weight grad_bias",
-    ),
-    "masked_backward_elemt": (
-        "is_lengths line zeroes said ranks call",
-        "grad_output input grad_input mask mean invstd weight sums count fault",
-        "grad_input",
+    "backward_elemt_": (
+        "is_lengths line activation said ranks call zeroes",
+        "grad_output input grad_input mean invstd weight sums count fault bias mask",
+        "",
     ),
 }
 # Buffers of the size of the input.
@@ -225,8 +204,8 @@ def channels_of(given: dict[str, Any]) -> int:
 
 def words_of(given: dict[str, Any]) -> list[int]:
     if "speaker" in given:
-        return reference.words_of_row(given["speaker"], given["call"])
-    return reference.parts_of(given["fingerprint"])
+        return words_of_row(given["speaker"], given["call"])
+    return parts_of(given["fingerprint"])
 
 
 def make_number(name: str, given: dict[str, Any]) -> Any:
@@ -238,18 +217,18 @@ def make_number(name: str, given: dict[str, Any]) -> Any:
     if name == "said":  # how many words
         return given["sums"].numel() - 2 * channels_of(given)
     if name == "is_lengths":
-        return given["mask"].dtype != torch.bool
+        return given["mask"] is not None and given["mask"].dtype != torch.bool
     if name == "line":
         return given["input"].size(-1)
-    return given[name]
+    return given.get(name, 0)
 
 
-def make_result(name: str, given: dict[str, Any]) -> Tensor | None:
-    """Returns where the server is to put ``name``, full of NaN; None where it is not asked for."""
+def make_result(name: str, given: dict[str, Any]) -> Tensor:
+    """Returns where the server is to put ``name``, full of NaN."""
     channels, like = channels_of(given), given.get("input", given.get("gathered"))
     assert like is not None
     if name in LIKE_INPUT:
-        return torch.empty_like(like).fill_(torch.nan) if given.get("with_grad", True) else None
+        return torch.empty_like(like).fill_(torch.nan)
     if name == "count":
         return torch.tensor(-1)
     sizes = {"packed": 2 * channels + 2, "sums": 2 * channels}
@@ -334,11 +313,11 @@ class EmulatedOps:
         return [op, CODES[input.dtype], int(not planar), batch, channels, inner, self.seed]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Returns the op of this name, with the signature that it has in the reference."""
+        """Returns the op of this name with the signature of the reference."""
         op = name.removeprefix("batch_norm_")
         if op not in SERVED:
             raise AttributeError(name)
-        signature = inspect.signature(getattr(reference, name))
+        signature = inspect.signature(getattr(reference, name.removesuffix("_")))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
@@ -354,11 +333,10 @@ class EmulatedOps:
         for name in numbers:
             value = make_number(name, given)
             integers += value if isinstance(value, list) else [int(value)]
-        doubles = [given[name] or 0.0 for name in ("momentum", "eps", "parameter") if name in given]
+        doubles = [given.get(name) or 0.0 for name in (("momentum", "eps") if "eps" in given else ("parameter",))]
         tensors = given | results
-        self._call(integers, doubles, [(tensors[name], self._offset_of(name)) for name in names])
-        found = [given["input"].new_empty(0) if result is None else result for result in results.values()]
-        return found[0] if len(found) == 1 else tuple(found)
+        self._call(integers, doubles, [(tensors.get(name), self._offset_of(name)) for name in names])
+        return next(iter(results.values())) if len(results) == 1 else tuple(results.values())
 
     def _offset_of(self, name: str) -> int:
         if name in ("grad_output", "residual") and self.grad_offset is not None:

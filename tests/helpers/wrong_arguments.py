@@ -20,8 +20,9 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], list[Any]]] = {
     "elemt": lambda x, c: [x, None, None, c, c],
     "backward_reduce": lambda x, c: [x, x, c, c, c],
     "backward_elemt": lambda x, c: [x, x, c, c, c, c.repeat(2), COUNT],
-    "act_elemt": lambda x, c: [x, c, c, c, c, x, 1, 0.0],
-    "act_backward_reduce": lambda x, c: [x, x, c, c, c, c, x, 1, 0.0],
+    "elemt with act": lambda x, c: [x, c, c, c, c, None, x, 1, 0.0],
+    "backward_reduce with act": lambda x, c: [x, x, c, c, c, 0, None, c, x, 1, 0.0, x],
+    "backward_elemt with act": lambda x, c: [x, x, c, c, c, c.repeat(2), COUNT, 1, None, 0, None, False, c, 1, 0.0],
 }
 
 
@@ -32,7 +33,7 @@ def _with(op: str, *wrong: tuple[int, Callable[[Tensor, Tensor], Any]]) -> Call:
         arguments = RIGHT[op](x, c)
         for place, make in wrong:
             arguments[place] = make(x, c)
-        return getattr(ops, f"batch_norm_{op}")(*arguments)
+        return getattr(ops, f"batch_norm_{op.split()[0]}")(*arguments)
 
     return call
 
@@ -63,11 +64,21 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
     (_with("backward_elemt", (5, lambda x, c: c)), "sums: expected two elements for each channel"),
     (_with("backward_elemt", (6, lambda x, c: COUNT.double())), "count: expected an int64 scalar, got Double ()"),
     (_with("backward_elemt", (6, lambda x, c: COUNT.repeat(2))), "count: expected an int64 scalar, got Long (2)"),
-    (_with("act_elemt", (5, lambda x, c: x[1:])), "residual: expected the sizes of input, got (1, 3, 4) for (2, 3, 4)"),
-    (_with("act_elemt", (5, lambda x, c: x.half())), "residual: expected the dtype of input"),
-    (_with("act_elemt", (6, lambda x, c: 11)), "activation: expected the code of one, got 11"),
-    (_with("act_backward_reduce", (5, lambda x, c: c[1:])), f"bias: {ELEMENTS}"),
-    (_with("act_backward_reduce", (6, lambda x, c: x[1:])), "residual: expected the sizes of input"),
+    (
+        _with("elemt with act", (6, lambda x, c: x[1:])),
+        "residual: expected the sizes of input, got (1, 3, 4) for (2, 3, 4)",
+    ),
+    (_with("elemt with act", (5, lambda x, c: x[0] > 0)), "mask: expected a contiguous bool (N, *)"),
+    (_with("elemt with act", (6, lambda x, c: x.half())), "residual: expected the dtype of input"),
+    (_with("elemt with act", (7, lambda x, c: 11)), "activation: expected the code of one, got 11"),
+    (_with("backward_reduce with act", (6, lambda x, c: x[0] > 0)), "mask: expected a contiguous bool (N, *)"),
+    (_with("backward_reduce with act", (7, lambda x, c: c[1:])), f"bias: {ELEMENTS}"),
+    (_with("backward_reduce with act", (8, lambda x, c: x[1:])), "residual: expected the sizes of input"),
+    (_with("backward_reduce with act", (11, lambda x, c: x[1:])), "grad: expected the sizes of input"),
+    (_with("backward_reduce with act", (11, lambda x, c: x.half())), "grad: expected the dtype of input"),
+    (_with("backward_elemt with act", (10, lambda x, c: x[0] > 0)), "mask: expected a contiguous bool (N, *)"),
+    (_with("backward_elemt with act", (12, lambda x, c: c[1:])), f"bias: {ELEMENTS}"),
+    (_with("backward_elemt with act", (13, lambda x, c: -1)), "activation: expected the code of one, got -1"),
     (
         _with("gather_stats", (0, lambda x, c: c)),
         "gathered: expected (ranks, 2 * channels + 2), or 3 words more, got (3)",

@@ -71,9 +71,23 @@ def test_masked(ops, dtype):
         for mask in masks:
             check_masked_ops(ops, *(laid_out(tensor, layout) for tensor in tensors(shape, dtype)), mask)
     empty, ones, mask = torch.ones(0, 3, 4), torch.ones(3), torch.ones(0, dtype=torch.int64)
-    assert ops.batch_norm_masked_stats(empty, mask, 7 * 2**24 + 5, 9).tolist() == [0] * 8 + [7, 5, 9]
-    assert ops.batch_norm_masked_elemt(empty, None, None, ones, ones, mask).shape == (0, 3, 4)
-    assert ops.batch_norm_masked_backward_reduce(empty, empty, ones, ones, None, mask)[0].tolist() == [0] * 6
+    assert ops.batch_norm_stats(empty, 7 * 2**24 + 5, 9, mask).tolist() == [0] * 8 + [7, 5, 9]
+    assert ops.batch_norm_elemt(empty, None, None, ones, ones, mask).shape == (0, 3, 4)
+    assert ops.batch_norm_backward_reduce(empty, empty, ones, ones, None, mask=mask)[0].tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
+def test_the_gradient_is_written_where_it_is_asked_for(ops, layout):
+    """In place of the other, and of a residual to a tensor of any layout."""
+    input, grad_output = tensors((2, 16, 5, 6), torch.float32)
+    ones, sums, count = torch.ones(16), torch.randn(32), torch.tensor(60)
+    for own in ("contiguous", "channels_last"):
+        x, grad = laid_out(input, own), laid_out(grad_output, layout)
+        expected = ops.batch_norm_backward_elemt(grad_output, input, None, ones, ones, sums, count)
+        ops.batch_norm_backward_elemt_(grad, x, None, ones, ones, sums, count)
+        torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+        ops.batch_norm_backward_reduce(grad_output, x, ones, ones, None, None, None, None, None, 1, 0.0, grad)
+        torch.testing.assert_close(grad, grad_output.where(input > 1, 0), rtol=0, atol=0)
 
 
 def test_gradients_of_another_layout(ops):
@@ -95,11 +109,12 @@ def test_empty_input(ops, shape):
     assert [t.tolist() for t in results] == [[0] * 6, [0] * 3, [0] * 3]
     assert [t.dtype for t in results] == [torch.float32, torch.float16, torch.float16]
     assert ops.batch_norm_backward_elemt(input, input, None, ones, ones, ones.repeat(2), torch.tensor(1)).shape == shape
-    assert ops.batch_norm_act_elemt(input, None, ones, ones, ones, input, 5, 0.0).shape == shape
-    sums, *_, grad = ops.batch_norm_act_backward_reduce(input, input, ones, ones, None, None, input, 5, 0.0, 3)
-    assert (sums.tolist(), grad.shape) == ([0] * 6 + [3, 9, 0, 0, 0, 0], shape)
-    arguments = input, input, None, ones, ones, ones.repeat(2), torch.tensor(1), ones, 5, 0.0
-    assert ops.batch_norm_act_backward_elemt(*arguments).shape == shape
+    assert ops.batch_norm_elemt(input, None, ones, ones, ones, None, input, 5, 0.0).shape == shape
+    sums, *_ = ops.batch_norm_backward_reduce(input, input, ones, ones, None, 3, None, None, input, 5, 0.0, input + 0)
+    assert sums.tolist() == [0] * 6 + [3, 9, 0, 0, 0, 0]
+    arguments = input, input, None, ones, ones, ones.repeat(2), torch.tensor(1)
+    assert ops.batch_norm_backward_elemt(*arguments, bias=ones, activation=5).shape == shape
+    ops.batch_norm_backward_elemt_(*arguments)
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
@@ -134,15 +149,16 @@ def test_arguments_are_checked(ops, call, message):
 def test_all_must_be_on_one_device(ops):
     """Called past the dispatcher, which would send a call with a meta tensor elsewhere."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    x, c, count = torch.ones(2, 3, 4), torch.ones(3), torch.tensor(8)
+    x, c, count, mask = torch.ones(2, 3, 4), torch.ones(3), torch.tensor(8), torch.ones(2, 4, dtype=torch.bool)
     calls = {
         ops.batch_norm_gather_stats: ([torch.ones(2, 8), c, c, count, 0.1, 1e-5], range(1, 4)),
-        ops.batch_norm_elemt: ([x, c, c, c, c], range(1, 5)),
-        ops.batch_norm_backward_reduce: ([x, x, c, c, c], (0, 2, 3)),
-        ops.batch_norm_backward_elemt: ([x, x, c, c, c, torch.ones(6), count], (0, *range(2, 7))),
-        ops.batch_norm_act_elemt: ([x, c, c, c, c, x, 1, 0.0], range(1, 6)),
-        ops.batch_norm_act_backward_reduce: ([x, x, c, c, c, c, x, 1, 0.0], (0, 2, 3, 4, 5, 6)),
-        ops.batch_norm_act_backward_elemt: ([x, x, c, c, c, torch.ones(6), count, c, 1, 0.0], (0, *range(2, 8))),
+        ops.batch_norm_elemt: ([x, c, c, c, c, mask, x, 1], range(1, 7)),
+        ops.batch_norm_backward_reduce: ([x, x, c, c, c, None, mask, c, x, 1, 0.0, x], (0, 2, 3, 6, 7, 8, 11)),
+        ops.batch_norm_backward_elemt: (
+            [x, x, c, c, c, torch.ones(6), count, 1, None, 0, mask, False, c, 1],
+            (0, *range(2, 7), 10, 12),
+        ),
+        ops.batch_norm_backward_elemt_: ([x, x, c, c, c, torch.ones(6), count], range(2, 7)),
     }
     for op, (arguments, places) in calls.items():
         for place in places:
@@ -169,17 +185,20 @@ def test_nothing_is_copied_filled_or_read_in_between(ops, library):
         x, g = tensors(shape, torch.float32)
         c = torch.ones(shape[1])
         sums, rows, counter = c.repeat(2), torch.ones(2, 2 * len(c) + 2), torch.tensor(0)
-        calls = {
-            ops.batch_norm_stats: (x,),
-            ops.batch_norm_gather_stats: (rows, c.clone(), c.clone(), counter, None, 1e-5),
-            ops.batch_norm_elemt: (x, c, c, c, c),
-            ops.batch_norm_backward_reduce: (g, x, c, c, c),
-            ops.batch_norm_backward_elemt: (g, x, c, c, c, sums, counter),
-            ops.batch_norm_act_elemt: (x, c, c, c, c, g, 1, 0.0),
-            ops.batch_norm_act_backward_reduce: (g, x, c, c, c, c, g, 1, 0.0),
-            ops.batch_norm_act_backward_elemt: (g, x, c, c, c, sums, counter, c, 1, 0.0),
-        }
-        for op, arguments in calls.items():
+        mask, gradient = x.select(1, 0) > 0, (g, x, c, c, c, sums, counter)
+        calls = [
+            (ops.batch_norm_stats, (x,)),
+            (ops.batch_norm_stats, (x, None, 0, mask)),
+            (ops.batch_norm_gather_stats, (rows, c.clone(), c.clone(), counter, None, 1e-5)),
+            (ops.batch_norm_elemt, (x, c, c, c, c)),
+            (ops.batch_norm_elemt, (x, c, c, c, c, mask, g, 1, 0.0)),
+            (ops.batch_norm_backward_reduce, (g, x, c, c, c)),
+            (ops.batch_norm_backward_reduce, (g, x, c, c, c, None, mask, c, g, 1, 0.0, x + 0)),
+            (ops.batch_norm_backward_elemt, gradient),
+            (ops.batch_norm_backward_elemt, (*gradient, 1, None, 0, mask, True, c, 1, 0.0)),
+            (ops.batch_norm_backward_elemt_, gradient),
+        ]
+        for op, arguments in calls:
             assert aten_calls(op, *arguments) == []
 
 

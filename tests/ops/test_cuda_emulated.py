@@ -9,10 +9,9 @@ from itertools import product
 
 import pytest
 import torch
-from comparison import check_activation, check_activations, check_masked_ops, check_not_finite, check_ops
+from comparison import check_act_ops, check_activation, check_activations, check_masked_ops, check_not_finite, check_ops
 from emulated import (
     CSRC,
-    FEW_DTYPES,
     LEFT_OUT,
     NO_BUFFER,
     EmulatedOps,
@@ -24,7 +23,7 @@ from emulated import (
 )
 from tolerances import assert_close
 
-from bagua_syncbn.ops import reference
+from bagua_syncbn.ops import accumulate_dtype, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS, IDENTITY, activation_of
 
 pytestmark = pytest.mark.skipif(
@@ -33,9 +32,8 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # Kernels take long to compile under sanitizers, and test_cuda_bindings runs all dtypes. Seldom float16, of which
-# a vector holds as many values as of bfloat16, and masks and activations in float64.
+# a vector holds as many values as of bfloat16.
 MOST = [pytest.param(dtype, marks=pytest.mark.slow if dtype == torch.float16 else ()) for dtype in DTYPES]
-SELDOM = [pytest.param(dtype, marks=() if dtype in FEW_DTYPES else pytest.mark.slow) for dtype in DTYPES]
 
 # Around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a block of 256
 # slots, and two batches of one, from which on there are parts.
@@ -146,7 +144,7 @@ MASKED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", SELDOM, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_masked(emulated, dtype):
     for shape in [*MASKED, MANY_PARTS] if dtype == torch.float32 else MASKED:
         for mask in masks(shape):
@@ -165,9 +163,9 @@ def test_masked(emulated, dtype):
 def test_masked_statistics_are_the_same_bits_in_any_order_and_survive_a_large_mean(emulated, shape):
     input = torch.randn(shape) * 1e-2 + 1e3
     mask = torch.rand(shape[0], *shape[2:]) < 0.3
-    results = [emulated.batch_norm_masked_stats(input, mask) for _ in range(4)]
+    results = [emulated.batch_norm_stats(input, mask=mask) for _ in range(4)]
     assert all(torch.equal(result, results[0]) for result in results)
-    expected = reference.batch_norm_masked_stats(input.double(), mask)
+    expected = reference.batch_norm_stats(input.double(), mask=mask)
     torch.testing.assert_close(results[0].double(), expected, rtol=2e-6, atol=0)
 
 
@@ -204,7 +202,7 @@ def test_without_weight_and_bias(emulated, shape):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", SELDOM, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_activations(emulated, dtype):
     given = GIVEN[DTYPES.index(dtype) * 3 :] + GIVEN
     check_activations(emulated, given, [(3, 3, 5), (3, 3, 33), (2, 1, 257), (2, 2, 8200), (70, 3, 7)], dtype)
@@ -216,7 +214,26 @@ def test_activations(emulated, dtype):
     check_activations(emulated, given, [(3, 2, 64), (9, 64)], dtype)
 
 
-@pytest.mark.parametrize("dtype", SELDOM[:2], ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
+def test_activations_and_masks_together(emulated, dtype):
+    for shape, activation in zip(((3, 3, 33), (2, 2, 8200), (3, 2, 7, 9), (33, 9), (2049, 8)), GIVEN[1:], strict=False):
+        for mask in masks(shape):
+            for residual in (None, torch.randn(shape).to(dtype)):
+                check_act_ops(emulated, activation, *tensors(shape, dtype), residual, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", MOST, ids=str)
+def test_the_gradient_in_place_of_the_other_has_the_same_bits(emulated, dtype):
+    for emulated.offset, shape in ((0, (3, 3, 33)), (1, (3, 2, 49)), (0, (2, 1, 8200)), (0, (33, 9)), (0, (2049, 8))):
+        input, grad = tensors(shape, dtype)
+        factors = torch.rand(3, shape[1]).to(accumulate_dtype(dtype)).unbind()
+        arguments = input, *factors, torch.randn(2 * shape[1]).to(factors[0]), torch.tensor(7)
+        expected = emulated.batch_norm_backward_elemt(grad, *arguments)
+        emulated.batch_norm_backward_elemt_(grad, *arguments)
+        assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("activation", GIVEN, ids=str)
 def test_values_and_derivatives_are_those_of_torch(emulated, activation, dtype):
     check_activation(emulated, activation, dtype)
@@ -326,7 +343,7 @@ def test_the_emulator_sees_one_value_too_many(emulated):
     header = emulated._header(0, {"input": input})
     header[3] = 3
     with pytest.raises(EmulationError, match="heap-buffer-overflow"):
-        emulated._call(header, [], [(input, 0), (torch.zeros(8), 0), NO_BUFFER])
+        emulated._call([*header, 0, 0, 0], [0.0], [(input, 0), NO_BUFFER, (torch.zeros(8), 0)])
 
 
 @pytest.mark.parametrize("sizes", [(1, 2000, 2**31), (2**31, 2000, 8)], ids=["values", "samples"])
@@ -335,7 +352,7 @@ def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
     header = emulated._header(0, {"input": torch.ones(2, 3, 8)})
     header[3:6] = sizes
     with pytest.raises(EmulationError, match="more than 2\\^30 values or samples"):
-        emulated._call(header, [], [(torch.ones(8), 0), (torch.zeros(8), 0), NO_BUFFER])
+        emulated._call([*header, 0, 0, 0], [0.0], [(torch.ones(8), 0), NO_BUFFER, (torch.zeros(8), 0)])
 
 
 # One bug of each kind that the emulator has to see, in which kernel it shows, and the error if one is certain.
@@ -350,8 +367,10 @@ PLANTED = {
         "return row_ >= row_end_;", "return row_ > row_end_;", "heap-buffer-overflow"),
     "no barrier before factors are used": ("elemt", "walk.cuh",
         "factors = read();\n  __syncthreads();", "factors = read();", None),
-    "values of the next row": ("backward_reduce", "walk.cuh",
+    "values of the next row": ("stats", "walk.cuh",
         "if ((valid >> i & 1) == 0)", "if (valid == 0)", None),
+    "gradients of the next row": ("backward_reduce", "batch.cuh",
+        "return kPlanar ? slots[u].mask() : 0;", "return kPlanar ? ~0u : 0;", None),
     "values of the next channel of a group": ("backward_reduce", "reduce.cuh",
         "slot * W < begin ? all[slot].next : all[slot].here", "all[slot].here", None),
     "no barrier before the threads of a group are added": ("stats", "reduce.cuh",
@@ -365,24 +384,24 @@ PLANTED = {
         "values[thread_index()] = value;\n  __syncthreads();", "values[thread_index()] = value;", None),
     "kernels that are not loaded before the first one": ("elemt", "launch.cuh",
         "static_cast<void>(&known_of<Kernels>);", "", "not among all_kernels"),
-    "a wrong derivative at the kink": ("act_backward_elemt", "../activations.inl",
+    "a wrong derivative at the kink": ("backward_elemt with an activation", "../activations.inl",
         "z > of<V>(0) ? of<V>(1) : of<V>(0)", "z < of<V>(0) ? of<V>(0) : of<V>(1)", None),
-    "no gradient of the residual": ("act_backward_reduce", "act_backward_reduce.cu",
-        "if (grad != nullptr) store_slot", "if (grad != nullptr && residual == nullptr) store_slot", None),
-    "a factor of another channel": ("act_elemt", "act.cuh",
+    "no gradient of the residual": ("backward_reduce with an activation", "backward_reduce.cu",
+        "grad != nullptr) batch.store", "grad != nullptr && epilogue.residual == nullptr) batch.store", None),
+    "a factor of another channel": ("elemt with an activation", "act.cuh",
         "factors[w % kLanes].normalize", "factors[0].normalize", None),
-    "a mask read as if it were aligned": ("masked_elemt", "mask.cuh",
+    "a mask read as if it were aligned": ("elemt with a mask", "batch.cuh",
         "reinterpret_cast<uintptr_t>(valid) % W == 0", "true", "misaligned address"),
-    "lengths of other lines": ("masked_elemt", "mask.cuh", "if (++place == mask.length) place = 0;", "++place;", None),
-    "the mask of another sample": ("masked_backward_elemt", "mask.cuh",
+    "lengths of other lines": ("elemt with a mask", "batch.cuh", "if (++place == mask.length) place = 0;", "++place;", None),
+    "the mask of another sample": ("backward_elemt with a mask", "batch.cuh",
         "samples_end_ - walk.left()", "samples_end_ - walk.left() - 1", "heap-buffer-overflow"),
-    "the mask of another row": ("masked_backward_reduce", "mask.cuh",
+    "the mask of another row": ("backward_reduce with a mask", "batch.cuh",
         "places_[u] = walk.row();", "places_[u] = walk.row() + blockDim.y;", "heap-buffer-overflow"),
-    "a center that does not count": ("masked_stats", "masked_stats.cu",
-        "if (batch.counts(u, w)) centers[lane]", "centers[lane]", None),
-    "parts that all weigh the same": ("masked_stats", "masked_stats.cu",
+    "a center that does not count": ("masked_stats with a mask", "masked_stats.cu",
+        "if (batch.counts(w, u)) centers[lane]", "centers[lane]", None),
+    "parts that all weigh the same": ("masked_stats with a mask", "masked_stats.cu",
         "Shares<double>(count, added)", "Shares<double>(1, 1)", None),
-    "no barrier before parts of a tile are merged": ("masked_stats", "masked_stats.cu",
+    "no barrier before parts of a tile are merged": ("masked_stats with a mask", "masked_stats.cu",
         "counts[thread] = count;\n    __syncthreads();", "counts[thread] = count;", None),
     "vectors from any address": ("elemt", "split.h",
         "first == 0 && g.channels % width == 0", "true", "misaligned address|heap-buffer-overflow"),
@@ -390,11 +409,11 @@ PLANTED = {
 
 
 def check_kernel(ops, kernel):
-    if kernel.startswith("act"):
+    if "activation" in kernel:
         check_activation(ops, activation_of("relu"), torch.float32)
         check_activations(ops, GIVEN, [(3, 3, 33), (7, 5), (9, 8), (9000, 8)], torch.float32)
         return
-    if kernel.startswith("masked"):
+    if "mask" in kernel:
         for shape in ((3, 3, 33), (3, 2, 64), (1, 2, 40000), (3, 2, 7, 9), (7, 5), (300, 8), (9000, 8)):
             for mask in masks(shape):
                 check_masked_ops(ops, *tensors(shape, torch.float32), mask)
@@ -426,7 +445,7 @@ def test_planted_bugs_are_found(bug, tmp_path):
     assert old in text, "the kernels have changed: plant this bug anew"
     (changed / file).write_text(text.replace(old, new, 1))
     keep_dtypes(tmp_path / "csrc", "float")
-    ops = EmulatedOps(build_changed(tmp_path, find_headers(), changed / f"{kernel}.cu"))
+    ops = EmulatedOps(build_changed(tmp_path, find_headers(), changed / f"{kernel.split()[0]}.cu"))
     try:
         with pytest.raises(EmulationError if error else AssertionError, match=error) as raised:  # noqa: PT012
             for _ in range(40):  # of thread orders

@@ -133,10 +133,28 @@ def test_every_activation_equals_the_reference(activation):
         comparison.check_activations(ops, [activation], ACTIVATED, dtype)
 
 
+@pytest.mark.parametrize("name", [None, "relu", "gelu"])
+def test_an_activation_and_a_mask(name):
+    for dtype, (shape, layout) in product(DTYPES[:2], [
+        ((3, 4, 33), "contiguous"),
+        ((2, 3, 700), "contiguous"),
+        ((2, 16, 5, 6), "channels_last"),
+        ((4, 5, 9), "transposed"),
+    ]):  # fmt: skip
+        input, grad_output, residual = (laid_out(tensor.to(dtype), layout) for tensor in torch.randn(3, *shape))
+        for mask in (torch.rand(shape[0], *shape[2:]) < 0.5, torch.randint(shape[-1] + 1, shape[:1])):
+            input.masked_fill_(~reference.of_positions(mask, input), 1e4)  # goes nowhere
+            for added in (None, residual):
+                given = activation_of(name) or IDENTITY, input, grad_output, added
+                comparison.check_act_ops(ops, *given, mask=mask)
+    input[0], given = torch.nan, (None, None, torch.zeros(shape[1]), torch.ones(shape[1]))
+    assert ops.batch_norm_elemt(input, *given, torch.tensor([0, 9, 9, 9]), residual, 1)[0].eq(0).all()
+
+
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "elu"])
 def test_activations_are_within_two_units_in_the_last_place(name):
     z, zeros, ones, act = torch.linspace(-9, 9, 4000), torch.zeros(1), torch.ones(1), activation_of(name)
-    actual = ops.batch_norm_act_elemt(z.view(1, 1, -1), None, None, zeros, ones, None, act.code, act.parameter)
+    actual = ops.batch_norm_elemt(z.view(1, 1, -1), None, None, zeros, ones, None, None, act.code, act.parameter)
     torch.testing.assert_close(actual.double().flatten(), act.of(z.double()), rtol=2**-22, atol=2**-32)
 
 
@@ -154,9 +172,9 @@ def test_activations_of_large_inputs_are_those_of_their_halves(name, layout):
     factors, sums, act = torch.rand(32) + 0.5, torch.randn(64), activation_of(name)
 
     def results(dy, x, residual):
-        yield ops.batch_norm_act_elemt(x, factors, factors, factors, factors, residual, act.code, 0.0)
-        given = factors, factors, factors, sums, torch.tensor(9), factors
-        yield ops.batch_norm_act_backward_elemt(dy, x, *given, act.code, 0.0)
+        yield ops.batch_norm_elemt(x, factors, factors, factors, factors, None, residual, act.code)
+        given = factors, factors, factors, sums, torch.tensor(9)
+        yield ops.batch_norm_backward_elemt(dy, x, *given, bias=factors, activation=act.code)
 
     parts = [results(*part) for part in zip(dy.split(1), x.split(1), residual.split(1), strict=True)]
     for whole, *halves in zip(results(dy, x, residual), *parts, strict=True):
@@ -243,20 +261,20 @@ def bits(ops, threads):
         results = [stats, y, sums, *grads, dx]
         for mask in (torch.rand(x.select(1, 0).shape) < 0.5, torch.arange(len(x))):
             if x.dim() > 2 or mask.dtype == torch.bool:
-                results += [ops.batch_norm_masked_stats(x, mask), *ops.batch_norm_masked_backward_reduce(
-                    dy, x, mean, invstd, mean, mask), ops.batch_norm_masked_elemt(x, mean, mean, mean, invstd, mask)]
-                results += [ops.batch_norm_masked_backward_elemt(
-                    dy, x, mean, mean, invstd, sums, count, mask, zeroes=zeroes) for zeroes in (False, True)]
+                results += [ops.batch_norm_stats(x, mask=mask), *ops.batch_norm_backward_reduce(
+                    dy, x, mean, invstd, mean, mask=mask), ops.batch_norm_elemt(x, mean, mean, mean, invstd, mask)]
+                results += [ops.batch_norm_backward_elemt(
+                    dy, x, mean, mean, invstd, sums, count, mask=mask, zeroes=zeroes) for zeroes in (False, True)]
         codes = range(11) if x.numel() < 10000 else range(DTYPES.index(dtype), 11, 4)
         for code in codes if len(shape) == 3 else ():
-            arguments = (mean, mean, 50 * dy, code, 0.3)  # to where exponentials overflow
-            results.append(ops.batch_norm_act_elemt(x, *arguments[:2], mean, invstd, *arguments[2:]))
-            results += ops.batch_norm_act_backward_reduce(dy, x, mean, invstd, *arguments)
-            ops.batch_norm_backward_elemt_(results[-1], x, mean, mean, invstd, sums, count)
-            without = (mean, None, code, 0.3, None, False)
-            results += ops.batch_norm_act_backward_reduce(dy, x, mean, invstd, mean, *without)
-            factors = (mean, mean, invstd, sums, count, mean)
-            results.append(ops.batch_norm_act_backward_elemt(dy, x, *factors, code, 0.3))
+            residual, grad = 50 * dy, torch.empty_like(x)  # to where exponentials overflow
+            results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, None, residual, code, 0.3))
+            reduced = (dy, x, mean, invstd, mean, None, None, mean)
+            results += [*ops.batch_norm_backward_reduce(*reduced, residual, code, 0.3, grad), grad]
+            ops.batch_norm_backward_elemt_(grad, x, mean, mean, invstd, sums, count)
+            results += ops.batch_norm_backward_reduce(*reduced, None, code, 0.3)
+            factors = (mean, mean, invstd, sums, count)
+            results.append(ops.batch_norm_backward_elemt(dy, x, *factors, bias=mean, activation=code, parameter=0.3))
         for result in results:
             digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -311,7 +329,7 @@ def test_one_process_trains_on_these_kernels_where_they_are_faster(layout, dtype
     torch.nn.init.normal_(layer.weight)
     expected.load_state_dict(layer.state_dict())
     for _ in range(2):
-        size = 40 if layout == "contiguous" else 130  # see beat_torch
+        size = 40 if layout == "contiguous" else 130  # see prefer_native
         input = laid_out(torch.randn(8, 32, size, size, dtype=dtype) * 3 + 1, layout).requires_grad_()
         wide = input.detach().double().requires_grad_()
         grad_output = torch.randn_like(input)

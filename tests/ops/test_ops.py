@@ -12,41 +12,60 @@ pytestmark = pytest.mark.reference_too
 
 
 def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):
-    """Sample arguments of op ``name``, in the order of its schema."""
+    """Sample arguments of the op that ``name`` begins with, in the order of its schema, with what else it says."""
+    op, *what = name.split()
     channels = shape[1]
     accumulate = ops.accumulate_dtype(dtype)
     input, grad_output = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     mean, invstd = torch.randn(channels, dtype=accumulate), torch.rand(channels, dtype=accumulate) + 0.5
     scale, bias = (torch.randn(channels, dtype=parameter_dtype or dtype) if weight else None for _ in range(2))
     sums, count = torch.randn(2 * channels, dtype=accumulate), torch.tensor(17)
-    mask = torch.rand(input.select(1, 0).shape) < 0.5
     running = torch.rand(2, channels).to(parameter_dtype or dtype).unbind()
     gathered = torch.stack([ops.batch_norm_stats(torch.randn(size, channels, 2).to(dtype)) for size in (2, 0, 3)])
-    return {
+    given = {
         "batch_norm_stats": (input,),
         "batch_norm_gather_stats": (gathered, *running, torch.tensor(3), 0.1, 1e-5),
         "batch_norm_elemt": (input, scale, bias, mean, invstd),
         "batch_norm_backward_reduce": (grad_output, input, mean, invstd, scale),
         "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
         "batch_norm_backward_elemt_": (grad_output, input, scale, mean, invstd, sums, count),
-        "batch_norm_act_elemt": (input, scale, bias, mean, invstd, grad_output, 4, 0.5),
-        "batch_norm_act_backward_reduce": (grad_output, input, mean, invstd, scale, bias, grad_output, 4, 0.5),
-        "batch_norm_act_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count, bias, 4, 0.5),
-        "batch_norm_masked_stats": (input, mask),
-        "batch_norm_masked_elemt": (input, scale, bias, mean, invstd, mask),
-        "batch_norm_masked_backward_reduce": (grad_output, input, mean, invstd, scale, mask),
-        "batch_norm_masked_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count, mask),
-    }[name]
+    }[op]
+    if "mask" not in what and "act" not in what:
+        return given
+    mask = torch.rand(input.select(1, 0).shape) < 0.5 if "mask" in what else None
+    act, residual = ((4, 0.5), torch.randn(shape).to(dtype)) if "act" in what else ((0, 0.0), None)
+    return (
+        given
+        + {
+            "batch_norm_stats": (None, 0, mask),
+            "batch_norm_elemt": (mask, residual, *act),
+            "batch_norm_backward_reduce": (
+                None,
+                mask,
+                bias,
+                residual,
+                *act,
+                None if residual is None else torch.empty_like(input),
+            ),
+            "batch_norm_backward_elemt": (1, None, 0, mask, False, bias, *act),
+        }[op]
+    )
 
 
-NAMES = [name for name in dir(ops) if name.startswith("batch_norm_")]
+OPS = [name for name in dir(ops) if name.startswith("batch_norm_")]
+BOTH = "batch_norm_elemt", "batch_norm_backward_reduce", "batch_norm_backward_elemt"
+NAMES = [*OPS, "batch_norm_stats mask", *(f"{name} {what}" for name in BOTH for what in ("mask", "act", "mask act"))]
+
+
+def op_of(name):
+    return getattr(ops, name.split()[0])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", NAMES)
 def test_schemas_fakes_and_gradients_pass_opcheck(name, layout):
     args = [laid_out(a, layout) if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
-    torch.library.opcheck(getattr(ops, name), args)
+    torch.library.opcheck(op_of(name), args)
 
 
 def is_input(argument):
@@ -66,19 +85,19 @@ def test_opcheck_of_shapes_and_dtypes(name):
         ((1, 1, 1), torch.bfloat16),
         ((0, 3, 4), torch.float32),
     ):
-        torch.library.opcheck(getattr(ops, name), arguments(name, shape, dtype), test_utils=FAST_CHECKS)
+        torch.library.opcheck(op_of(name), arguments(name, shape, dtype), test_utils=FAST_CHECKS)
     for dtype, weight in ((torch.bfloat16, True), (torch.float32, False)):
         args = arguments(name, (2, 3, 4, 5), dtype, torch.float32, weight)
-        torch.library.opcheck(getattr(ops, name), args, test_utils=FAST_CHECKS)
+        torch.library.opcheck(op_of(name), args, test_utils=FAST_CHECKS)
     sliced = [a[:, :, 1::2] if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
     sliced = [a[:, 1::2].contiguous() if getattr(a, "dtype", None) == torch.bool else a for a in sliced]
-    torch.library.opcheck(getattr(ops, name), sliced, test_utils=FAST_CHECKS)
+    torch.library.opcheck(op_of(name), sliced, test_utils=FAST_CHECKS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reads_nothing_on_the_host(name):
     with ForbidHostReads():
-        getattr(ops, name)(*arguments(name))
+        op_of(name)(*arguments(name))
         if name == "batch_norm_gather_stats":
             *rest, _, eps = arguments(name)
             ops.batch_norm_gather_stats(*rest, None, eps)

@@ -60,10 +60,11 @@ Tensor make_zeros_and(const Words& words, int64_t zeros, ScalarType dtype, const
 
 }  // namespace
 
-namespace {
-
-// `mask` may be null.
-Tensor compute_stats(const Tensor& input, const Mask* mask, const Words& words) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
+                        const std::optional<Tensor>& mask) {
+  check_input(input);
+  const std::optional<Mask> where = mask_of(mask, input);
+  const Words words = words_of_row(speaker, call);
   const Laid laid = lay_out(input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const int64_t size = packed_size(laid.geometry.channels, words.count);
@@ -76,23 +77,9 @@ Tensor compute_stats(const Tensor& input, const Mask* mask, const Words& words) 
   void* out = packed.mutable_data_ptr();
   const DType dtype = dtype_of(input);
   const Stream stream = context.stream();
-  check_cuda(mask ? masked_stats(x, dtype, laid.geometry, *mask, out, words, workspace, stream)
-                  : stats(x, dtype, laid.geometry, out, words, workspace, stream));
+  check_cuda(where ? masked_stats(x, dtype, laid.geometry, *where, out, words, workspace, stream)
+                   : stats(x, dtype, laid.geometry, out, words, workspace, stream));
   return packed;
-}
-
-}  // namespace
-
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call) {
-  check_input(input);
-  return compute_stats(input, nullptr, words_of_row(speaker, call));
-}
-
-Tensor batch_norm_masked_stats(const Tensor& input, const Tensor& positions, std::optional<int64_t> speaker,
-                               int64_t call) {
-  check_input(input);
-  const Mask mask = mask_of(positions, input);
-  return compute_stats(input, &mask, words_of_row(speaker, call));
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
@@ -125,147 +112,91 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   return {mean, invstd, count};
 }
 
+namespace {
+
+// What follows the normalization, which outlives this.
+Options options_of(const std::optional<Mask>& mask, const std::optional<Tensor>& residual, int64_t activation,
+                   double parameter) {
+  return {mask ? &*mask : nullptr, data_of(residual), {activation, parameter}};
+}
+
+std::optional<Tensor> laid_out_like(const std::optional<Tensor>& tensor, const Laid& like) {
+  return tensor ? std::optional(laid_out_like(*tensor, like)) : std::nullopt;
+}
+
+}  // namespace
+
 Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd) {
+                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& mask,
+                        const std::optional<Tensor>& residual, int64_t activation, double parameter) {
   check_elemt(input, weight, bias, mean, invstd);
+  check_act(input, weight, bias, residual, activation);
+  const std::optional<Mask> where = mask_of(mask, input);
   const Laid laid = lay_out(input);
   const Context context(input);
+  const std::optional<Tensor> added = laid_out_like(residual, laid);
   Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
   check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry,
-                   {means, invstds, weights, biases}, context.stream()));
+                   {means, invstds, weights, biases}, options_of(where, added, activation, parameter),
+                   context.stream()));
   return with_strides_of(output, laid, input);
 }
 
-Tensor batch_norm_masked_elemt(const Tensor& input, const std::optional<Tensor>& weight,
-                               const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd,
-                               const Tensor& positions) {
-  check_elemt(input, weight, bias, mean, invstd);
-  const Mask mask = mask_of(positions, input);
-  const Laid laid = lay_out(input);
-  const Context context(input);
-  Tensor output = allocate_like(laid.tensor);
-  if (input.numel() == 0) return with_strides_of(output, laid, input);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
-  check_cuda(masked_elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry, mask,
-                          {means, invstds, weights, biases}, context.stream()));
-  return with_strides_of(output, laid, input);
-}
-
-Tensor batch_norm_act_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                            const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
-                            int64_t activation, double parameter) {
-  check_elemt(input, weight, bias, mean, invstd);
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const std::optional<Tensor>& weight, std::optional<int64_t> fingerprint, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t activation, double parameter,
+    std::optional<Tensor> grad) {
+  check_backward_reduce(grad_output, input, mean, invstd, weight);
   check_act(input, weight, bias, residual, activation);
+  if (grad) check_like_input(*grad, "grad", input);
+  const std::optional<Mask> where = mask_of(mask, input);
+  const Words words = words_of_sums(fingerprint);
   const Laid laid = lay_out(input);
   const Context context(input);
-  const std::optional<Tensor> added = residual ? std::optional(laid_out_like(*residual, laid)) : std::nullopt;
-  Tensor output = allocate_like(laid.tensor);
-  if (input.numel() == 0) return with_strides_of(output, laid, input);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
-  check_cuda(act_elemt(laid.tensor.const_data_ptr(), data_of(added), output.mutable_data_ptr(), dtype_of(input),
-                       laid.geometry, {means, invstds, weights, biases}, {activation, parameter}, context.stream()));
-  return with_strides_of(output, laid, input);
-}
-
-namespace {
-
-using Sums = std::tuple<Tensor, Tensor, Tensor>;
-
-// `reduce(dy, arguments, workspace, stream)` launches the kernel.
-template <typename Reduce>
-Sums sums_of(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean, const Tensor& invstd,
-             const std::optional<Tensor>& weight, const Words& words, const Reduce& reduce) {
-  const Context context(input);
-  const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t channels = laid.geometry.channels, width = 2 * channels;
   const ScalarType accumulate = accumulate_type(scalar_type(input));
-  const ScalarType parameter = weight ? scalar_type(*weight) : accumulate;
+  const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
   if (input.numel() == 0) {
     return {make_zeros_and(words, width, accumulate, input, context),
-            torch::stable::new_zeros(input, {&channels, 1}, parameter),
-            torch::stable::new_zeros(input, {&channels, 1}, parameter)};
+            torch::stable::new_zeros(input, {&channels, 1}, parameters),
+            torch::stable::new_zeros(input, {&channels, 1}, parameters)};
   }
-  const PerChannelTensor means(mean), invstds(invstd);
+  const Tensor dy = laid_out_like(grad_output, laid);
+  const std::optional<Tensor> added = laid_out_like(residual, laid);
+  const std::optional<Tensor> g = laid_out_like(grad, laid);
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
   Tensor sums = allocate_vector(width + words.count, accumulate, input);
-  Tensor grad_weight = allocate_vector(channels, parameter, input);
-  Tensor grad_bias = allocate_vector(channels, parameter, input);
+  Tensor grad_weight = allocate_vector(channels, parameters, input);
+  Tensor grad_bias = allocate_vector(channels, parameters, input);
   TorchWorkspace workspace(input, context);
   const BackwardReduceArguments arguments{means,
                                           invstds,
                                           sums.mutable_data_ptr(),
                                           {grad_weight.mutable_data_ptr(), dtype_of(grad_weight)},
                                           {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)},
-                                          words};
-  check_cuda(reduce(grads.const_data_ptr(), arguments, workspace, context.stream()));
+                                          words,
+                                          weights,
+                                          biases};
+  check_cuda(backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), g ? g->mutable_data_ptr() : nullptr,
+                             dtype_of(input), laid.geometry, arguments,
+                             options_of(where, added, activation, parameter), workspace, context.stream()));
+  if (g && g->get() != grad->get()) torch::stable::copy_(*grad, *g);
   return {sums, grad_weight, grad_bias};
-}
-
-}  // namespace
-
-Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                const Tensor& invstd, const std::optional<Tensor>& weight,
-                                std::optional<int64_t> fingerprint) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  const Laid laid = lay_out(input);
-  const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
-                          Stream stream) {
-    return backward_reduce(dy, laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, arguments, workspace,
-                           stream);
-  };
-  return sums_of(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), reduce);
-}
-
-Sums batch_norm_masked_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                       const Tensor& invstd, const std::optional<Tensor>& weight,
-                                       const Tensor& positions, std::optional<int64_t> fingerprint) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  const Mask mask = mask_of(positions, input);
-  const Laid laid = lay_out(input);
-  const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
-                          Stream stream) {
-    return masked_backward_reduce(dy, laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, mask, arguments,
-                                  workspace, stream);
-  };
-  return sums_of(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), reduce);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    int64_t activation, double parameter, std::optional<int64_t> fingerprint, bool with_grad) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  check_act(input, weight, bias, residual, activation);
-  const Laid laid = lay_out(input);
-  const std::optional<Tensor> added = residual ? std::optional(laid_out_like(*residual, laid)) : std::nullopt;
-  const Tensor grad = with_grad ? allocate_like(laid.tensor) : allocate_vector(0, scalar_type(input), input);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
-  const auto reduce = [&](const void* dy, const BackwardReduceArguments& arguments, Workspace& workspace,
-                          Stream stream) {
-    return act_backward_reduce(dy, laid.tensor.const_data_ptr(), data_of(added),
-                               with_grad ? grad.mutable_data_ptr() : nullptr, dtype_of(input), laid.geometry,
-                               {means, invstds, weights, biases}, arguments, {activation, parameter}, workspace,
-                               stream);
-  };
-  const auto [sums, grad_weight, grad_bias] =
-      sums_of(grad_output, input, laid, mean, invstd, weight, words_of_sums(fingerprint), reduce);
-  return {sums, grad_weight, grad_bias, with_grad ? with_strides_of(grad, laid, input) : grad};
 }
 
 namespace {
 
-// `start(dy, x, dx, geometry, arguments, stream)` launches the kernel.
-template <typename Start>
-Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                      const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
-                      int64_t call, const std::optional<Tensor>& fault, const Start& start) {
-  const Laid laid = lay_out(input);
-  const Context context(input);
-  const Tensor grads = laid_out_like(grad_output, laid);
-  Tensor grad_input = allocate_like(laid.tensor);
-  if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums);
+// Makes the gradient of the input from `dy`, in `dx`: both are laid out as the input.
+void make_input_gradient(const Tensor& dy, Tensor dx, const Laid& laid, const std::optional<Tensor>& weight,
+                         const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                         int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
+                         const std::optional<Tensor>& bias, bool zeroes, const Options& options,
+                         const Context& context) {
+  if (laid.tensor.numel() == 0) return;
+  const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums), biases(bias);
   const BackwardElemtArguments arguments{means,
                                          invstds,
                                          weights,
@@ -274,50 +205,42 @@ Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const std:
                                          sums.numel() - 2 * laid.geometry.channels,
                                          ranks,
                                          call,
-                                         record_of(fault)};
-  check_cuda(start(grads.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(), laid.geometry,
-                   arguments, context.stream()));
-  return with_strides_of(grad_input, laid, input);
+                                         record_of(fault),
+                                         biases,
+                                         zeroes};
+  check_cuda(backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(),
+                            dtype_of(laid.tensor), laid.geometry, arguments, options, context.stream()));
 }
 
 }  // namespace
 
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
-  const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
-                         const BackwardElemtArguments& arguments,
-                         Stream stream) { return backward_elemt(dy, x, dx, dtype_of(input), g, arguments, stream); };
-  return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
-}
-
-Tensor batch_norm_masked_backward_elemt(const Tensor& grad_output, const Tensor& input,
-                                        const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
-                                        const Tensor& sums, const Tensor& count, const Tensor& positions, bool zeroes,
-                                        int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
-  const Mask mask = mask_of(positions, input);
-  const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
-                         const BackwardElemtArguments& arguments, Stream stream) {
-    return masked_backward_elemt(dy, x, dx, dtype_of(input), g, mask, zeroes, arguments, stream);
-  };
-  return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
-}
-
-Tensor batch_norm_act_backward_elemt(const Tensor& grad_output, const Tensor& input,
-                                     const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& invstd,
-                                     const Tensor& sums, const Tensor& count, const std::optional<Tensor>& bias,
-                                     int64_t activation, double parameter, int64_t ranks,
-                                     const std::optional<Tensor>& fault, int64_t call) {
+                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
+                                 const std::optional<Tensor>& mask, bool zeroes, const std::optional<Tensor>& bias,
+                                 int64_t activation, double parameter) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   check_act(input, weight, bias, std::nullopt, activation);
-  const PerChannelTensor biases(bias);
-  const auto start = [&](const void* dy, const void* x, void* dx, const Geometry& g,
-                         const BackwardElemtArguments& arguments, Stream stream) {
-    return act_backward_elemt(dy, x, dx, dtype_of(input), g, arguments, biases, {activation, parameter}, stream);
-  };
-  return input_gradient(grad_output, input, weight, mean, invstd, sums, count, ranks, call, fault, start);
+  const std::optional<Mask> where = mask_of(mask, input);
+  const Laid laid = lay_out(input);
+  const Context context(input);
+  const Tensor dy = laid_out_like(grad_output, laid);
+  const Tensor grad_input = allocate_like(laid.tensor);
+  make_input_gradient(dy, grad_input, laid, weight, mean, invstd, sums, count, ranks, fault, call, bias, zeroes,
+                      options_of(where, std::nullopt, activation, parameter), context);
+  return with_strides_of(grad_input, laid, input);
+}
+
+void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
+                                const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
+  check_backward_elemt(grad, input, weight, mean, invstd, sums, count, fault);
+  const Laid laid = lay_out(input);
+  const Context context(input);
+  const Tensor dx = laid_out_like(grad, laid);
+  make_input_gradient(dx, dx, laid, weight, mean, invstd, sums, count, ranks, fault, call, std::nullopt, false, {},
+                      context);
+  if (dx.get() != grad.get()) torch::stable::copy_(grad, dx);
 }
 
 namespace {
@@ -352,11 +275,5 @@ STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CUDA, m) {
   BAGUA_SYNCBN_REGISTER(batch_norm_elemt);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_reduce);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt);
-  BAGUA_SYNCBN_REGISTER(batch_norm_masked_stats);
-  BAGUA_SYNCBN_REGISTER(batch_norm_masked_elemt);
-  BAGUA_SYNCBN_REGISTER(batch_norm_masked_backward_reduce);
-  BAGUA_SYNCBN_REGISTER(batch_norm_masked_backward_elemt);
-  BAGUA_SYNCBN_REGISTER(batch_norm_act_elemt);
-  BAGUA_SYNCBN_REGISTER(batch_norm_act_backward_reduce);
-  BAGUA_SYNCBN_REGISTER(batch_norm_act_backward_elemt);
+  BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt_);
 }

@@ -73,6 +73,10 @@ template <typename T>
 T __ldcg(const T* address) {
   return *address;
 }
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
 
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, int distance) {

@@ -81,19 +81,34 @@ Words words_of(const std::vector<int64_t>& integers, size_t begin) {
   return words;
 }
 
-// Whether the buffer has lengths, and the length of a line.
-Mask mask_of(const std::vector<int64_t>& integers, const Buffer& buffer, const Geometry& g) {
-  if (integers[7] != 0) return {nullptr, buffer.integers(), g.inner, integers[8]};
-  return {static_cast<const uint8_t*>(buffer.data), nullptr, g.inner, integers[8]};
-}
+// What integers 7 to 9 and a double say: whether the mask has lengths, the length of a line, the activation.
+class GivenOptions {
+ public:
+  GivenOptions(const std::vector<int64_t>& integers, const std::vector<double>& doubles, const Buffer& mask,
+               const Buffer& residual, const Geometry& g)
+      : mask_{integers[7] == 0 ? static_cast<const uint8_t*>(mask.data) : nullptr,
+              integers[7] == 0 ? nullptr : mask.integers(), g.inner, integers[8]},
+        options_{mask.data == nullptr ? nullptr : &mask_, residual.data, {integers[9], doubles[0]}} {}
+  operator const Options&() const { return options_; }
+  const Mask& mask() const { return mask_; }
+
+ private:
+  const Mask mask_;
+  const Options options_;
+};
 
 const char* run(const std::vector<int64_t>& integers, const std::vector<double>& doubles, const std::vector<Buffer>& b,
                 Workspace& workspace) {
   const auto dtype = static_cast<DType>(integers[1]);
   const Geometry g{integers[2] != 0, integers[3], integers[4], integers[5]};
   switch (integers[0]) {
-    case 0:
-      return stats(b[0].data, dtype, g, b[1].data, words_of(integers, 7), workspace, nullptr);
+    case 0: {
+      const GivenOptions options(integers, doubles, b[1], {}, g);
+      const Words words = words_of(integers, 10);
+      return b[1].data == nullptr
+                 ? stats(b[0].data, dtype, g, b[2].data, words, workspace, nullptr)
+                 : masked_stats(b[0].data, dtype, g, options.mask(), b[2].data, words, workspace, nullptr);
+    }
     case 1:
       return gather_stats({b[0].data, integers[7], g.channels, dtype, b[1].data, b[2].data, b[3].integers(),
                            b[4].channels(), b[5].channels(), b[6].integers(), integers[8] != 0, doubles[0], doubles[1],
@@ -101,49 +116,19 @@ const char* run(const std::vector<int64_t>& integers, const std::vector<double>&
                           nullptr);
     case 2:
       return elemt(b[0].data, b[1].data, dtype, g, {b[2].channels(), b[3].channels(), b[4].channels(), b[5].channels()},
-                   nullptr);
+                   GivenOptions(integers, doubles, b[6], b[7], g), nullptr);
     case 3:
-      return backward_reduce(
-          b[0].data, b[1].data, dtype, g,
-          {b[2].channels(), b[3].channels(), b[4].data, b[5].channels(), b[6].channels(), words_of(integers, 7)},
-          workspace, nullptr);
+      return backward_reduce(b[0].data, b[1].data, b[2].data, dtype, g,
+                             {b[3].channels(), b[4].channels(), b[5].data, b[6].channels(), b[7].channels(),
+                              words_of(integers, 10), b[8].channels(), b[9].channels()},
+                             GivenOptions(integers, doubles, b[10], b[11], g), workspace, nullptr);
     case 4:
-      return backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
+    case 5:  // in place
+      return backward_elemt(b[0].data, b[1].data, b[integers[0] == 4 ? 2 : 0].data, dtype, g,
                             {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
-                             integers[7], integers[8], integers[9], b[8].integers()},
-                            nullptr);
-    case 5:
-      return act_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
-                       {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels()}, {integers[7], doubles[0]},
-                       nullptr);
-    case 6:
-      return act_backward_reduce(
-          b[0].data, b[1].data, b[2].data, b[3].data, dtype, g,
-          {b[4].channels(), b[5].channels(), b[6].channels(), b[7].channels()},
-          {b[4].channels(), b[5].channels(), b[8].data, b[9].channels(), b[10].channels(), words_of(integers, 8)},
-          {integers[7], doubles[0]}, workspace, nullptr);
-    case 7:
-      return act_backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g,
-                                {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
-                                 integers[7], integers[8], integers[9], b[8].integers()},
-                                b[9].channels(), {integers[10], doubles[0]}, nullptr);
-    case 8:
-      return masked_stats(b[0].data, dtype, g, mask_of(integers, b[1], g), b[2].data, words_of(integers, 9), workspace,
-                          nullptr);
-    case 9:
-      return masked_elemt(b[0].data, b[1].data, dtype, g, mask_of(integers, b[2], g),
-                          {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels()}, nullptr);
-    case 10:
-      return masked_backward_reduce(
-          b[0].data, b[1].data, dtype, g, mask_of(integers, b[2], g),
-          {b[3].channels(), b[4].channels(), b[5].data, b[6].channels(), b[7].channels(), words_of(integers, 9)},
-          workspace, nullptr);
-    case 11:
-      return masked_backward_elemt(b[0].data, b[1].data, b[2].data, dtype, g, mask_of(integers, b[3], g),
-                                   integers[9] != 0,
-                                   {b[4].channels(), b[5].channels(), b[6].channels(), b[7].channels(), b[8].integers(),
-                                    integers[10], integers[11], integers[12], b[9].integers()},
-                                   nullptr);
+                             integers[10], integers[11], integers[12], b[8].integers(), b[9].channels(),
+                             integers[13] != 0},
+                            GivenOptions(integers, doubles, b[10], {}, g), nullptr);
     default:
       return "no such op";
   }

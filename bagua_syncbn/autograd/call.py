@@ -1,0 +1,70 @@
+"""A call of the step beside its tensors: by which options, with which buffers and mask, over which ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..options import Options
+from ..sync import Sync
+
+
+class Call:
+    """A call beside the tensors that may have gradients."""
+
+    __slots__ = ("buffers", "layer", "masking", "options", "statistics", "sync")
+
+    def __init__(
+        self,
+        options: Options,
+        buffers: ops.Buffers,
+        sync: Sync,
+        layer: nn.Module | None = None,
+        masking: ops.Masking | None = None,
+    ) -> None:
+        self.options, self.buffers, self.sync, self.layer, self.masking = options, buffers, sync, layer, masking
+        self.statistics: ops.MergedStats | None = None  # once they are there
+
+    def gather(self, input: Tensor) -> ops.MergedStats:
+        """Returns the statistics of all ranks' inputs, and moves the buffers by them."""
+        sync = self.sync
+        if self.masking is None:
+            stats = ops.batch_norm_stats(input, *sync.header())
+        else:
+            stats = ops.batch_norm_stats(input, *sync.header(), mask=self.masking.positions)
+        # Averages over all batches need as many batches on all ranks.
+        counter = self.buffers.num_batches_tracked if self.options.momentum is None else None
+        gathered = sync.gather(stats, counter)
+        record = None if sync.record is None else sync.record.tensor
+        if torch.compiler.is_compiling():
+            # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
+            merged = ops.merge_stats(gathered, ops.NO_BUFFERS, self.options)
+            ops.merge_stats(gathered, self.buffers, self.options, record)
+        else:
+            merged = ops.merge_stats(gathered, self.buffers, self.options, record)
+            sync.check(gathered, counter)
+        return merged
+
+    def without_activation(self) -> "Call":
+        """Returns the call that normalizes alone."""
+        options = self.options._replace(activation=None)
+        return Call(options, self.buffers, self.sync, self.layer, self.masking)
+
+    def after(self, residual: Tensor | None) -> tuple[Any, ...]:
+        """Returns what follows the normalization, as arguments of ``batch_norm_elemt``."""
+        mask = None if self.masking is None else self.masking.output_mask
+        activation = self.options.activation
+        if activation is not None:
+            return mask, residual, activation.code, activation.parameter
+        return () if mask is residual is None else (mask, residual)
+
+
+def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:
+    """Returns what becomes of the normalized ``output``, in operations of torch."""
+    if residual is not None:
+        residual = residual if masking is None else masking.clear_outputs(residual)
+        output = output + residual.to(output.dtype)
+    if options.activation is not None:
+        output = options.activation.of(output)
+    return output if masking is None else masking.clear_outputs(output)

@@ -1,0 +1,70 @@
+"""``batch_norm_backward_elemt``: the gradient of the input, from the sums of all ranks; also in place."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import activations
+from .definition import defines, like_input, per_channel
+from .elemt import normalized
+from .masking import of_positions
+from .words import record
+
+
+def _shapes(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(input)
+
+
+@defines(
+    "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, int ranks=1, Tensor(a!)? fault=None, int call=0, Tensor? mask=None, "
+    "bool zeroes=False, Tensor? bias=None, int activation=0, float parameter=0.) -> Tensor",
+    _shapes,
+)
+def batch_norm_backward_elemt(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    ranks: int = 1,
+    fault: Tensor | None = None,
+    call: int = 0,
+    mask: Tensor | None = None,
+    zeroes: bool = False,
+    bias: Tensor | None = None,
+    activation: int = 0,
+    parameter: float = 0.0,
+) -> Tensor:
+    dy = grad_output
+    if activation:
+        z = normalized(input, weight, bias, mean, invstd)
+        dy = activations.gradient(dy.to(z.dtype), z, activation, parameter)
+    sums, said = sums.split([2 * input.size(1), sums.numel() - 2 * input.size(1)])
+    if said.numel():
+        words, squares = said.to(torch.int64).view(-1, 2).unbind(1)
+        differ = (squares * ranks != words.square()).any()
+        sums = sums.masked_fill(differ, torch.nan)
+        record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
+    mean_dy, mean_dy_xmu = (sums / count).chunk(2)
+    scale = per_channel(invstd if weight is None else invstd * weight, input)
+    projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
+    dx = (dy - per_channel(mean_dy, input)).sub_(projected).mul_(scale)
+    if mask is not None:
+        # Where a position does not count, nothing passes through the statistics.
+        inside = of_positions(mask, input)
+        dx = dx.where(inside, 0) if zeroes else dx.where(inside, dy * scale)
+    return like_input(input, dx)
+
+
+@defines(
+    "batch_norm_backward_elemt_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
+    "Tensor sums, Tensor count, int ranks=1, Tensor(b!)? fault=None, int call=0) -> ()",
+    lambda *_: None,
+)
+def batch_norm_backward_elemt_(grad: Tensor, input: Tensor, *rest: Any) -> None:
+    # By the op, so that each device has its kernel.
+    grad.copy_(torch.ops.bagua_syncbn.batch_norm_backward_elemt.default(grad, input, *rest))

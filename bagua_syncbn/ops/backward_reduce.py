@@ -1,0 +1,61 @@
+"""``batch_norm_backward_reduce``: what a rank sends backward, and its gradients of weight and bias."""
+
+from torch import Tensor
+
+from . import activations
+from .definition import defines, per_channel, reduced_dims
+from .elemt import normalized
+from .masking import of_positions
+from .words import PARTS, fill, parts_of
+
+
+def _shapes(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    fingerprint: int | None = None,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels, words = input.size(1), 0 if fingerprint is None else PARTS
+    like = mean if weight is None else weight
+    return mean.new_empty(2 * channels + words), like.new_empty(channels), like.new_empty(channels)
+
+
+@defines(
+    "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
+    "int? fingerprint=None, Tensor? mask=None, Tensor? bias=None, Tensor? residual=None, int activation=0, "
+    "float parameter=0., Tensor(a!)? grad=None) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
+    _shapes,
+)
+def batch_norm_backward_reduce(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    fingerprint: int | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    parameter: float = 0.0,
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums, grad_weight, grad_bias = _shapes(grad_output, input, mean, invstd, weight, fingerprint)
+    channels, dims, words = input.size(1), reduced_dims(input), parts_of(fingerprint)
+    sum_dy, sum_dy_xmu, said = sums.split([channels, channels, len(words)])
+    fill(said, words)
+    dy = grad_output.to(mean.dtype)
+    if activation:
+        dy = activations.gradient(dy, normalized(input, weight, bias, mean, invstd, residual), activation, parameter)
+    if mask is not None:
+        inside = of_positions(mask, input)
+        dy, input = dy.where(inside, 0), input.where(inside, 0)
+    if grad is not None:
+        grad.copy_(dy)
+    sum_dy.copy_(dy.sum(dims))
+    sum_dy_xmu.copy_((dy * (input - per_channel(mean, input))).sum(dims))
+    # Copies: the sums are about to be reduced over the ranks in place, and these must stay this rank's own.
+    return sums, grad_weight.copy_(sum_dy_xmu * invstd), grad_bias.copy_(sum_dy)

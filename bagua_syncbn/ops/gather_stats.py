@@ -1,0 +1,85 @@
+"""``batch_norm_gather_stats``: the statistics of all ranks together, and the running ones."""
+
+import torch
+from torch import Tensor
+
+from .definition import defines
+from .words import COUNT_BASE, record, words_in
+
+_MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
+
+
+def _merge_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, like: Tensor) -> Tensor:
+    if momentum is not None:
+        return torch.full_like(like, momentum)
+    if num_batches_tracked is None:
+        raise RuntimeError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    return 1 / num_batches_tracked.clamp(min=1).to(like.dtype)
+
+
+def _faults_of_rows(low: Tensor, high: Tensor, words: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns whether something is wrong with a row, and what, as ``fault`` has it."""
+    differs = (words != words[0]).any(1)
+    is_count = (low == low.floor()) & (low >= 0) & (low < COUNT_BASE)
+    is_count &= (high == high.floor()) & (high >= 0) & (high <= _MAX_HIGH)
+    wrong = differs | ~is_count.squeeze(1)
+    rank = (2 * differs + wrong).argmax().view(1)
+    kind = torch.where(differs.any(), 1, 2)
+    return wrong.any(), [kind, rank, *((words[0], words[rank]) if words.size(1) else ())]
+
+
+def _shapes(gathered: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    channels = (gathered.size(1) - 2 - words_in(gathered)) // 2
+    return gathered.new_empty(channels), gathered.new_empty(channels), gathered.new_empty((), dtype=torch.int64)
+
+
+@defines(
+    "batch_norm_gather_stats(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, Tensor(d!)? fault=None, "
+    "bool skip_nonfinite=False) -> (Tensor mean, Tensor invstd, Tensor count)",
+    _shapes,
+)
+def batch_norm_gather_stats(
+    gathered: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    fault: Tensor | None = None,
+    skip_nonfinite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
+    # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
+    words = words_in(gathered)
+    channels = (gathered.size(1) - 2 - words) // 2
+    rows = gathered.to(_merge_dtype(gathered.device))
+    means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
+    is_wrong, what = _faults_of_rows(low, high, said)
+    record(fault, is_wrong, what)
+
+    counts = (low.to(torch.int64) + high.to(torch.int64) * COUNT_BASE).masked_fill(is_wrong, 0)
+    total = counts.sum()
+    shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
+    mean = (shares * means).sum(0).masked_fill(is_wrong, torch.nan)
+    var = (shares * (variances + (means - mean).square())).sum(0)
+
+    # An unbiased variance needs two values. Whether there are two is known on the device only: no branch on the host.
+    updates = total >= 2
+    if skip_nonfinite:
+        updates = updates & mean.isfinite().all() & var.isfinite().all()
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(updates)
+    if running_mean is not None and running_var is not None:
+        factor = _average_factor(momentum, num_batches_tracked, mean.new_empty(()))
+        unbiased_var = var * (total.to(var.dtype) / (total - 1).clamp(min=1).to(var.dtype))
+        for running, new in ((running_mean, mean), (running_var, unbiased_var)):
+            old = running.to(new.dtype)
+            running.copy_(torch.where(updates, old.lerp(new, factor), old))
+
+    dtype = gathered.dtype
+    return mean.to(dtype), (var + eps).rsqrt().to(dtype), total

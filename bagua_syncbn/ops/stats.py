@@ -1,0 +1,49 @@
+"""``batch_norm_stats``: what a rank sends forward."""
+
+import torch
+from torch import Tensor
+
+from .definition import accumulate_dtype, defines, per_channel, reduced_dims
+from .masking import of_positions
+from .words import COUNT_BASE, WORDS, fill, words_of_row
+
+
+def _shapes(input: Tensor, speaker: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+    words = 0 if speaker is None else WORDS
+    return input.new_empty(2 * input.size(1) + 2 + words, dtype=accumulate_dtype(input.dtype))
+
+
+@defines("batch_norm_stats(Tensor input, int? speaker=None, int call=0, Tensor? mask=None) -> Tensor", _shapes)
+def batch_norm_stats(input: Tensor, speaker: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+    packed, channels = _shapes(input, speaker).zero_(), input.size(1)
+    mean, var, low, high, said = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])
+    fill(said, words_of_row(speaker, call))
+    if mask is not None:
+        _masked_stats(input, mask, mean, var, low, high)
+        return packed
+    count = input.numel() // channels if channels else 0
+    if count:
+        # var_mean is Welford's algorithm: it survives a mean that is large beside the deviation.
+        moments = torch.var_mean(input.to(packed.dtype), reduced_dims(input), correction=0)
+        var.copy_(moments[0])
+        mean.copy_(moments[1])
+    fill(packed[2 * channels :][:2], [count % COUNT_BASE, count // COUNT_BASE])
+    return packed
+
+
+def _masked_stats(input: Tensor, mask: Tensor, mean: Tensor, var: Tensor, low: Tensor, high: Tensor) -> None:
+    inside = of_positions(mask, input)
+    count = inside.expand(input.size(0), 1, *input.shape[2:]).sum()
+    number = count.clamp(min=1).to(mean.dtype)
+
+    def average(values: Tensor) -> Tensor:
+        return values.where(inside, 0).sum(reduced_dims(input)) / number
+
+    wide = input.to(mean.dtype)
+    center = average(wide)
+    deviation = wide - per_channel(center, input)
+    shift = average(deviation)  # what rounding has left
+    mean.copy_(center + shift)
+    var.copy_(average(deviation.square()) - shift.square())
+    low.copy_(count % COUNT_BASE)
+    high.copy_(count // COUNT_BASE)

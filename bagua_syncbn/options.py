@@ -1,0 +1,34 @@
+"""The options of a call, in one record.
+
+A layer has them as attributes, ranks compare them, calls that were checked before are known by them, and a layer's own
+forward passes them on. A new option is a field here, an attribute and an argument of the layer, and an argument of
+:func:`~bagua_syncbn.sync_batch_norm`.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+
+class Options(NamedTuple):
+    """How a call normalizes, beside its tensors. :func:`~bagua_syncbn.sync_batch_norm` explains each."""
+
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+    eps_mode: str = "plus"
+    skip_nonfinite: bool = False
+    activation: Any = None  # an Activation in a call that was checked; before, whatever names one
+
+
+EPS_MODES = ("plus", "clamp")
+
+# A layer that was converted may have a module named "activation".
+_ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
+
+attributes_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_ATTRIBUTES)
+"""Returns the attributes of a layer that hold its options, in the order of the fields."""
+
+
+def options_of(layer: Any) -> Options:
+    """Returns the options of a layer, with the activation as it was given. torch.compile can trace this."""
+    return Options(*[getattr(layer, name) for name in _ATTRIBUTES])
