@@ -139,10 +139,10 @@ std::shared_ptr<Memory> Memory::open(const std::string& name, const std::string&
 }
 
 void Memory::map() {
-  struct stat status = {};
-  check(fstat(descriptor_, &status) == 0, "fstat");
   const size_t bytes = ranks_ * sizeof(Seat);
-  if (static_cast<size_t>(status.st_size) != bytes) throw std::runtime_error("the segment has another size");
+  // Not by fstat, of which older systems have no such symbol.
+  if (static_cast<size_t>(lseek(descriptor_, 0, SEEK_END)) != bytes)
+    throw std::runtime_error("the segment has another size");
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   check(address != MAP_FAILED, "mmap");
   bytes_ = bytes;

@@ -70,7 +70,7 @@ def test_ranks_that_end_stop_or_leave_are_told_from_those_that_are_late(stress):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_there_is_no_data_race(sanitizer, tmp_path, ranks):
-    assert run(build(tmp_path, sanitizer), "threads", ranks, 1_000, ranks) == (0, "")
+    assert run(build(tmp_path, sanitizer), "threads", ranks, 300, ranks) == (0, "")
 
 
 ORDERS = {
@@ -100,6 +100,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDERS)
 def test_each_memory_order_is_needed(sanitizer, tmp_path, name):
     status, said = run(build(tmp_path, sanitizer, planted=ORDERS[name]), "threads", 2, 1_000, 1)
@@ -107,6 +108,7 @@ def test_each_memory_order_is_needed(sanitizer, tmp_path, name):
     assert "data race" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_planted_fault_is_caught(tmp_path, name):
     before, after, arguments = FAULTS[name]
