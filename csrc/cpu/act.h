@@ -16,13 +16,10 @@ struct Activation {
   int64_t code;
   double parameter;
 
-  template <typename A>
-  Act<A> act() const {
-    return {code, static_cast<A>(parameter)};
-  }
   template <typename T>
-  const T* residual_data() const {
-    return residual ? static_cast<const T*>(residual->const_data_ptr()) : nullptr;
+  Epilogue<T> epilogue() const {
+    using A = Accumulate<T>;
+    return {residual ? static_cast<const T*>(residual->const_data_ptr()) : nullptr, {code, static_cast<A>(parameter)}};
   }
 };
 

@@ -32,14 +32,9 @@ void masked_gradient(const T* dy, const T* x, T* dx, const Outside& outside, con
                      const GradientFactors<A>& factors, int64_t begin, int64_t end) {
   for_each_run(*outside.mask, g, begin, end,
                [&](Run::Kind kind, int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t* valid) {
-                 if (kind == Run::kNone && outside.zeroes) {
-                   std::memset(dx + o, 0, rows * n * sizeof(T));
-                 } else if (kind == Run::kAll) {
-                   loops<T>().grad_rows(dy + o, x + o, dx + o, rows, n, channel, g.channels, factors);
-                 } else {
-                   loops<T>().masked_grad_rows(dy + o, x + o, dx + o, valid, rows, n, channel, g.channels, factors,
-                                               outside.zeroes);
-                 }
+                 if (kind == Run::kNone && outside.zeroes) return (void)std::memset(dx + o, 0, rows * n * sizeof(T));
+                 loops<T>().grad_rows(dy + o, x + o, dx + o, kind == Run::kAll ? nullptr : valid, outside.zeroes, rows,
+                                      n, channel, g.channels, factors, {});
                });
 }
 
@@ -69,31 +64,26 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
       scales[c] = invstds[c] * weights[c];
     }
 
-    const GradientFactors<A> factors{means.data(), mean_dy.data(), projections.data(), scales.data(),
-                                     streams(grad_input, g)};
+    const ChannelArray<A> shifts(before ? before->bias : std::nullopt, g.channels, A(0));
+    const GradientFactors<A> factors{means.data(),  mean_dy.data(), projections.data(),
+                                     scales.data(), shifts.data(),  streams(grad_input, g)};
     const T* dy = static_cast<const T*>(grads.const_data_ptr());
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     T* dx = static_cast<T*>(grad_input.mutable_data_ptr());
-    const ChannelArray<A> shifts(before ? before->bias : std::nullopt, g.channels, A(0));
-    const Act<A> act = before ? before->activation.act<A>() : Act<A>{};
+    const Act<A> act = before ? before->activation.epilogue<T>().act : Act<A>{};
     const Loops<T>& loop = loops<T>();
     if (g.interleaved) {
       parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
         const int64_t o = begin * g.channels, rows = end - begin;
-        if (before) {
-          return loop.act_input_grad_columns(dy + o, x + o, dx + o, rows, g.channels, factors, shifts.data(), act);
-        }
         Made made;
         const uint8_t* valid = outside.mask ? positions_at(*outside.mask, begin, rows, made) : nullptr;
-        loop.grad_columns(dy + o, x + o, dx + o, valid, rows, g.channels, factors, outside.zeroes);
+        loop.grad_columns(dy + o, x + o, dx + o, valid, outside.zeroes, rows, g.channels, factors, act);
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
         if (outside.mask) return masked_gradient(dy, x, dx, outside, g, factors, begin, end);
         const int64_t o = begin * g.inner, rows = end - begin, channel = begin % g.channels;
-        if (!before) return loop.grad_rows(dy + o, x + o, dx + o, rows, g.inner, channel, g.channels, factors);
-        loop.act_input_grad_rows(dy + o, x + o, dx + o, rows, g.inner, channel, g.channels, factors, shifts.data(),
-                                 act);
+        loop.grad_rows(dy + o, x + o, dx + o, nullptr, false, rows, g.inner, channel, g.channels, factors, act);
       });
     }
   });

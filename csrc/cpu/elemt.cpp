@@ -14,13 +14,9 @@ void normalize_masked(const T* x, T* y, const Mask& mask, const Geometry& g, con
                       int64_t begin, int64_t end) {
   for_each_run(mask, g, begin, end,
                [&](Run::Kind kind, int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t* valid) {
-                 if (kind == Run::kNone) {
-                   std::memset(y + o, 0, rows * n * sizeof(T));
-                 } else if (kind == Run::kAll) {
-                   loops<T>().normalize_rows(x + o, y + o, rows, n, channel, g.channels, factors);
-                 } else {
-                   loops<T>().masked_normalize_rows(x + o, y + o, valid, rows, n, channel, g.channels, factors);
-                 }
+                 if (kind == Run::kNone) return (void)std::memset(y + o, 0, rows * n * sizeof(T));
+                 loops<T>().normalize_rows(x + o, y + o, kind == Run::kAll ? nullptr : valid, rows, n, channel,
+                                           g.channels, factors, {});
                });
 }
 
@@ -36,8 +32,7 @@ Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>&
     using A = typename decltype(accumulate)::type;
     const Normalization<A> normalization(weight, bias, mean, invstd, g.channels);
     const NormalizeFactors<A> factors = normalization.factors(streams(output, g));
-    const Act<A> act = activation ? activation->act<A>() : Act<A>{};
-    const T* r = activation ? activation->residual_data<T>() : nullptr;
+    const Epilogue<T> epilogue = activation ? activation->epilogue<T>() : Epilogue<T>();
     const T* x = static_cast<const T*>(laid.tensor.const_data_ptr());
     T* y = static_cast<T*>(output.mutable_data_ptr());
     const Loops<T>& loop = loops<T>();
@@ -46,15 +41,13 @@ Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>&
         const int64_t o = begin * g.channels, rows = end - begin;
         Made made;
         const uint8_t* valid = mask ? positions_at(*mask, begin, rows, made) : nullptr;
-        if (!activation) return loop.normalize_columns(x + o, y + o, valid, rows, g.channels, factors);
-        loop.act_columns(x + o, r ? r + o : r, y + o, rows, g.channels, factors, act);
+        loop.normalize_columns(x + o, y + o, valid, rows, g.channels, factors, epilogue.from(o));
       });
     } else {
       parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
         if (mask) return normalize_masked(x, y, *mask, g, factors, begin, end);
         const int64_t o = begin * g.inner, rows = end - begin, channel = begin % g.channels;
-        if (!activation) return loop.normalize_rows(x + o, y + o, rows, g.inner, channel, g.channels, factors);
-        loop.act_rows(x + o, r ? r + o : r, y + o, rows, g.inner, channel, g.channels, factors, act);
+        loop.normalize_rows(x + o, y + o, nullptr, rows, g.inner, channel, g.channels, factors, epilogue.from(o));
       });
     }
   });

@@ -35,14 +35,45 @@ struct NormalizeFactors {
   bool stream;  // with streaming stores, see streams() in work.h
 };
 
-// Per-channel factors: dx = ((dy - mean_dy) - (x - mean) * projection) * scale.
+// Per-channel factors: dx = ((g - mean_dy) - (x - mean) * projection) * scale, of g = dy * act'((x - mean) * scale +
+// shift). No shift is needed without an activation.
 template <typename A>
 struct GradientFactors {
   const A* mean;
   const A* mean_dy;
   const A* projection;
   const A* scale;
+  const A* shift;
   bool stream;
+};
+
+// For functions that the loops call: see loops/table.inl.
+#define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
+
+// What follows the normalization: y = act(z), z = (x - mean) * scale + shift + residual, which may be null.
+template <typename T>
+struct Epilogue {
+  const T* residual = nullptr;
+  Act<Accumulate<T>> act = {};
+
+  BAGUA_SYNCBN_IN_LOOPS bool is_none() const { return residual == nullptr && act.code == 0; }
+  BAGUA_SYNCBN_IN_LOOPS Epilogue from(int64_t offset) const { return {residual ? residual + offset : nullptr, act}; }
+};
+
+// What is added up in backward: g = dy * act'(z), which is also written to `g` unless that is null, as it may be if the
+// activation is cheap. Without both, only the means are needed.
+template <typename T>
+struct Gradients {
+  const T* dy;
+  const T* x;
+  T* g;
+  NormalizeFactors<Accumulate<T>> factors;
+  Epilogue<T> epilogue;
+
+  BAGUA_SYNCBN_IN_LOOPS bool is_given() const { return g == nullptr && epilogue.act.code == 0; }
+  BAGUA_SYNCBN_IN_LOOPS Gradients from(int64_t offset) const {
+    return {dy + offset, x + offset, g ? g + offset : nullptr, factors, epilogue.from(offset)};
+  }
 };
 
 // All bits set, or none: of the width of A.
@@ -53,57 +84,36 @@ using LaneBits = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>
 constexpr int64_t kSample = 256;
 constexpr int64_t kMaskedSample = 1024;
 
+// `valid` has a byte for each value of a row, or in columns for each row, 1 or 0: what is 0 does not count. It is null
+// where all count, as they do with an activation.
 template <typename T>
 struct Loops {
   using A = Accumulate<T>;
 
-  // Planar: rows of n values of one channel, `stride` apart.
-  Moments (*moments)(const T* x, int64_t rows, int64_t n, int64_t stride);
-  GradSums (*grad_sums)(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride);
-  // Planar: contiguous rows of n values; the channel of the first is given, and each row is of the next channel.
-  void (*normalize_rows)(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                         NormalizeFactors<A>);
-  void (*grad_rows)(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                    GradientFactors<A>);
+  // Planar: rows of n values of one channel, `stride` apart, whose bytes follow one another. `count` values count, of
+  // which `sampled` are among the first kSample of the first row; with `valid`, among the first kMaskedSample.
+  Moments (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
+                     int64_t count);
+  GradSums (*grad_sums)(const Gradients<T>&, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
+                        int64_t channel);
+  // Planar: contiguous rows of n values, which all have the same bytes; the channel of the first is given, and each row
+  // is of the next channel. Where a value does not count y is 0, and dx is g * scale, or 0 if `zeroes`. The activation
+  // of grad_rows is cheap, and there is no residual.
+  void (*normalize_rows)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
+                         int64_t channels, const NormalizeFactors<A>&, const Epilogue<T>&);
+  void (*grad_rows)(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes, int64_t rows, int64_t n,
+                    int64_t channel, int64_t channels, const GradientFactors<A>&, const Act<A>&);
 
-  // Interleaved: rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and m2, or the
-  // two sums, of these rows are written to `out`, 2 * channels values. `list` has the numbers of the rows; or it is
-  // null where they follow one another.
+  // Interleaved: the same of rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and
+  // m2, or the two sums, of these rows are written to `out`, 2 * channels values. `list` has the numbers of the rows
+  // that count; or it is null where they follow one another.
   void (*moments_columns)(const T* x, const int64_t* list, int64_t rows, int64_t channels, A* columns, double* out);
-  void (*grad_sums_columns)(const T* dy, const T* x, const A* mean, const int64_t* list, int64_t rows, int64_t channels,
-                            A* columns, double* out);
-  // `valid` has a byte for each row, or is null where all count: y is 0 in rows that do not, and dx is dy * scale
-  // there, or 0 if `zeroes`.
+  void (*grad_sums_columns)(const Gradients<T>&, const int64_t* list, int64_t rows, int64_t channels, A* columns,
+                            double* out);
   void (*normalize_columns)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t channels,
-                            NormalizeFactors<A>);
-  void (*grad_columns)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
-                       GradientFactors<A>, bool zeroes);
-
-  // With an activation of z = (x - mean) * scale + shift + residual, which may be null: y = act(z), as normalize_rows
-  // and normalize_columns; the sums of g = dy * act'(z), as grad_sums and grad_sums_columns, where g is written too,
-  // unless it is null, as it may be if the activation is cheap; and dx of g, of a cheap one without a residual.
-  void (*act_rows)(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                   NormalizeFactors<A>, Act<A>);
-  void (*act_columns)(const T* x, const T* residual, T* y, int64_t rows, int64_t channels, NormalizeFactors<A>, Act<A>);
-  GradSums (*act_grad_sums)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t n, int64_t stride,
-                            int64_t channel, NormalizeFactors<A>, Act<A>);
-  void (*act_grad_sums_columns)(const T* dy, const T* x, const T* residual, T* g, int64_t rows, int64_t channels,
-                                A* columns, double* out, NormalizeFactors<A>, Act<A>);
-  void (*act_input_grad_rows)(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel,
-                              int64_t channels, GradientFactors<A>, const A* shift, Act<A>);
-  void (*act_input_grad_columns)(const T* dy, const T* x, T* dx, int64_t rows, int64_t channels, GradientFactors<A>,
-                                 const A* shift, Act<A>);
-
-  // Planar, where not all positions count: see loops/masked.inl. Rows that are added up have masks one after
-  // another; those of the element-wise loops have the same.
-  Moments (*masked_moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
-                            int64_t count);
-  GradSums (*masked_grad_sums)(const T* dy, const T* x, A mean, const uint8_t* valid, int64_t rows, int64_t n,
-                               int64_t stride);
-  void (*masked_normalize_rows)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
-                                int64_t channels, NormalizeFactors<A>);
-  void (*masked_grad_rows)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t n,
-                           int64_t channel, int64_t channels, GradientFactors<A>, bool zeroes);
+                            const NormalizeFactors<A>&, const Epilogue<T>&);
+  void (*grad_columns)(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes, int64_t rows,
+                       int64_t channels, const GradientFactors<A>&, const Act<A>&);
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names

@@ -41,20 +41,27 @@ int64_t compact(const T* x, const uint8_t* valid, int64_t n, T* out) {
   return kept;
 }
 
+// Adds the values of a span, `rows` rows of n values.
+template <typename T>
+void add_all(Part& part, const T* x, int64_t rows, int64_t n, int64_t stride) {
+  const int64_t count = rows * n;
+  part.add(count, loops<T>().moments(x, nullptr, rows, n, stride, std::min(kSample, n), count));
+}
+
 // Adds those of a span, `rows` rows of n values, that count. The bytes of a row follow those of the one before.
 template <typename T>
 void add_masked(Part& part, const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride) {
   const int64_t count = count_of(valid, rows * n);
   if (count == 0) return;
-  if (count == rows * n) return part.add(count, loops<T>().moments(x, rows, n, stride));
+  if (count == rows * n) return add_all(part, x, rows, n, stride);
   const int64_t sampled = count_of(valid, std::min(kMaskedSample, n));
   if (64 * sampled >= count) {
-    return part.add(count, loops<T>().masked_moments(x, valid, rows, n, stride, sampled, count));
+    return part.add(count, loops<T>().moments(x, valid, rows, n, stride, sampled, count));
   }
   const std::unique_ptr<T[]> kept(new T[count + 1]);  // one more, which is written to and does not count
   int64_t moved = 0;
   for (int64_t row = 0; row < rows; ++row) moved += compact(x + row * stride, valid + row * n, n, kept.get() + moved);
-  part.add(count, loops<T>().moments(kept.get(), 1, count, count));
+  add_all(part, kept.get(), 1, count, count);
 }
 
 template <typename T>
@@ -72,7 +79,7 @@ void planar_stats(const T* x, const Geometry& g, const Mask* mask, double* mean,
           const uint8_t* valid = positions_at(*mask, sample * g.inner + offset, rows * n, made);
           return add_masked(results[unit], span, valid, rows, n, stride);
         }
-        results[unit].add(static_cast<double>(rows * n), loops<T>().moments(span, rows, n, stride));
+        add_all(results[unit], span, rows, n, stride);
       });
     }
   });

@@ -1,22 +1,22 @@
-// Planar: rows of values of one channel.
+// Planar: sums over rows of values of one channel.
 
-// Calls body(v, offset) for each vector of the n values of a row, v being the place of its lanes among the kLanes, and
-// tail(v, offset, count) for the last count < kWidth values.
-template <typename A, typename Body, typename Tail>
-inline __attribute__((always_inline)) void for_each_vector(int64_t n, const Body& body, const Tail& tail) {
+// Calls body(v, offset, access) for each vector of the n values of a row, v being the place of its lanes among the
+// kLanes; the last one may be a part.
+template <typename A, typename Body>
+inline __attribute__((always_inline)) void for_each_vector(int64_t n, const Body& body) {
   constexpr int kVectors = kLanes / kWidth<A>;
   int64_t j = 0;
   for (; j + kLanes <= n; j += kLanes) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) body(v, j + v * kWidth<A>);
+    for (int v = 0; v < kVectors; ++v) body(v, j + v * kWidth<A>, Whole());
   }
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     if (j + kWidth<A> <= n) {
-      body(v, j);
+      body(v, j, Whole());
       j += kWidth<A>;
     } else {
-      if (j < n) tail(v, j, n - j);
+      if (j < n) body(v, j, Part{n - j});
       return;
     }
   }
@@ -63,144 +63,70 @@ struct Ahead {
 };
 
 // Sums of deviations from a value near the mean, which need no correction but for how near it is: with the mean of a
-// 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are.
-template <typename T>
-Moments moments(const T* x, int64_t rows, int64_t n, int64_t stride) {
-  using A = Accumulate<T>;
-  const int64_t sampled = n < kSample ? n : kSample;
-  Lanes<A> sample;
-  for_each_vector<A>(
-      sampled, [&](int v, int64_t j) { sample.part[v] += widen(x + j); },
-      [&](int v, int64_t j, int64_t count) { sample.part[v] += widen_part(x + j, count); });
-  const A pivot = static_cast<A>(sample.total() / sampled);
+// 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are. That many,
+// `sampled`, are among the first `sample` of the first row.
+template <typename A, typename Where, typename T>
+inline __attribute__((always_inline)) Moments moments_of(const T* x, const Where& where, int64_t rows, int64_t n,
+                                                         int64_t stride, int64_t sample, int64_t sampled,
+                                                         int64_t count) {
+  Lanes<A> first;
+  for_each_vector<A>(n < sample ? n : sample, [&](int v, int64_t j, const auto& access) {
+    first.part[v] += where.counted(access, access.load(x + j), j);
+  });
+  const A pivot = static_cast<A>(first.total() / sampled);
   const Vec<A> pivots = broadcast<A>(pivot);
 
   const Ahead next(n, stride);
   Lanes<A> deviations, squares;
   for (int64_t row = 0; row < rows; ++row, x += stride) {
-    for_each_vector<A>(
-        n,
-        [&](int v, int64_t j) {
-          prefetch(x + next(j));
-          const Vec<A> deviation = widen(x + j) - pivots;
-          deviations.part[v] += deviation;
-          squares.part[v] += deviation * deviation;
-        },
-        [&](int v, int64_t j, int64_t count) {
-          const Vec<A> deviation = keep<A>(lanes_below<A>(count), widen_part(x + j, count) - pivots);
-          deviations.part[v] += deviation;
-          squares.part[v] += deviation * deviation;
-        });
+    for_each_vector<A>(n, [&](int v, int64_t j, const auto& access) {
+      access.fetch(x + next(j));
+      const Vec<A> difference = access.template only<A>(access.load(x + j) - pivots);
+      const Vec<A> deviation = where.counted(access, difference, row * n + j);
+      deviations.part[v] += deviation;
+      squares.part[v] += deviation * deviation;
+    });
   }
-  const double count = static_cast<double>(rows * n);
-  const double shift = deviations.total() / count;
-  const double m2 = squares.total() - shift * shift * count;
+  const double number = static_cast<double>(count);
+  const double shift = deviations.total() / number;
+  const double m2 = squares.total() - shift * shift * number;
   return {pivot + shift, m2 < 0 ? 0 : m2};
+}
+
+template <typename T, typename A = Accumulate<T>>
+Moments moments(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
+                int64_t count) {
+  if (valid == nullptr) return moments_of<A>(x, Everywhere<A>(), rows, n, stride, kSample, sampled, count);
+  return moments_of<A>(x, AtPositions<A>(valid), rows, n, stride, kMaskedSample, sampled, count);
 }
 
 // The gradients that are added up: dy itself.
 struct AsGiven {
-  template <typename V, typename Load, typename Store>
-  V operator()(V dy, V, int64_t, int64_t, const Load&, const Store&) const {
+  template <typename V, typename Access>
+  V operator()(V dy, V, int64_t, int64_t, const Access&) const {
     return dy;
   }
 };
 
-// `gradient(dy, x, offset, column, load, store)` makes what is added up, of values at `offset` from the first.
-template <typename T, typename A, typename Gradient>
-inline __attribute__((always_inline)) GradSums grad_sums_of(const T* dy, const T* x, A mean, int64_t rows, int64_t n,
-                                                            int64_t stride, const Gradient& gradient) {
-  const auto load = [](const auto* p) { return widen(p); };
-  const auto store = [](auto* p, Vec<A> v) { narrow(p, v); };
+// `gradient(dy, x, offset, column, access)` makes what is added up, of values at `offset` from the first.
+template <typename A, typename Where, typename T, typename Gradient>
+inline __attribute__((always_inline)) GradSums grad_sums_of(const T* dy, const T* x, A mean, const Where& where,
+                                                            int64_t rows, int64_t n, int64_t stride,
+                                                            const Gradient& gradient) {
   const Vec<A> means = broadcast<A>(mean);
   const Ahead next(n, stride);
   Lanes<A> sum_dy, sum_dy_xmu;
   for (int64_t row = 0; row < rows; ++row, x += stride, dy += stride) {
-    for_each_vector<A>(
-        n,
-        [&](int v, int64_t j) {
-          prefetch(dy + next(j));
-          prefetch(x + next(j));
-          const Vec<A> value = widen(x + j);
-          const Vec<A> grad = gradient(widen(dy + j), value, row * stride + j, 0, load, store);
-          sum_dy.part[v] += grad;
-          sum_dy_xmu.part[v] += grad * (value - means);
-        },
-        [&](int v, int64_t j, int64_t count) {
-          const auto load_part = [=](const auto* p) { return widen_part(p, count); };
-          const auto store_part = [=](auto* p, Vec<A> v) { narrow_part(p, v, count); };
-          const Vec<A> value = widen_part(x + j, count);
-          const Vec<A> grad = gradient(widen_part(dy + j, count), value, row * stride + j, 0, load_part, store_part);
-          // dy is 0 beyond the row, but an infinite mean would make that a NaN.
-          const Vec<A> deviation = keep<A>(lanes_below<A>(count), value - means);
-          sum_dy.part[v] += grad;
-          sum_dy_xmu.part[v] += grad * deviation;
-        });
+    for_each_vector<A>(n, [&](int v, int64_t j, const auto& access) {
+      access.fetch(dy + next(j));
+      access.fetch(x + next(j));
+      const Vec<A> value = access.load(x + j), made = gradient(access.load(dy + j), value, row * stride + j, 0, access);
+      const Vec<A> grad = where.counted(access, made, row * n + j);
+      // dy is 0 beyond the row, but an infinite mean would make that a NaN.
+      const Vec<A> deviation = where.counted(access, access.template only<A>(value - means), row * n + j);
+      sum_dy.part[v] += grad;
+      sum_dy_xmu.part[v] += grad * deviation;
+    });
   }
   return {sum_dy.total(), sum_dy_xmu.total()};
-}
-
-template <typename T, typename A = Accumulate<T>>
-GradSums grad_sums(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride) {
-  return grad_sums_of(dy, x, mean, rows, n, stride, AsGiven());
-}
-
-template <bool kStream, typename T, typename A>
-void normalize_rows_to(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                       const NormalizeFactors<A>& factors) {
-  for (int64_t row = 0; row < rows; ++row, x += n, y += n) {
-    const Vec<A> mean = broadcast<A>(factors.mean[channel]);
-    const Vec<A> scale = broadcast<A>(factors.scale[channel]);
-    const Vec<A> shift = broadcast<A>(factors.shift[channel]);
-    for_each_vector<A>(
-        n,
-        [&](int, int64_t j) {
-          prefetch(x + j + kAhead);
-          narrow<kStream>(y + j, (widen(x + j) - mean) * scale + shift);
-        },
-        [&](int, int64_t j, int64_t count) {
-          narrow_part(y + j, (widen_part(x + j, count) - mean) * scale + shift, count);
-        });
-    if (++channel == channels) channel = 0;
-  }
-}
-
-template <typename T, typename A = Accumulate<T>>
-void normalize_rows(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                    NormalizeFactors<A> factors) {
-  if (!factors.stream) return normalize_rows_to<false>(x, y, rows, n, channel, channels, factors);
-  normalize_rows_to<true>(x, y, rows, n, channel, channels, factors);
-  end_streaming();
-}
-
-template <bool kStream, typename T, typename A>
-void grad_rows_to(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                  const GradientFactors<A>& factors) {
-  for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
-    const Vec<A> mean = broadcast<A>(factors.mean[channel]);
-    const Vec<A> mean_dy = broadcast<A>(factors.mean_dy[channel]);
-    const Vec<A> projection = broadcast<A>(factors.projection[channel]);
-    const Vec<A> scale = broadcast<A>(factors.scale[channel]);
-    for_each_vector<A>(
-        n,
-        [&](int, int64_t j) {
-          prefetch(dy + j + kAhead);
-          prefetch(x + j + kAhead);
-          const Vec<A> projected = (widen(x + j) - mean) * projection;
-          narrow<kStream>(dx + j, ((widen(dy + j) - mean_dy) - projected) * scale);
-        },
-        [&](int, int64_t j, int64_t count) {
-          const Vec<A> projected = (widen_part(x + j, count) - mean) * projection;
-          narrow_part(dx + j, ((widen_part(dy + j, count) - mean_dy) - projected) * scale, count);
-        });
-    if (++channel == channels) channel = 0;
-  }
-}
-
-template <typename T, typename A = Accumulate<T>>
-void grad_rows(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-               GradientFactors<A> factors) {
-  if (!factors.stream) return grad_rows_to<false>(dy, x, dx, rows, n, channel, channels, factors);
-  grad_rows_to<true>(dy, x, dx, rows, n, channel, channels, factors);
-  end_streaming();
 }

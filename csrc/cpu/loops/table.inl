@@ -1,6 +1,7 @@
 // Implementation of ../loops.h for one instruction set. Included with BAGUA_SYNCBN_ISA, the name of the namespace, and
-// BAGUA_SYNCBN_VECTOR_BYTES defined, inside a target pragma. Nothing here may be an inline function of another
-// header: the linker would keep one copy of it, perhaps that of an instruction set which the machine lacks.
+// BAGUA_SYNCBN_VECTOR_BYTES defined, inside a target pragma. Nothing here may call a function of another
+// header that is not inlined always: the linker would keep one copy of it, perhaps that of an instruction set which the
+// machine lacks.
 
 #ifndef BAGUA_SYNCBN_ISA
 #error "table.inl is included by the .cpp files beside it only"
@@ -14,12 +15,14 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 
 // clang-format off: each stands on the ones before
 #include "vectors.inl"
+#include "where.inl"
 #include "planar.inl"
 #include "interleaved.inl"
-#include "masked.inl"
 #include "math.inl"
 #include "../../activations.inl"
+#include "elementwise.inl"
 #include "act.inl"
+#include "entries.inl"
 // clang-format on
 
 }  // namespace
@@ -27,24 +30,8 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 template <typename T>
 const Loops<T>& table() {
   static constexpr Loops<T> loops = {
-      moments<T>,
-      grad_sums<T>,
-      normalize_rows<T>,
-      grad_rows<T>,
-      moments_columns<T>,
-      grad_sums_columns<T>,
-      normalize_columns<T>,
-      grad_columns<T>,
-      act_rows<T>,
-      act_columns<T>,
-      act_grad_sums<T>,
-      act_grad_sums_columns<T>,
-      act_input_grad_rows<T>,
-      act_input_grad_columns<T>,
-      masked_moments<T>,
-      masked_grad_sums<T>,
-      masked_normalize_rows<T>,
-      masked_grad_rows<T>,
+      moments<T>,         grad_sums<T>,         normalize_rows<T>,    grad_rows<T>,
+      moments_columns<T>, grad_sums_columns<T>, normalize_columns<T>, grad_columns<T>,
   };
   return loops;
 }
