@@ -1,6 +1,8 @@
 // The float dtypes that tensors can have: the one list of them, and the type in which their values are computed.
 //
-// A new dtype is a line here, and its conversions in cpu/loops/vectors.inl and cuda/values.cuh.
+// A new dtype is a line here, its name in kDTypeNames, and its storage below; widen and narrow in cpu/loops/vectors.inl
+// and cuda/values.cuh; and _INPUT_DTYPES in bagua_syncbn/checks.py. One of a byte takes more: the kernels of cuda/ are
+// bounded for the registers of 8 values in a vector, which then holds 16.
 #pragma once
 
 #include <cstdint>
