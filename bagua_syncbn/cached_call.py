@@ -37,7 +37,7 @@ class CachedCall:
         """Returns the output of ``layer``; None where the call may be another one. Not while torch.compile traces."""
         site = self._site
         facts, weight, bias, tensors = _look_at(layer, input)
-        same = facts == self._facts and layer._peers.found() is site.communicator and is_plain()
+        same = facts == self._facts and layer._group_spec.found() is site.communicator and is_plain()
         if not same or not self._guard(*tensors):
             return None
         try:
@@ -52,7 +52,7 @@ class CachedCall:
 
 def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
     """Has ``layer`` remember the call that it has just made, if that was in training over several ranks."""
-    communicator = layer._peers.found() if layer.training else None
+    communicator = layer._group_spec.found() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
     facts, _, _, tensors = _look_at(layer, input)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .communicators import Replica, peers_of
+from .communicators import Replica, spec_of
 from .options import EPS_MODES, Options
 from .torch_internals import is_exporting
 
@@ -92,7 +92,7 @@ def check_kind(input: Tensor, process_group: Any) -> None:
     """Raises for input that a group of several ranks does not take, before this rank makes the group."""
     is_sharded = type(input) is not Tensor and hasattr(input, "to_local")
     tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
-    if not (is_sharded or tracer) or isinstance(process_group, Replica) or peers_of(process_group).size() == 1:
+    if not (is_sharded or tracer) or isinstance(process_group, Replica) or spec_of(process_group).size() == 1:
         return
     if is_sharded:
         raise TypeError(

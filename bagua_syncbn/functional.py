@@ -23,7 +23,7 @@ from .autograd import (
     this_thread,
 )
 from .checks import check_kind, check_tensors, checked_options
-from .communicators import EVERYONE, Communicator, Peers, Replica, peers_of
+from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
 from .masks import masking_of
 from .options import Options
 from .sync import FIXED_STATISTICS, name_of, sync_of, tell_peers
@@ -204,10 +204,10 @@ def _batch_norm(
         if masking is not None:
             raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         return replicated_batch_norm(input, weight, bias, residual, buffers, options, process_group)
-    peers = peers_of(process_group)
-    communicator = peers.communicator() if torch.compiler.is_compiling() else _communicator_of(peers, layer)
+    spec = spec_of(process_group)
+    communicator = spec.communicator() if torch.compiler.is_compiling() else _communicator_of(spec, layer)
     if communicator.size == 1:
-        if peers is EVERYONE and not torch.compiler.is_compiling():
+        if spec is EVERYONE and not torch.compiler.is_compiling():
             _warn_if_launched_with_others()
         if not is_tracing() and input.numel() == input.size(1) > 0:
             raise ValueError(
@@ -222,10 +222,10 @@ def _batch_norm(
     return synchronized_batch_norm(input, weight, bias, residual, Call(options, buffers, sync, layer, masking))
 
 
-def _communicator_of(peers: Peers, layer: nn.Module | None) -> Communicator:
+def _communicator_of(spec: GroupSpec, layer: nn.Module | None) -> Communicator:
     """Returns whom a call of ``layer`` talks to; errors of the first use, in which the ranks meet, name the layer."""
     try:
-        return peers.communicator()
+        return spec.communicator()
     except (RuntimeError, ValueError) as error:
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         raise kind(f"forward of {name_of(layer)}: {error}") from error

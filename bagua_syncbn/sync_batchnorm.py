@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import ops
 from .cached_call import CachedCall, remember_call
 from .checks import check_dimensions, check_eps_mode
-from .communicators import EVERYONE, LOCAL, CallbackContext, Peers, Replica, peers_of
+from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
 from .options import Options, options_of
@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     # Whom to synchronize with. It travels by itself.
-    _peers: Peers = EVERYONE
+    _group_spec: GroupSpec = EVERYONE
 
     # Set in the copies that data parallelism within one process makes of a layer.
     _replica: Replica | None = None
@@ -140,13 +140,13 @@ class SyncBatchNorm(_BatchNorm):
         skip_nonfinite: bool = False,
         activation: str | tuple[str, float] | nn.Module | None = None,
     ) -> None:
-        peers = peers_of(process_group)
+        spec = spec_of(process_group)
         check_eps_mode(eps_mode)
         activation = activation_of(activation)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
-        self._peers = peers
+        self._group_spec = spec
         self.eps_mode = eps_mode
         self.skip_nonfinite = skip_nonfinite
         self.fused_activation = activation
@@ -163,11 +163,11 @@ class SyncBatchNorm(_BatchNorm):
     @property
     def process_group(self) -> Any:
         """The ranks to synchronize with. A :class:`torch.distributed.ProcessGroup` is not kept alive by it."""
-        return peers_of(self._peers).process_group
+        return spec_of(self._group_spec).process_group
 
     @process_group.setter
     def process_group(self, process_group: Any) -> None:
-        self._peers = peers_of(process_group)
+        self._group_spec = spec_of(process_group)
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -213,7 +213,7 @@ class SyncBatchNorm(_BatchNorm):
         parameters = self._parameters
         return parameters[name] if name in parameters else getattr(self, name)
 
-    def _ranks(self) -> Peers | Replica:
+    def _ranks(self) -> GroupSpec | Replica:
         """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""
         if self._replica is None:
             if self._is_replica:
@@ -222,10 +222,10 @@ class SyncBatchNorm(_BatchNorm):
                     "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
                     "patch_replication_callback on the model"
                 )
-            return self._peers
+            return self._group_spec
         if self._replica.size == 1:
-            return self._peers
-        size = self._peers.communicator().size
+            return self._group_spec
+        size = self._group_spec.communicator().size
         if size > 1:
             raise RuntimeError(
                 f"process_group: expected a group of one where a layer is one of {self._replica.size} replicas, got "
@@ -248,7 +248,7 @@ class SyncBatchNorm(_BatchNorm):
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         activation = activation_of(self.fused_activation)
         act = "" if activation is None else f", activation={activation}"
-        group = "" if self._peers is EVERYONE else f", process_group={self._peers}"
+        group = "" if self._group_spec is EVERYONE else f", process_group={self._group_spec}"
         return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
         layer._check_input_dim(input)
     except ValueError as error:
         if layer.training:
-            tell_peers(layer._peers, layer, error)
+            tell_peers(layer._group_spec, layer, error)
         raise
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .communicators import Peers, bagua, peers_of
+from .communicators import GroupSpec, bagua, spec_of
 from .conversion.findings import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 
@@ -80,9 +80,9 @@ def with_bagua(
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:
         raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
-    peers = peers_of(process_group)
+    spec = spec_of(process_group)
     if bagua.is_initialized():
-        _train_with_bagua(module, optimizers, algorithm or _GRADIENT_ALLREDUCE, peers)
+        _train_with_bagua(module, optimizers, algorithm or _GRADIENT_ALLREDUCE, spec)
         return module
     if algorithm not in (None, _GRADIENT_ALLREDUCE):
         raise ValueError(
@@ -90,8 +90,8 @@ def with_bagua(
             "any other needs bagua.torch_api.init_process_group() first"
         )
     if dist.is_available() and dist.is_initialized():
-        _replicate(module, optimizers, peers.torch_group())
-        _give_group_to_layers(module, peers)
+        _replicate(module, optimizers, spec.torch_group())
+        _give_group_to_layers(module, spec)
     return module
 
 
@@ -104,26 +104,26 @@ def _checked_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     return list(optimizers)
 
 
-def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, peers: Peers) -> None:
+def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, spec: GroupSpec) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
     algorithm = bagua.resolve_algorithm(algorithm, optimizers)
-    group = bagua.to_bagua_group(peers.process_group)
-    _give_group_to_layers(module, peers)
+    group = bagua.to_bagua_group(spec.process_group)
+    _give_group_to_layers(module, spec)
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             # Makes its communicator now, while no gradients are under way on this device.
-            peers_of(layer.process_group).communicator()
+            spec_of(layer.process_group).communicator()
     ignored = {name for attribute in _IGNORED for name in getattr(module, attribute, ())}
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
     _broadcast_buffers(buffers, partial(bagua.broadcast, group=group or bagua.default_group()))
     module.with_bagua(optimizers, algorithm, process_group=group)
 
 
-def _give_group_to_layers(module: nn.Module, peers: Peers) -> None:
+def _give_group_to_layers(module: nn.Module, spec: GroupSpec) -> None:
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm) and layer.process_group is None:
-            layer.process_group = peers
+            layer.process_group = spec
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:

@@ -1,32 +1,32 @@
-"""Whom a synchronized layer talks to, knowing nothing of what is computed.
+"""Communication between ranks or replicas, independent of what layers compute.
 
-A :class:`Communicator` does two things with one small tensor: gather it and add it up. Everything that can synchronize
-the processes of a job is one of these, in a file of its own. Replicas in threads of one process are not: a collective
-in their backward could wait for one that is to run next on the same thread. They meet as a :class:`Replica` does.
+A :class:`Communicator` gathers one small tensor of each rank, or adds these tensors up. Each way to synchronize the
+processes of a job is a communicator in a file of its own. Replicas in threads of one process use :class:`Replica`
+instead: a collective in their backward could wait for another one that would run next on the same thread.
 """
 
 from .c10d import TorchCommunicator
+from .group_spec import EVERYONE, Communicator, GroupSpec, spec_of, sync_group
 from .groups import RankGroup
 from .local import LOCAL, LocalCommunicator
-from .peers import EVERYONE, Communicator, Peers, peers_of, sync_group
 from .replicas import CallbackContext, Replica, Replicas
 from .shared import SharedCommunicator, communicator_of
-from .waiting import Begun
+from .waiting import AsyncCollective
 
 __all__ = [
     "EVERYONE",
     "LOCAL",
-    "Begun",
+    "AsyncCollective",
     "CallbackContext",
     "Communicator",
+    "GroupSpec",
     "LocalCommunicator",
-    "Peers",
     "RankGroup",
     "Replica",
     "Replicas",
     "SharedCommunicator",
     "TorchCommunicator",
     "communicator_of",
-    "peers_of",
+    "spec_of",
     "sync_group",
 ]

@@ -1,6 +1,6 @@
 """Ranks of a Bagua job: collectives through Bagua's own communicators, ordered by CUDA events.
 
-Nothing here imports Bagua before a job of it runs: that needs NCCL.
+This module imports Bagua only in a running Bagua job, because the import needs NCCL.
 """
 
 import sys
@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# By the ranks that are in it, this process's communicator: ranks that resolve theirs from different objects, one from a
-# group and one from a loaded layer, must meet in the same one.
+# Communicators of this process by their ranks, so that a rank that has a group and one that has only its ranks, as in a
+# loaded layer, use the same communicator.
 _communicators: dict[tuple[int, ...], "BaguaCommunicator"] = {}
 
 
 class BaguaCommunicator:
-    """Collectives of a Bagua group that layers have to themselves, on a CUDA stream of its own.
+    """Collectives of a Bagua group that only layers use, on a CUDA stream of its own.
 
     The groups of the job carry gradients, which Bagua issues from a thread of its own: two threads with one NCCL
-    communicator have no order that all ranks agree upon. The collectives start after what the caller's stream holds,
-    and what the caller's stream gets next starts after them; the host waits for neither.
+    communicator have no order that all ranks agree upon. The collectives start after the work that is already in the
+    caller's stream, and later work in that stream starts after them; the host waits for neither.
 
-    Tensors are of float32 or float64, and on the device of this rank. float64 crosses as the bits of int64,
-    since Bagua carries none, and is added up in rank order where it arrives.
+    Tensors are float32 or float64, on the device of this rank. Bagua carries no float64: such tensors are sent as the
+    bits of int64, and added up in rank order by the receiver.
     """
 
     def __init__(self, group: Any) -> None:
@@ -35,8 +35,7 @@ class BaguaCommunicator:
         self.rank: int = group.ranks.index(_api().get_rank())
         self.device = _device()
         self._engine = group.get_global_communicator()
-        # torch.compile breaks the graph at calls into Bagua. Here rather than as a decorator, which would have every
-        # process import the compiler.
+        # Calls into Bagua break the graph of torch.compile. A decorator would make every process import the compiler.
         self.all_gather = torch.compiler.disable(self._all_gather)
         self.all_reduce = torch.compiler.disable(self._all_reduce)
 
@@ -57,7 +56,7 @@ class BaguaCommunicator:
         return packed
 
     def _checked(self, packed: Tensor) -> Tensor:
-        """Returns ``packed`` as what Bagua takes it for: of its address and number of elements it makes NCCL's call."""
+        """Returns ``packed`` contiguous: Bagua passes only its address and number of elements to NCCL."""
         if packed.device != self.device:
             raise RuntimeError(
                 f"input: expected a tensor on {self.device}, the device of this rank in the Bagua job, "
@@ -67,7 +66,7 @@ class BaguaCommunicator:
 
     @contextmanager
     def _ordered(self, *tensors: Tensor) -> Iterator[None]:
-        """Within, the communicator's stream is after the caller's; from then on the caller's is after it."""
+        """Orders the communicator's stream after the caller's, and at the end the caller's after the communicator's."""
         caller, stream = torch.cuda.current_stream(self.device), self.group.stream
         stream.wait_stream(caller)
         for tensor in tensors:
@@ -101,8 +100,8 @@ def is_process_group(process_group: object) -> bool:
     """Whether ``process_group`` is a BaguaProcessGroup.
 
     Raises:
-        RuntimeError: it is one, and Bagua is not initialized.
-        ValueError: it is one that excludes this rank.
+        RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
+        ValueError: the group excludes this rank.
     """
     communication = _communication()
     if communication is None or not isinstance(process_group, communication.BaguaProcessGroup):
@@ -117,12 +116,12 @@ def is_process_group(process_group: object) -> bool:
 
 
 def rule_of(group: Any) -> tuple[int, ...] | None:
-    """Returns the ranks of a BaguaProcessGroup; None for that of all ranks, whatever job a copy is in."""
+    """Returns the ranks of a BaguaProcessGroup; None for the default group, so that a copy stands for all ranks too."""
     return None if group is default_group() else tuple(sorted(group.ranks))
 
 
 def own_ranks(ranks: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the ranks of this one's group: these, or all; a job of one rank is alone.
+    """Returns the ranks of the group that this rank is in: ``ranks``, or all for None or in a job of one rank.
 
     Raises:
         ValueError: this job has no such ranks, or this rank is not among them.
@@ -144,7 +143,7 @@ def check_ranks(ranks: Sequence[int]) -> None:
 
 
 def communicator_among(ranks: Sequence[int]) -> BaguaCommunicator:
-    """Returns the communicator of layers among these ranks, made by its members together at their first use of it.
+    """Returns the communicator that layers use among these ranks; its members make it together at the first use.
 
     Raises:
         ValueError: this job has no such ranks, or this rank is not among them.
@@ -158,14 +157,14 @@ def communicator_among(ranks: Sequence[int]) -> BaguaCommunicator:
 
 
 def _make_group(ranks: tuple[int, ...]) -> Any:
-    """What Bagua's ``new_group`` does, under a name of our own.
+    """Makes a group as Bagua's ``new_group`` does, under a name of our own.
 
-    That function numbers the groups, and a rank that is not to be a member, and therefore not here, would count
-    differently from then on and wait for its peers forever.
+    ``new_group`` numbers the groups: a rank that is no member, and so does not make this call, would count differently
+    from then on and wait for its peers forever.
     """
     communication = _communication()
     name = f"bagua_syncbn:{','.join(map(str, ranks))}"
-    # Small and in everybody's way: before gradients and computation.
+    # High priority: messages of layers are small, and computation waits for them.
     group = communication.BaguaProcessGroup(list(ranks), torch.cuda.Stream(_device(), priority=-1), name)
     communication._pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     communication._pg_map[name] = group
@@ -173,7 +172,9 @@ def _make_group(ranks: tuple[int, ...]) -> Any:
 
 
 def to_bagua_group(process_group: Any) -> Any:
-    """Returns the BaguaProcessGroup for a torch group, which all ranks of the job make together; others as they are.
+    """Returns the BaguaProcessGroup for a torch group, which all ranks of the job make together.
+
+    None and a BaguaProcessGroup are returned unchanged.
 
     Raises:
         TypeError: ``process_group`` is neither of the two, nor None.
@@ -189,17 +190,17 @@ def to_bagua_group(process_group: Any) -> Any:
 
 
 def broadcast(tensor: Tensor, group: Any) -> Tensor:
-    """Returns the uint8 ``tensor`` of the group's first rank, on the device of this one."""
+    """Returns the uint8 ``tensor`` of the group's first rank, on the device of this rank."""
     tensor = tensor.to(_device())
     _communication().broadcast(tensor, src=0, comm=group.get_global_communicator())
     return tensor
 
 
 def resolve_algorithm(algorithm: Any, optimizers: Sequence[Any]) -> Any:
-    """Returns Bagua's algorithm object for a name of its registry; an object stays as it is.
+    """Returns Bagua's algorithm object for a name in Bagua's registry; returns an algorithm object unchanged.
 
     Raises:
-        ValueError: there is no such name, or it is ``"qadam"`` and ``optimizers`` is not one QAdamOptimizer.
+        ValueError: no algorithm has this name, or the name is ``"qadam"`` and ``optimizers`` is not one QAdamOptimizer.
     """
     if not isinstance(algorithm, str):
         return algorithm
@@ -226,7 +227,7 @@ def _api() -> Any:
 
 
 def _device() -> torch.device:
-    """The one that Bagua gives its communicators."""
+    """Returns the CUDA device that Bagua's communicators use."""
     return torch.device("cuda", _api().get_local_rank())
 
 
@@ -234,7 +235,7 @@ def _backend_tensor(tensor: Tensor) -> Any:
     """Returns Bagua's handle of ``tensor``, which keeps a view of it alive."""
     view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
     handle = view.bagua_backend_tensor()
-    # The view holds the handle and the handle, in Rust, the view: no garbage collector finds that, and every tensor
-    # that was ever sent would stay.
+    # View and handle hold each other, the handle in Rust, where no garbage collector sees the cycle: without this line
+    # every tensor that was ever sent would stay in memory.
     del view._bagua_backend_tensor
     return handle

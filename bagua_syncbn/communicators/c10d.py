@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import torch_internals
-from .waiting import Begun, keep_last_works_of, wait_in_slices
+from .waiting import AsyncCollective, keep_last_works_of, wait_in_slices
 
 _IS_AVAILABLE = dist.is_available()
 
@@ -27,13 +27,14 @@ DESTROYED = (
 
 
 class TorchCommunicator:
-    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member: exactly that group.
+    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member.
 
-    As the ``process_group`` of a layer it makes the layer use that group and no other, whatever else it carries.
+    A layer with this communicator as its ``process_group`` uses that group itself, even if the group carries other
+    messages too.
 
-    Graphs hold communicators, and outputs hold graphs. So it does not keep the group alive: one that outlives
-    ``destroy_process_group`` has threads that abort the process when the interpreter ends. Compiled code holds the name
-    of the group in its place.
+    The communicator does not keep the group alive, because graphs hold communicators and outputs hold graphs: a group
+    that outlives ``destroy_process_group`` has threads that abort the process when the interpreter ends. Compiled code
+    holds the name of the group instead.
     """
 
     __slots__ = ("__weakref__", "_gathers_lists", "_group", "name", "rank", "size")
@@ -41,7 +42,7 @@ class TorchCommunicator:
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
         keep_last_works_of(group)
-        self._gathers_lists = False  # its backend cannot gather into one tensor, which it says before it sends anything
+        self._gathers_lists = False  # True once the backend refused, before any message, to gather into one tensor
         self.name: str = group.group_name
         self.size: int = group.size()
         self.rank: int = group.rank()
@@ -57,7 +58,7 @@ class TorchCommunicator:
     def all_gather(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return torch_internals.traced_all_gather(packed, self.size, self.name)
-        group = self._group() or self.group  # which raises
+        group = self._group() or self.group  # the property raises
         gathered, work = self._all_gather(group, packed, packed.is_cpu)
         if work is not None:
             wait_in_slices(work, group)
@@ -75,17 +76,17 @@ class TorchCommunicator:
             dist.all_reduce(packed, group=self.group)
         return packed
 
-    def begin_all_gather(self, packed: Tensor) -> Begun:
-        """:meth:`all_gather`, without waiting for the other ranks."""
+    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
+        """Starts :meth:`all_gather` without waiting for the other ranks."""
         group = self.group
-        return Begun(group, *self._all_gather(group, packed, True))
+        return AsyncCollective(group, *self._all_gather(group, packed, True))
 
-    def begin_all_reduce(self, packed: Tensor) -> Begun:
-        """:meth:`all_reduce`, without waiting for the other ranks."""
+    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
+        """Starts :meth:`all_reduce` without waiting for the other ranks."""
         if _is_gathered(packed):
             group = self.group
-            return Begun(group, *self._all_gather(group, packed, True), adds_up=True)
-        return Begun(self.group, packed, dist.all_reduce(packed, group=self.group, async_op=True))
+            return AsyncCollective(group, *self._all_gather(group, packed, True), adds_up=True)
+        return AsyncCollective(self.group, packed, dist.all_reduce(packed, group=self.group, async_op=True))
 
     def _all_gather(self, group: Any, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
@@ -115,18 +116,18 @@ class TorchCommunicator:
         )
 
 
-# On CPU a message waits for other processes much longer than it travels. A ring that gathers has half the steps of one
-# that reduces; the bytes in each of its steps are no more than these.
+# Largest message in bytes whose sum is gathered on CPU, and added up by each rank. Waiting for other processes takes
+# much longer there than sending, and a gather over a ring has half the steps of an all-reduce.
 _MOST_GATHERED = 2**14
 
 
 def _is_gathered(packed: Tensor) -> bool:
-    """Whether a sum is gathered, and added up by each rank: all ranks find the same, whether compiled or not."""
+    """Whether each rank gathers ``packed`` and adds it up itself. All ranks agree on it, compiled or not."""
     return packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
 
 
 def in_job() -> bool:
-    """Whether torch.distributed runs a job. torch.compile sees no group in this question."""
+    """Whether torch.distributed runs a job. The check shows no group to torch.compile."""
     return _IS_AVAILABLE and dist.is_initialized()
 
 
@@ -139,7 +140,7 @@ def is_process_group(process_group: object) -> bool:
     """Whether ``process_group`` is a c10d group.
 
     Raises:
-        ValueError: it is one that excludes this rank, or was destroyed.
+        ValueError: the group excludes this rank, or was destroyed.
     """
     if not _IS_AVAILABLE:
         return False
@@ -157,7 +158,7 @@ def is_process_group(process_group: object) -> bool:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether ``group`` belongs to the job that runs now, and was not destroyed."""
+    """Whether ``group`` belongs to the running job and was not destroyed."""
     try:
         dist.get_rank(group)
     except (KeyError, ValueError, RuntimeError):
@@ -166,7 +167,7 @@ def is_alive(group: Any) -> bool:
 
 
 class Job:
-    """What this package has made in one job of torch.distributed. It ends with the job's default group."""
+    """Groups and agreements of this package in one torch.distributed job, which ends with its default group."""
 
     def __init__(self, world: Any) -> None:
         self._world: Callable[[], Any] = ref(world)
@@ -188,27 +189,27 @@ class Job:
         return tuple(range(self.size))
 
     def remember(self, group: Any) -> tuple[int, ...]:
-        """Returns the ranks of a group that the user has made. A RankGroup of these ranks takes after it."""
+        """Returns the ranks of a group that the user made. Groups for a RankGroup of these ranks follow it."""
         ranks = tuple(sorted(dist.get_process_group_ranks(group)))
         if group is not self._world():
             self._given[ranks] = ref(group)
         return ranks
 
     def own_ranks(self, rule: Any, find: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Returns the ranks that ``find`` found for ``rule`` at its first use in this job."""
+        """Returns the ranks that ``find`` returned for ``rule`` at the first use of the rule in this job."""
         with self._finding:
             if rule not in self._own_ranks:
                 self._own_ranks[rule] = find()
             return self._own_ranks[rule]
 
     def layers_group(self, ranks: tuple[int, ...], what: str, given: Any = None, like_given: bool = False) -> Any:
-        """Returns the group of these ranks that layers have to themselves, made by its members at their first use.
+        """Returns the group of these ranks that only layers use; its members make it at the first use.
 
-        There is one for each ``given`` group, and one for these ranks without it. Its backend, options and time-out are
-        those of ``given``; with ``like_given`` those of the last group of these ranks that was given; else of the job.
+        Each ``given`` group has one, and these ranks without a given group have another. Backend, options and time-out
+        are those of ``given``; with ``like_given`` those of the last given group of these ranks; else those of the job.
 
         Raises:
-            RuntimeError: some members did not come within the job's time-out.
+            RuntimeError: some members did not arrive within the job's time-out.
         """
         if given is not None:
             return self._made_once("layers", ranks, given, what, named_after=given.group_name)
@@ -216,9 +217,9 @@ class Job:
         return self._made_once("layers", ranks, model or self._world(), what)
 
     def users_group(self, ranks: tuple[int, ...], what: str, like_given: bool) -> Any:
-        """Returns a group of these ranks for the user: the default one, one that he gave, or one made by the members.
+        """Returns a group of these ranks for the user: the default group, a given one, or one that the members make.
 
-        Not that of the layers: what he sends through it must not come between what they send.
+        The group of the layers is never returned: messages of the user must not come between those of layers.
         """
         given = self._alive(self._given.get(ranks)) if like_given else None
         if given is not None or len(ranks) == self.size:
@@ -226,25 +227,25 @@ class Job:
         return self._made_once("user", ranks, self._world(), what)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Returns what the ranks of the job brought for ``what``, in their order; all of them make the call.
+        """Returns the values of all ranks of the job, in rank order; all ranks make the call for ``what``.
 
         Raises:
-            RuntimeError: a rank did not come within the job's time-out.
+            RuntimeError: a rank did not arrive within the job's time-out.
         """
         number = self._exchanges
         self._exchanges += 1
         return self._meet(f"exchange {number}", self.everyone, value, what)
 
     def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str) -> list[Any]:
-        """Returns what ``ranks`` brought to the meeting ``key``, of JSON's types; each of them makes the call, once.
+        """Returns the values that ``ranks`` brought to the meeting ``key``; each of them makes the call once.
 
-        Through the job's store, without tensors: in the middle of a trace there are none that can be sent. A meeting
-        takes place for all of them or for none: the first rank that gives up decides so for those that come later.
+        Values are of JSON's types and go through the job's store, because in the middle of a trace no tensor can be
+        sent. A meeting takes place for all ranks or for none: the first rank that gives up decides for later ones.
 
         Raises:
-            RuntimeError: some did not come within the job's time-out.
+            RuntimeError: some ranks did not arrive within the job's time-out.
         """
-        if str(self._backend) == "fake":  # torch's, with nobody there
+        if str(self._backend) == "fake":  # torch's backend without other processes
             return [value] * len(ranks)
         store = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store)
         try:
@@ -263,7 +264,7 @@ class Job:
         return brought
 
     def _outcome_of(self, store: Any, ranks: Sequence[int], value: Any, what: str) -> Any:
-        """Returns what was decided of the meeting in ``store``, and tells the others if this rank leaves it."""
+        """Returns the outcome of the meeting in ``store``, and tells the other ranks if this rank leaves it."""
         doing = torch_internals.prefix_store(_DOING, self._store)
         doing.set(str(self.rank), what)
         store.set(str(self.rank), json.dumps(value))
@@ -278,9 +279,9 @@ class Job:
         return outcome
 
     def _wait_for_outcome(self, store: Any, ranks: Sequence[int]) -> Any:
-        """Returns what was decided of the meeting in ``store``; the first of its ranks sees that all have come.
+        """Returns the outcome of the meeting in ``store``; the first of ``ranks`` decides it once all have arrived.
 
-        By questions and not by a wait, which would keep other threads from the store.
+        Polls the store, because a blocking wait would keep other threads from it.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = 0.001
@@ -315,7 +316,7 @@ class Job:
         with self._making.setdefault(name, Lock()):
             group = self._alive(self._made.get(name))
             if group is None:
-                # All members count alike: those that come to an attempt that has failed fail in it too.
+                # Attempts are numbered alike on all members: a member that arrives at a failed attempt fails in it too.
                 number = self._times_tried[name]
                 self._times_tried[name] += 1
                 group = self._make_group(ranks, model, f"{name}:{number}", what, named_after is not None)
@@ -323,15 +324,15 @@ class Job:
         return group
 
     def _make_group(self, ranks: tuple[int, ...], model: Any, name: str, what: str, is_given: bool) -> Any:
-        """What torch's ``new_group`` does, by the members alone and under a name that they know without asking.
+        """Makes a group as torch's ``new_group`` does, but by the members alone and under a name known to each of them.
 
-        That function names a group by how many there are: in the job, which takes all ranks of it, or on the rank, and
-        then members that are in different numbers of other groups wait for each other forever.
+        ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
+        different numbers of other groups wait for each other forever.
         """
         self._meet(name, ranks, None, what)
-        # Each thread may have a group of its own, and make it while others make theirs: a store serves one at a time.
+        # Threads may make given groups at the same time, and one store connection serves one thread at a time.
         store = _clone(self._store) if is_given else self._store
-        # Split off the communicator of the job, one of NCCL would take all ranks, in an order that they share.
+        # Splitting an NCCL communicator off that of the job takes all ranks of the job, in one order.
         splits = not is_given and len(ranks) == self.size
         try:
             return torch_internals.make_group(self._world(), ranks, model, store, name, self._device, splits)
@@ -342,16 +343,16 @@ class Job:
             ) from error
 
 
-_DOING = "bagua_syncbn/doing"  # under which each rank tells the first use that it waits in
+_DOING = "bagua_syncbn/doing"  # prefix of the keys under which each rank names the first use that it waits in
 
 
 def _settle(store: Any, outcome: Any) -> Any:
-    """Decides what a meeting ends with, unless that is decided; returns what was."""
+    """Sets the outcome of a meeting unless it is already set; returns the outcome that holds."""
     return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
 
 
 def _clone(store: Any) -> Any:
-    """Returns another connection to ``store``; of one that users have written themselves, that one."""
+    """Returns another connection to ``store``, or ``store`` itself if its class cannot make one."""
     try:
         return store.clone()
     except (AttributeError, RuntimeError):

@@ -1,7 +1,8 @@
-"""Groups by what they are to be rather than by which ranks they have: ``8``, ``"node"``, lists of ranks.
+"""Rules for groups, such as ``8``, ``"node"`` and lists of ranks, which need no process group of a running job.
 
-A rule can be written down before there is a job, copied and saved. In a job it stands for the ranks that this one is
-with, found once; without a job, and in a job of one rank, for this process alone.
+A rule is the normalized form of a description that a user gives. It can be written down before a job starts, copied and
+saved. In a job it stands for the ranks of this rank's own group, determined once; without a job, and in a job of one
+rank, it stands for this process alone.
 """
 
 import socket
@@ -18,17 +19,17 @@ NODE = "node"
 Ranks: TypeAlias = tuple[int, ...]
 
 Rule: TypeAlias = None | int | str | tuple[Ranks, ...] | Ranks
-"""Everyone, so many consecutive ranks, those of this host, the list that has this rank, or exactly these ranks."""
+"""All ranks, a number of consecutive ranks, the ranks of this host, the list that has this rank, or these ranks."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A process group by the global ranks of its members: what a layer keeps of its group when it is copied or saved.
+    """Global ranks of a process group's members, which a copied or saved layer holds in place of its group.
 
-    It can travel where a :class:`torch.distributed.ProcessGroup` cannot. In a process without a job it stands for no
-    group at all.
+    A RankGroup can be pickled, unlike a :class:`torch.distributed.ProcessGroup`. In a process without a job it stands
+    for no group at all.
     """
 
     ranks: tuple[int, ...]
@@ -39,7 +40,7 @@ def rule_of(description: Any) -> Rule:
 
     Raises:
         TypeError: ``description`` is none of these.
-        ValueError: it makes sense in no job.
+        ValueError: ``description`` is valid in no job.
     """
     if isinstance(description, RankGroup):
         return tuple(sorted(description.ranks))
@@ -56,7 +57,7 @@ def rule_of(description: Any) -> Rule:
 
 
 def described(rule: Rule) -> Any:
-    """Returns what :func:`rule_of` takes for ``rule``, and a user understands."""
+    """Returns ``rule`` in the form that users write, the inverse of :func:`rule_of`."""
     if not isinstance(rule, tuple):
         return rule
     lists: Any = rule
@@ -64,17 +65,17 @@ def described(rule: Rule) -> Any:
 
 
 def told(rule: Rule) -> str:
-    """Returns ``rule`` as texts for people call it."""
+    """Returns ``rule`` as messages show it."""
     return f"process_group={described(rule)!r}"
 
 
 def is_ranks(rule: Rule) -> TypeGuard[Ranks]:
-    """Whether ``rule`` names the ranks of this one's group and no other groups."""
+    """Whether ``rule`` lists the ranks of a single group."""
     return isinstance(rule, tuple) and isinstance(rule[0], int)
 
 
 def check_rule(rule: Rule, rank: int, size: int) -> None:
-    """Raises ValueError for a rule that a job of ``size`` does not fit. A job of one rank fits all: it is alone."""
+    """Raises ValueError if ``rule`` does not fit a job of ``size`` ranks. A job of one rank fits every rule."""
     if size == 1 or rule is None or rule == NODE:
         return
     if isinstance(rule, int):
@@ -95,10 +96,11 @@ def check_rule(rule: Rule, rank: int, size: int) -> None:
 
 
 def group_ranks(rule: Rule, job: Job) -> Ranks:
-    """Returns the ranks of this one's group. For all rules but ranks, the whole job makes the first use together.
+    """Returns the ranks of the group that this rank is in. All ranks of the job make the first use of a rule together,
+    except for a rule that lists the ranks of a single group.
 
     Raises:
-        ValueError: the job does not fit ``rule``; ranks have different ones.
+        ValueError: the job does not fit ``rule``, or ranks have different rules.
     """
     if job.size == 1:
         return job.everyone
@@ -125,7 +127,7 @@ def _agree(rule: Rule, job: Job) -> Ranks:
 
 
 def _host() -> tuple[str, str]:
-    # The name alone would join machines that share one, as images with a fixed name do.
+    # Host names alone are ambiguous: machines started from one image may share a name.
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 

@@ -1,10 +1,10 @@
-"""A group of one: no job, or a layer that must not communicate."""
+"""Communicator of a single rank, for a process without a job or a layer that must not communicate."""
 
 from torch import Tensor
 
 
 class LocalCommunicator:
-    """Talks to nobody."""
+    """Group of one rank: gathers and sums are the rank's own tensor."""
 
     size = 1
     rank = 0

@@ -1,7 +1,7 @@
 """Replicas of one model in threads of one process, as torch.nn.DataParallel runs them.
 
-They meet in forward only. In backward nothing waits for another thread: sums cross between replicas along edges of
-autograd's graph, however many threads autograd uses and in whatever order it takes the replicas.
+Replicas wait for each other in forward only. In backward no thread waits for another one: sums go between replicas
+along edges of autograd's graph, however many threads autograd uses and in whatever order it runs the replicas.
 """
 
 from collections import Counter
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 TIMEOUT = 1800.0
-"""Seconds that a replica waits for a replica that neither arrives nor ends: gloo's default in torch.distributed."""
+"""Seconds that a replica waits for one that neither arrives nor ends: gloo's default time-out in torch.distributed."""
 
 
 class ReplicaError(RuntimeError):
-    """Raised in a replica that was waiting for another one when that raised; the error of that one is its cause."""
+    """Raised in a replica that waits for another replica which raised an error; that error is the cause."""
 
 
 class _Sent(NamedTuple):
-    """A tensor on its way to another thread, and the moment in its CUDA stream at which it is there."""
+    """A tensor that is passed to another thread, and the CUDA event after which its values are computed."""
 
     tensor: Tensor
     event: torch.cuda.Event | None
@@ -31,7 +31,7 @@ class _Sent(NamedTuple):
     def receive(self, device: torch.device) -> Tensor:
         """Returns the tensor on ``device``, differentiably, for use in this thread's streams."""
         if self.event is not None:
-            # A copy to another device runs in the stream of the source, so that is the one that has to wait.
+            # A copy to another device runs in a stream of the source device, so that stream has to wait.
             stream = torch.cuda.current_stream(self.tensor.device)
             stream.wait_event(self.event)
             self.tensor.record_stream(stream)
@@ -54,9 +54,9 @@ class _Meeting:
 
 
 class Replicas:
-    """The replicas of a model in one forward pass: who runs, who has ended, and where they meet.
+    """Replicas of a model in one forward pass: which of them run, which have ended, and where they meet.
 
-    Each meeting takes place in one layer, and each replica comes to the same ones in the same order.
+    A meeting takes place in one layer, and all replicas come to the same meetings in the same order.
 
     Args:
         size: number of replicas.
@@ -64,17 +64,17 @@ class Replicas:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.error: BaseException | None = None  # the first that a replica raised
+        self.error: BaseException | None = None  # first error that a replica raised
         self._changed = Condition()
         self._meeting = _Meeting()
         self._calls: list[Counter[str]] = [Counter() for _ in range(size)]
-        # How often each has begun and ended a pass: counts, because a later pass may begin before all have ended one.
+        # Passes that each replica has begun and ended. Counts, because a pass may begin before all have ended the last.
         self._begun = [0] * size
         self._ended = [0] * size
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """The pass of one replica. When it raises or ends, replicas that wait for it are freed with an error."""
+        """Marks the pass of one replica. Its end, or an error in it, frees waiting replicas with an error."""
         with self._changed:
             nested = self._begun[rank] > self._ended[rank]  # a module that calls itself
             self._begun[rank] += not nested
@@ -91,22 +91,22 @@ class Replicas:
     def meet(
         self, rank: int, layer: str, tensor: Tensor, merge: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]]
     ) -> list[Tensor]:
-        """Waits until every replica has made this call; returns what ``merge`` made for this one.
+        """Waits until every replica has made this call; returns the results of ``merge`` for this replica.
 
         Args:
             rank: index of this replica.
             layer: the name of the layer, the same in all replicas.
-            tensor: what this replica brings.
+            tensor: the tensor of this replica.
             merge: turns the tensors of all replicas, in their order and on the device of replica 0, into the results
                 for each replica. Replica 0 calls its own ``merge``, on its thread.
 
         Returns:
-            the tensors for this replica, on the device of ``tensor``.
+            The results for this replica, on the device of ``tensor``.
 
         Raises:
             ReplicaError: another replica raised.
-            RuntimeError: another replica ended without this call or calls another layer; the pass of this one has
-                ended; some did not arrive in :data:`TIMEOUT` seconds.
+            RuntimeError: another replica ended without this call or calls another layer; the pass of this replica has
+                ended; some replicas did not arrive in :data:`TIMEOUT` seconds.
         """
         try:
             meeting = self._arrive(rank, layer, _send(tensor))
@@ -171,7 +171,7 @@ class Replicas:
         return [rank for rank in range(self.size) if rank not in meeting.sent]
 
     def _has_ended(self, rank: int, meeting: _Meeting) -> bool:
-        """Whether ``rank`` has ended the pass that those in ``meeting`` are in."""
+        """Whether replica ``rank`` has ended the pass that the replicas in ``meeting`` are in."""
         now = max(self._begun[other] for other in meeting.sent)
         return self._ended[rank] >= max(now, 1)
 
@@ -204,9 +204,9 @@ class Replica:
 
 
 class CallbackContext:
-    """What the copies of one submodule share in one forward pass: any attributes that they set.
+    """Context that all copies of a submodule share in one forward pass. Copies may set any attributes on it.
 
-    This package sets ``replicas``, and ``layer``, the name of the submodule in messages.
+    This package sets two: ``replicas``, and ``layer``, the name of the submodule in messages.
     """
 
     def __init__(self, replicas: Replicas, layer: str) -> None:

@@ -1,7 +1,7 @@
-"""Ranks on one host: small messages on CPU go through memory that they share, all others through their c10d group.
+"""Ranks on one host: small messages on CPU go through shared memory, all others through collectives of the c10d group.
 
-The ranks of a group agree on it when they make their communicator: all of them share the memory, or all use the
-collectives of the group. Then nobody asks again, since messages that are too large for it are so by their size alone.
+The ranks of a group decide together, when they make their communicator, whether all of them use shared memory or none
+does. From then on the size of a message alone decides which way it goes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
 from .c10d import DESTROYED, TorchCommunicator
-from .waiting import Begun
+from .waiting import AsyncCollective
 
 _log = logging.getLogger("bagua_syncbn")
 
@@ -31,7 +31,7 @@ _WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE", "shared")
 if _WANTED not in ("shared", "collectives"):
     raise ImportError(f'BAGUA_SYNCBN_EXCHANGE: expected "shared" or "collectives", got {_WANTED!r}')
 
-# What csrc/exchange/segment.h has.
+# Constants of csrc/exchange/segment.h, which must agree with it.
 _MOST_BYTES = 2**16
 _GATHER, _SUM = 0, 1
 _ITEMSIZES = {torch.float32: 4, torch.float64: 8}
@@ -40,7 +40,7 @@ _ITEMSIZES = {torch.float32: 4, torch.float64: 8}
 class SharedCommunicator(TorchCommunicator):
     """A :class:`TorchCommunicator` whose ranks exchange small messages on CPU through shared memory.
 
-    Sums are added up in the order of ranks, so all have the same bits. The memory lives as long as the group.
+    Sums are added up in rank order, so that all ranks have the same bits. The memory lives as long as the group.
     """
 
     __slots__ = ("_native", "_segment")
@@ -49,7 +49,7 @@ class SharedCommunicator(TorchCommunicator):
         super().__init__(group)
         self._native, self._segment = native, segment
         _by_name[self.name] = self
-        finalize(group, self._close).atexit = False  # type: ignore[misc]  # at the end the process frees all
+        finalize(group, self._close).atexit = False  # type: ignore[misc]  # the end of the process frees the memory anyway
 
     def all_gather(self, packed: Tensor) -> Tensor:
         if not _fits(packed):
@@ -66,10 +66,10 @@ class SharedCommunicator(TorchCommunicator):
         packed = packed.contiguous()
         return self._exchange(_SUM, packed, packed)
 
-    def begin_all_gather(self, packed: Tensor) -> Begun:
+    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
         return self._begin(_GATHER, packed) if _fits(packed) else super().begin_all_gather(packed)
 
-    def begin_all_reduce(self, packed: Tensor) -> Begun:
+    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
         return self._begin(_SUM, packed) if _fits(packed) else super().begin_all_reduce(packed)
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
@@ -77,18 +77,18 @@ class SharedCommunicator(TorchCommunicator):
         self._native.exchange(self._segment, kind, packed.data_ptr(), numel, itemsize, 0, 0, "", target.data_ptr())
         return target
 
-    def _begin(self, kind: int, packed: Tensor) -> Begun:
+    def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
         packed = packed.contiguous()
         numel, itemsize = packed.numel(), packed.element_size()
         self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize, 0, 0, "")
         return _Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel))
 
     def _close(self) -> None:
-        self._segment = None  # of which the library says that the group was destroyed
+        self._segment = None  # the library reports None as a destroyed group
 
 
-class _Published(Begun):
-    """A message that this rank has published, without waiting for those of the others."""
+class _Published(AsyncCollective):
+    """A message that this rank has published without waiting for the messages of other ranks."""
 
     def __init__(self, communicator: SharedCommunicator, target: Tensor) -> None:
         self._communicator, self._target = communicator, target
@@ -100,13 +100,13 @@ class _Published(Begun):
 
 
 def _fits(packed: Tensor) -> bool:
-    """Whether a message goes through shared memory: all ranks find the same, whether compiled or not."""
+    """Whether a message goes through shared memory. All ranks agree on it, compiled or not."""
     itemsize = _ITEMSIZES.get(packed.dtype)
     return itemsize is not None and packed.is_cpu and packed.numel() * itemsize <= _MOST_BYTES
 
 
-# In compiled code: opaque, so that it goes the same way as a rank that falls back to eager code. By the name of the
-# group, as other collectives, because what a graph holds lives on.
+# The exchange in compiled code is an opaque op, so that a compiled rank sends the same messages as one that falls back
+# to eager code. The op takes the name of the group, as torch's collectives do: a graph keeps its constants alive.
 _by_name: WeakValueDictionary[str, SharedCommunicator] = WeakValueDictionary()
 _library = torch.library.Library("bagua_syncbn", "FRAGMENT")
 _library.define(
@@ -141,7 +141,7 @@ def communicator_of(group: Any) -> TorchCommunicator:
     """Returns the communicator of a c10d group, which its ranks make together at their first call.
 
     Raises:
-        RuntimeError: rank 0 of the group did not come within its time-out.
+        RuntimeError: rank 0 of the group did not answer within the time-out of the group.
     """
     with _finding:
         lock = _making.setdefault(group, Lock())
@@ -160,7 +160,7 @@ def problem() -> str:
 
 
 def _make(group: Any) -> TorchCommunicator:
-    # Others may have nobody at the other end of their store.
+    # Stores of other backends may have no other process behind them.
     if not is_gloo_on_cpu(group):
         reason, segment = "its messages on CPU do not go over gloo", None
     else:
@@ -171,13 +171,13 @@ def _make(group: Any) -> TorchCommunicator:
 
 
 def _agree(group: Any) -> tuple[str, Any]:
-    """Returns why the ranks of ``group`` do not share memory, or "" and what this one holds of it.
+    """Returns the reason why the ranks of ``group`` share no memory and None, or "" and this rank's segment.
 
-    Rank 0 makes it and says where, the others open it and say what came of that, and rank 0 decides for all.
+    Rank 0 makes the segment and tells its place, the others open it and report the result, and rank 0 decides for all.
     """
     rank = group.rank()
     store = prefix_store("bagua_syncbn/shared", backend_and_store(group)[1])
-    # A store may outlive a job in which the group had the same name.
+    # Numbered, because a store may outlive a job, and the next job may name its groups alike.
     store = prefix_store(str(store.add(f"times/{rank}", 1)), store)
     seconds = timeout_of(group).total_seconds()
     if rank == 0:
@@ -207,7 +207,7 @@ def _lead(store: Any, size: int, seconds: float) -> tuple[str, Any]:
 
 
 def _answers(store: Any, size: int, seconds: float) -> str:
-    """Returns why some rank cannot, or ""."""
+    """Returns the reason why some rank cannot open the segment, or ""."""
     others = [str(rank) for rank in range(1, size)]
     if not _wait_for(store, others, seconds):
         return "not all ranks answered within the time-out"
@@ -249,8 +249,8 @@ def _told(store: Any, key: str) -> Any:
 
 
 def _wait_for(store: Any, keys: Sequence[str], seconds: float) -> bool:
-    """Whether ``keys`` are there in time. By questions and not by a wait, which would keep other threads, and Ctrl-C,
-    from the store.
+    """Whether all ``keys`` are set within ``seconds``. Polls, because a blocking wait would keep other threads from the
+    store and ignore Ctrl-C.
     """
     deadline, pause = time.monotonic() + seconds, 0.0005
     while not store.check(list(keys)):
@@ -262,5 +262,5 @@ def _wait_for(store: Any, keys: Sequence[str], seconds: float) -> bool:
 
 
 def _native() -> Any:
-    """Returns the library, or None; the ops load it, or not, when the package is imported."""
+    """Returns the native library, or None where the ops did not load it at import of the package."""
     return sys.modules.get(f"{__package__.partition('.')[0]}._C")

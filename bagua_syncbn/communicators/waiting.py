@@ -1,4 +1,4 @@
-"""How the host waits for a collective, so that Ctrl-C ends it; and how it leaves one that it does not wait for."""
+"""Waits of the host for a collective, which Ctrl-C can end, and collectives that the host does not wait for."""
 
 import ctypes
 from collections import deque
@@ -9,8 +9,8 @@ from weakref import finalize, ref
 from torch import Tensor
 
 
-class Begun:
-    """A collective that this rank has begun and does not wait for now, nor when the process ends."""
+class AsyncCollective:
+    """A collective that this rank has started; neither the start nor the end of the process waits for other ranks."""
 
     def __init__(self, group: Any, result: Tensor, work: Any, adds_up: bool = False) -> None:
         self._group, self._result, self._work, self._adds_up = ref(group), result, work, adds_up
@@ -19,7 +19,7 @@ class Begun:
             _keep_to_the_end(work)
 
     def wait(self) -> Tensor:
-        """Waits for the other ranks, and returns the result, or the sum of its rows."""
+        """Waits for the other ranks and returns the result; the sum of its rows with ``adds_up``."""
         group = self._group()
         wait_in_slices(self._work, group)
         if self._result.is_cpu:
@@ -37,7 +37,7 @@ def wait_in_slices(work: Any, group: Any) -> None:
                 _ended[id(group)].append(work)
                 return
             except RuntimeError:
-                if work.is_completed():  # it has failed, or ended just after the slice
+                if work.is_completed():  # the collective failed, or ended just after the slice
                     break
         work.wait()
         _ended[id(group)].append(work)
@@ -50,23 +50,24 @@ def wait_in_slices(work: Any, group: Any) -> None:
 
 _SLICE = timedelta(seconds=0.5)
 
-# The last collectives that have ended, by the id of their group. A thread of gloo lets go of each some time after it
-# has told us of the end: if the tensors went with it while the interpreter ends, that thread would ask for the GIL, and
-# that aborts the process. They go when their group goes, whose end waits for its threads.
+# Last collectives that have ended, by the id of their group. A gloo thread drops its reference to a collective some
+# time after the collective is reported done: if it then freed the tensors while the interpreter ends, the thread would
+# ask for the GIL, which aborts the process. The end of the group drops these collectives, after it joined its threads.
 _ended: dict[int, deque[Any]] = {}
 
 
 def keep_last_works_of(group: Any) -> None:
-    """Has the last collectives of ``group`` live as long as it does, of those that :func:`wait_in_slices` waits for."""
+    """Keeps the last collectives of ``group`` that :func:`wait_in_slices` waited for alive as long as ``group``."""
     key = id(group)
     if key not in _ended:
         _ended[key] = deque(maxlen=4)
-        finalize(group, _ended.pop, key).atexit = False  # type: ignore[misc]  # that would be too early
+        finalize(group, _ended.pop, key).atexit = False  # type: ignore[misc]  # atexit would be too early
 
 
 def _keep_to_the_end(kept: Any) -> None:
-    """Has ``kept`` outlive the interpreter.
+    """Keeps ``kept`` alive beyond the end of the interpreter.
 
-    The end of a group would wait for a collective that the other ranks do not join; for a collective, see above.
+    The destructor of a group would wait for a collective that the other ranks never join. For collectives, see the
+    comment at ``_ended``.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

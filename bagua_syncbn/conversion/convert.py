@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..communicators import EVERYONE, Peers, peers_of
+from ..communicators import EVERYONE, GroupSpec, spec_of
 from ..sync_batchnorm import SyncBatchNorm
 from . import changes
 from .classes import class_before_conversion, full_name
@@ -77,7 +77,7 @@ def convert_sync_batchnorm(
         >>> model = bagua_syncbn.convert_sync_batchnorm(model, filter=lambda name, layer: "head" not in name)
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
-    peers: Any = peers_of(process_group)
+    spec: Any = spec_of(process_group)
     # All the classes first: one layer that is refused leaves all as they were.
     targets: dict[nn.Module, type[SyncBatchNorm]] = {}
     findings = examine(module, filter)
@@ -90,8 +90,8 @@ def convert_sync_batchnorm(
     with _restored_on_error(targets):
         for layer, cls in targets.items():
             change_class(layer, cls)
-            if peers is not EVERYONE:
-                layer.process_group = peers
+            if spec is not EVERYONE:
+                layer.process_group = spec
             if skip_nonfinite:
                 vars(layer)["skip_nonfinite"] = True
         _name_layers(module)
@@ -133,7 +133,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     groups = [_groups_before_conversion(layer) for layer in layers]
     with _restored_on_error(changed):
         for layer, attributes in zip(layers, groups, strict=True):
-            for name in ("_peers", "_cached_call", "groups_before", "name_in_model", "converted_model"):
+            for name in ("_group_spec", "_cached_call", "groups_before", "name_in_model", "converted_model"):
                 vars(layer).pop(name, None)
             vars(layer).update(attributes)
         for part, cls in changed.items():
@@ -208,17 +208,17 @@ def _take_group(layer: nn.Module) -> None:
         del vars(layer)[name]
     if groups:
         before = {name: _held(group) for name, group in groups.items()}
-        vars(layer).update(groups_before=before, _peers=next(iter(before.values())))
+        vars(layer).update(groups_before=before, _group_spec=next(iter(before.values())))
 
 
 def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
     groups = vars(layer).get("groups_before", {}).items()
-    return {name: held.group_before() if isinstance(held, Peers) else held for name, held in groups}
+    return {name: held.group_before() if isinstance(held, GroupSpec) else held for name, held in groups}
 
 
 def _held(group: Any) -> Any:
     try:
-        return peers_of(group)
+        return spec_of(group)
     except TypeError:  # what only the layer's own class knows: a training forward refuses it, revert brings it back
         return group
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
-from ..communicators import Begun, Communicator, TorchCommunicator, peers_of
+from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
 from ..options import Options
 from ..torch_internals import group_named, is_capturing, unseen_by_selective_checkpointing
 from .faults import ON_CPU, RECORDS, FaultRecord, record_for
@@ -355,7 +355,7 @@ class Probe:
             return bool(answer[-ops.PARTS :].tolist() == [self._size * word for word in self._said])
         return all(header == self._said for header in self.headers_in(answer))
 
-    def begin(self, communicator: TorchCommunicator) -> Begun:
+    def begin(self, communicator: TorchCommunicator) -> AsyncCollective:
         """Sends it without waiting for the other ranks."""
         begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
         return begin(self.packed)
@@ -365,8 +365,8 @@ class PendingError(NamedTuple):
     """What this rank has sent in place of a call in which it raised an error."""
 
     probe: Probe
-    answer: Begun
-    texts: Begun | None  # on CPU, where all ranks send them as soon as they differ
+    answer: AsyncCollective
+    texts: AsyncCollective | None  # on CPU, where all ranks send them as soon as they differ
 
 
 def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) -> None:
@@ -379,7 +379,7 @@ def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) ->
         return
     # Nothing may take the place of the error.
     with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
-        communicator = peers_of(process_group).found()
+        communicator = spec_of(process_group).found()
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
             if word_of(kind_of(layer)) not in history.compiled:

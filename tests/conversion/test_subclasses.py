@@ -371,7 +371,7 @@ def groups_by_other_names():
         restored = [twin[0].group.size(), twin[1]._process_group.size()]
         revert_sync_batchnorm(convert_sync_batchnorm(model, other))
         kept = [model[0].group is group, model[1]._process_group is group]
-        left = any({"_peers", "groups_before"} & vars(layer).keys() for layer in model)
+        left = any({"_group_spec", "groups_before"} & vars(layer).keys() for layer in model)
         model[0].second = other
         with pytest.raises(TypeError, match="Mmcv with group and second"):
             convert_sync_batchnorm(model[:1])

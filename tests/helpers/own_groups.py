@@ -4,20 +4,20 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import c10d, peers, peers_of
+from bagua_syncbn.communicators import c10d, group_spec, spec_of
 
 
 def forget_groups():
     job = c10d.job_of(dist.group.WORLD)
     for known in (job._own_ranks, job._made, job._given):
         known.clear()
-    for seat in peers._numbered.values():
-        seat.communicator = None
+    for cached in group_spec._numbered.values():
+        cached.communicator = None
 
 
 def communicator_of(process_group=None):
     """Returns the communicator that a layer with ``process_group`` uses."""
-    return peers_of(process_group).communicator()
+    return spec_of(process_group).communicator()
 
 
 def mean_over(process_group):

@@ -1,4 +1,4 @@
-"""The door. What a process_group may be is asked here, once; behind it there are only :class:`Peers`."""
+"""The entry point for every ``process_group`` that a user gives: :func:`spec_of` turns it into a :class:`GroupSpec`."""
 
 import copy
 import itertools
@@ -35,17 +35,17 @@ class Communicator(Protocol):
         """Returns the sum over ranks of ``packed``, contiguous of shape (n); ``packed`` may be overwritten."""
 
 
-class Seat:
-    """Where this process meets those that a rule stands for: there is one for each rule, found anew in each job.
+class CachedCommunicator:
+    """The communicator of a rule in this process, made in each job at the first use: one object for each rule.
 
-    A group of torch that the user gave has a seat of its own, beside the one of its ranks.
+    A torch group that the user gave has an object of its own, apart from the one for the ranks of that group.
     """
 
     def __init__(self, rule: Rule, given: Callable[[], Any] | None = None) -> None:
         self.rule = rule
-        self.given = given  # returns the group, which is not kept alive; None where it is gone
+        self.given = given  # returns the group, which is not kept alive, or None after its end
         self.number = next(_numbers)
-        # What torch.compile guards on: None where it is to be found.
+        # None until it is made. torch.compile guards on this attribute.
         self.communicator: Communicator | None = None
         self._world: Callable[[], Any] = lambda: None
         _numbered[self.number] = self
@@ -53,30 +53,30 @@ class Seat:
     def find(self) -> Communicator:
         """Returns the communicator, which the ranks of the group make together at the first use in a job."""
         if torch.compiler.is_compiling():
-            # The tracer must not see a group: what it sees, compiled code keeps alive.
+            # The tracer must not see a group, since compiled code keeps alive whatever the tracer has seen.
             if not c10d.in_job():
-                c10d.default_group()  # so that it guards on there being none
+                c10d.default_group()  # compiled code then guards on the absence of a default group
                 return LOCAL
-            _take_seat(self.number)
+            _find_by_number(self.number)
             assert self.communicator is not None
             return self.communicator
         if bagua.is_initialized():
-            return self.take()
+            return self.find_anew()
         world = c10d.default_group()
         if world is None:
             return LOCAL
         found = self.communicator
-        return found if found is not None and self._world() is world else self.take()
+        return found if found is not None and self._world() is world else self.find_anew()
 
     def found(self) -> Communicator | None:
-        """Returns the communicator if it was made in the job that runs; under Bagua, None."""
+        """Returns the communicator if it was already made in the running job; None under Bagua."""
         found = self.communicator
         if found is None or self._world() is not c10d.default_group() or bagua.is_initialized():
             return None
         return found
 
     def size(self) -> int:
-        """Returns the number of ranks, before the communicator is made: only for "node" the ranks ask each other."""
+        """Returns the number of ranks without making the communicator; only for "node" ranks ask each other."""
         world, rule = c10d.default_group(), self.rule
         if rule == NODE or bagua.is_initialized() or torch.compiler.is_dynamo_compiling():
             return self.find().size
@@ -87,11 +87,11 @@ class Seat:
         lists: Any = rule
         return len(lists if is_ranks(rule) else next((ranks for ranks in lists if world.rank() in ranks), lists[0]))
 
-    def take(self) -> Communicator:
-        """:meth:`find`, from the beginning."""
+    def find_anew(self) -> Communicator:
+        """Makes the communicator in the running job, whether or not there is an older one, and returns it."""
         world = c10d.default_group()
         communicator = self._make()
-        self._world = _forgetting(self, world)
+        self._world = _clearing_ref(self, world)
         self.communicator = communicator
         return communicator
 
@@ -107,27 +107,27 @@ class Seat:
         return make_communicator(ranks, self.rule, given)
 
     def ranks(self) -> tuple[int, ...]:
-        """Returns the ranks of this one's group in the job that runs."""
+        """Returns the ranks of the group that this rank is in, in the running job."""
         if bagua.is_initialized() and (self.rule is None or is_ranks(self.rule)):
             return bagua.own_ranks(self.rule)
         return group_ranks(self.rule, c10d.job_of(c10d.default_group()))
 
 
-def _forgetting(seat: Seat, group: Any) -> Callable[[], Any]:
-    """Returns a weak reference to ``group``, with whose end ``seat`` is to be found anew."""
+def _clearing_ref(cached: CachedCommunicator, group: Any) -> Callable[[], Any]:
+    """Returns a weak reference to ``group``; the end of ``group`` empties ``cached``."""
 
-    def forget(_: Any) -> None:
-        seat.communicator = None
+    def clear(_: Any) -> None:
+        cached.communicator = None
 
-    return ref(group, forget)
+    return ref(group, clear)
 
 
 def make_communicator(ranks: tuple[int, ...], rule: Rule, given: Any) -> Communicator:
-    """Returns the communicator that layers have to themselves, which its ``ranks`` make together at their first use.
+    """Returns the communicator that only layers use; its members make it together at the first use.
 
     Args:
-        ranks: the members, of the job of torch.distributed that runs.
-        rule: how the user described them.
+        ranks: the members, as ranks of the running torch.distributed job.
+        rule: the rule that ``ranks`` come from.
         given: the group that the user gave in place of a description, or None.
     """
     job = c10d.job_of(c10d.default_group())
@@ -139,103 +139,103 @@ def _told(rule: Rule, given: Any) -> str:
     return told(rule) if given is None else f"group {given.group_name!r} of ranks {rule}"
 
 
-_seats: dict[Rule, Seat] = {}
-_seats_of_given: WeakKeyDictionary[Any, Seat] = WeakKeyDictionary()
+_cached_for_rule: dict[Rule, CachedCommunicator] = {}
+_cached_for_group: WeakKeyDictionary[Any, CachedCommunicator] = WeakKeyDictionary()
 _numbers = itertools.count()
-_numbered: WeakValueDictionary[int, Seat] = WeakValueDictionary()
-_seating = Lock()
+_numbered: WeakValueDictionary[int, CachedCommunicator] = WeakValueDictionary()
+_caching = Lock()
 
 
-def _seat_of(rule: Rule) -> Seat:
-    with _seating:
-        if rule not in _seats:
-            _seats[rule] = Seat(rule)
-        return _seats[rule]
+def _cached_of_rule(rule: Rule) -> CachedCommunicator:
+    with _caching:
+        if rule not in _cached_for_rule:
+            _cached_for_rule[rule] = CachedCommunicator(rule)
+        return _cached_for_rule[rule]
 
 
-def _seat_of_given(group: Any, ranks: tuple[int, ...]) -> Seat:
-    with _seating:
-        if group not in _seats_of_given:
-            _seats_of_given[group] = Seat(ranks, ref(group))
-        return _seats_of_given[group]
+def _cached_of_group(group: Any, ranks: tuple[int, ...]) -> CachedCommunicator:
+    with _caching:
+        if group not in _cached_for_group:
+            _cached_for_group[group] = CachedCommunicator(ranks, ref(group))
+        return _cached_for_group[group]
 
 
-def _take_seat(number: int) -> None:
-    """Sees to it, while torch.compile traces, that there is a communicator: runs as it stands and is not traced."""
-    seat = _numbered[number]
-    if seat.communicator is None:
-        seat.take()
+def _find_by_number(number: int) -> None:
+    """Makes the communicator while torch.compile traces the caller; the tracer runs this function untraced."""
+    cached = _numbered[number]
+    if cached.communicator is None:
+        cached.find_anew()
 
 
-# torch.compiler.assume_constant_result, which would have every process import the compiler.
-_take_seat._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Stands for torch.compiler.assume_constant_result, which would make every process import the compiler.
+_find_by_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Peers:
-    """Whom a layer synchronizes with, whatever it was given as. It travels as a description of that.
+class GroupSpec:
+    """Specification of the ranks that a layer synchronizes with. Copies and pickles hold its description.
 
     Args:
-        rule: who they are.
-        given: returns the group that the user gave, which is not kept alive; None where it is gone.
-        exact: the one communicator to use, in the place of one made for layers alone.
-        seat: that of the group that the user gave; None for the one of ``rule``.
+        rule: the normalized description, which says which ranks of a job synchronize.
+        given: returns the group that the user gave, which is not kept alive, or None after its end.
+        exact: the communicator to use in place of one that only layers use.
+        cached: the cached communicator of the group that the user gave; None to use the one of ``rule``.
     """
 
-    __slots__ = ("_given", "exact", "seat")
+    __slots__ = ("_given", "cached", "exact")
 
     def __init__(
         self,
         rule: Rule = None,
         given: Callable[[], Any] | None = None,
         exact: Communicator | None = None,
-        seat: Seat | None = None,
+        cached: CachedCommunicator | None = None,
     ) -> None:
-        self.seat = _seat_of(rule) if seat is None else seat
+        self.cached = _cached_of_rule(rule) if cached is None else cached
         self.exact = exact
         self._given = given
 
     def communicator(self) -> Communicator:
-        """Returns the communicator of this process in the job that runs: alone without one.
+        """Returns the communicator of this process in the running job; the local one where no job runs.
 
         Raises:
             ValueError: this job has no such ranks, or ranks have different descriptions.
-            RuntimeError: the group that was given was destroyed.
+            RuntimeError: the given group was destroyed.
         """
         if self.exact is not None:
             return self.exact
-        # What was made for the group that was given outlives it, as long as the job does.
-        # Not asked in a trace, which goes by what it has seen first.
-        if not torch.compiler.is_compiling() and self.seat.communicator is None and self._is_gone():
+        # A communicator that was made for the given group stays usable after the end of that group, until the job ends.
+        # A trace keeps to what it saw first, so it skips this check.
+        if not torch.compiler.is_compiling() and self.cached.communicator is None and self._is_gone():
             raise RuntimeError(c10d.DESTROYED)
-        return self.seat.find()
+        return self.cached.find()
 
     def found(self) -> Communicator | None:
-        """Returns the communicator if it was made, and not by Bagua: this makes none."""
-        return self.seat.found() if self.exact is None else self.exact
+        """Returns the communicator if it was already made, and None otherwise or under Bagua. Makes none."""
+        return self.cached.found() if self.exact is None else self.exact
 
     def size(self) -> int:
-        """Returns the number of ranks, before they make their group; only for ``"node"`` they have to be asked."""
-        return self.seat.size() if self.exact is None else self.exact.size
+        """Returns the number of ranks without making the group, except for ``"node"``, where ranks ask each other."""
+        return self.cached.size() if self.exact is None else self.exact.size
 
     def _is_gone(self) -> bool:
         return self._given is not None and self._given() is None
 
     @property
     def process_group(self) -> Any:
-        """What the user gave: the group as long as it lives, else the description of it."""
+        """The ``process_group`` that the user gave: the group as long as it lives, then its description."""
         given = None if self._given is None else self._given()
         return self.description if given is None else given
 
     @property
     def description(self) -> Any:
-        """What can be kept in a file."""
-        return described(self.seat.rule) if self.exact is None else self.exact
+        """The value that stands for the group in a file."""
+        return described(self.cached.rule) if self.exact is None else self.exact
 
     def torch_group(self) -> Any:
-        """Returns the c10d group for the user, made by the members together if need be; None for that of the job.
+        """Returns a c10d group for the user, which the members make together if needed; None for the job's group.
 
         Raises:
-            TypeError: there is none, as for a Communicator.
+            TypeError: the specification stands for no c10d group, as with a Communicator.
         """
         given = self.process_group
         if self.exact is not None or bagua.is_process_group(given):
@@ -246,19 +246,19 @@ class Peers:
         world = c10d.default_group()
         if given is None or world is None or c10d.is_process_group(given):
             return given if world is not None else None
-        rule = self.seat.rule
-        return c10d.job_of(world).users_group(self.seat.ranks(), told(rule), like_given=is_ranks(rule))
+        rule = self.cached.rule
+        return c10d.job_of(world).users_group(self.cached.ranks(), told(rule), like_given=is_ranks(rule))
 
     def group_before(self) -> Any:
-        """Returns what a layer of another class had: the group itself, also where only its ranks were copied."""
-        described_only = self._given is None and is_ranks(self.seat.rule)
+        """Returns the group that a layer of another class had, also where a copy holds only the ranks of that group."""
+        described_only = self._given is None and is_ranks(self.cached.rule)
         return self.torch_group() if described_only else self.process_group
 
-    def __deepcopy__(self, memo: Any) -> "Peers":
-        return self if self.seat.given is not None else peers_of(copy.deepcopy(self.description, memo))
+    def __deepcopy__(self, memo: Any) -> "GroupSpec":
+        return self if self.cached.given is not None else spec_of(copy.deepcopy(self.description, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return peers_of, (self.description,)
+        return spec_of, (self.description,)
 
     def __repr__(self) -> str:
         if self._given is None or self.description is not None:
@@ -267,34 +267,34 @@ class Peers:
         return "destroyed" if group is None else repr(RankGroup(tuple(_ranks_of(group))))
 
 
-EVERYONE = Peers()
+EVERYONE = GroupSpec()
 
 
-def peers_of(process_group: Any) -> Peers:
-    """Returns whom ``process_group`` stands for.
+def spec_of(process_group: Any) -> GroupSpec:
+    """Returns the specification that ``process_group`` stands for.
 
     Raises:
-        TypeError: it is none of the supported kinds.
-        ValueError: it is a group that this rank is not a member of, or a description that fits no job, or not this one.
-        RuntimeError: it is Bagua's, and Bagua is not initialized.
+        TypeError: ``process_group`` is none of the supported kinds.
+        ValueError: this rank is not a member of the group, or the description fits no job, or not this one.
+        RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
     """
     if process_group is None:
         return EVERYONE
-    if isinstance(process_group, Peers):
+    if isinstance(process_group, GroupSpec):
         return process_group
     if bagua.is_process_group(process_group):
-        return Peers(bagua.rule_of(process_group), lambda: process_group)
+        return GroupSpec(bagua.rule_of(process_group), lambda: process_group)
     if c10d.is_process_group(process_group):
-        return _peers_in(process_group)
+        return _spec_of_group(process_group)
     if _is_mesh(process_group):
-        return _peers_on(process_group)
+        return _spec_of_mesh(process_group)
     if isinstance(process_group, (type(LOCAL), c10d.TorchCommunicator, bagua.BaguaCommunicator, Communicator)):
-        return Peers(exact=process_group)
+        return GroupSpec(exact=process_group)
     rule = rule_of(process_group)
     world = c10d.default_group()
     if world is not None:
         check_rule(rule, world.rank(), world.size())
-    return Peers(rule)
+    return GroupSpec(rule)
 
 
 def sync_group(process_group: Any) -> Any:
@@ -329,16 +329,18 @@ def sync_group(process_group: Any) -> Any:
             'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
             f"got {type(process_group).__name__}"
         )
-    peers = peers_of(process_group)
-    peers.communicator()
-    return peers.torch_group()
+    spec = spec_of(process_group)
+    spec.communicator()
+    return spec.torch_group()
 
 
-def _peers_in(group: Any) -> Peers:
-    """The members of a c10d group. The default one stands for everyone, in whatever job a copy is."""
+def _spec_of_group(group: Any) -> GroupSpec:
+    """Returns the specification of a c10d group. The default group stands for all ranks, also for a copy elsewhere."""
     world = c10d.default_group()
     ranks = c10d.job_of(world).remember(group)
-    return Peers(None, ref(group)) if group is world else Peers(ranks, ref(group), seat=_seat_of_given(group, ranks))
+    if group is world:
+        return GroupSpec(None, ref(group))
+    return GroupSpec(ranks, ref(group), cached=_cached_of_group(group, ranks))
 
 
 def _ranks_of(group: Any) -> list[int]:
@@ -353,14 +355,14 @@ def _is_mesh(process_group: object) -> bool:
     return isinstance(process_group, DeviceMesh)
 
 
-def _peers_on(mesh: Any) -> Peers:
+def _spec_of_mesh(mesh: Any) -> GroupSpec:
     world = c10d.default_group()
     if mesh.ndim != 1:
         raise ValueError(
             f"process_group: expected a DeviceMesh of 1 dimension, got one of {mesh.ndim}; name one, as in mesh['dp']"
         )
     if world is None:  # the job of the mesh has ended
-        return Peers(tuple(sorted(mesh.mesh.tolist())))
+        return GroupSpec(tuple(sorted(mesh.mesh.tolist())))
     if mesh.get_coordinate() is None:
         raise ValueError(f"process_group: expected a DeviceMesh with this rank, rank {world.rank()}, got {mesh}")
-    return _peers_in(mesh.get_group())
+    return _spec_of_group(mesh.get_group())
