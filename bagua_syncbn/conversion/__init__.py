@@ -1,6 +1,6 @@
-"""What happens to a model: its layers become synchronized ones, and local ones again.
+"""Conversion of a model's layers to synchronized layers and back.
 
-This room knows the layer; the layer does not know it.
+This package imports the layer; the layer does not import this package.
 """
 
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm

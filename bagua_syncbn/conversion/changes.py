@@ -1,4 +1,4 @@
-"""Modules of any class that get another method: their class changes to one derived from it, and back."""
+"""Other methods for modules of any class, by changing their class to a derived class, and back."""
 
 import sys
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from torch import nn
 _Class = TypeVar("_Class", bound=nn.Module)
 
 Change = Callable[[Any], dict[str, Any]]
-"""A function of a module of Python that returns, for a class, the methods of the class that its modules get."""
+"""An importable function that returns, for a class of modules, the methods of the class derived from it."""
 
-# Neither class is kept alive.
+# Keeps neither class alive.
 _derived: WeakKeyDictionary[type[nn.Module], dict[Change, ReferenceType[type[nn.Module]]]] = WeakKeyDictionary()
 
 
@@ -23,7 +23,7 @@ def class_with(cls: type[nn.Module], change: Change) -> type[nn.Module]:
     if derived is None:
 
         def reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-            # The class cannot be imported by name: a file holds what it was made from.
+            # The derived class cannot be imported by name, so a file holds the class and the change it was made from.
             reduced: Any = cls.__reduce_ex__(module, protocol)
             function, arguments, *state = reduced
             arguments = tuple(cls if argument is type(module) else argument for argument in arguments)
@@ -37,10 +37,10 @@ def class_with(cls: type[nn.Module], change: Change) -> type[nn.Module]:
 
 
 def class_without(cls: type[nn.Module], change: Change) -> type[nn.Module]:
-    """Returns the class that modules of ``cls``, which have ``change``, had before.
+    """Returns the class that modules of ``cls``, a class with ``change``, had before that change.
 
     Raises:
-        TypeError: something that is not known has derived another class since.
+        TypeError: other code derived ``cls`` from a class that this package made.
     """
     if is_sharded_class(cls):
         return sharded_class(cls, class_without(cls.__bases__[1], change))
@@ -51,7 +51,7 @@ def class_without(cls: type[nn.Module], change: Change) -> type[nn.Module]:
 
 
 def change_and_class(cls: type[nn.Module]) -> tuple[Change | None, type[nn.Module]]:
-    """Returns what ``cls`` was made by and from; None and ``cls`` for any other class."""
+    """Returns the change that ``cls`` was made by and the class it was made from; else None and ``cls``."""
     found: tuple[Change | None, type[nn.Module]] = vars(cls).get("change_and_class", (None, cls))
     return found
 
@@ -79,15 +79,15 @@ def _new_module(change: Change, function: Callable[..., nn.Module], arguments: t
     return module
 
 
-# Modules to which fully_shard was applied. torch gives them a class made of FSDPModule and theirs, in this order.
+# Modules after fully_shard: torch gives them a class derived from FSDPModule and from their own class, in this order.
 
 
 def is_sharded_class(cls: type) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, not used
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # absent if never used
     return fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
 
 
 def sharded_class(cls: type, base: type[_Class]) -> type[_Class]:
-    """The sharded class ``cls`` with another class as its second base."""
+    """Returns the sharded class ``cls`` with ``base`` as its second base."""
     namespace = {name: value for name, value in vars(cls).items() if name in ("__module__", "__deepcopy__")}
     return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), namespace)

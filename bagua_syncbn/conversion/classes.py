@@ -1,4 +1,4 @@
-"""The classes of converted layers, and the way back from them."""
+"""Classes of converted layers, and the classes that these layers had before."""
 
 import copy
 from typing import Any, cast
@@ -26,7 +26,7 @@ _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     BatchNorm: SyncBatchNorm,
 }
 
-# Neither side is kept alive.
+# Keeps neither classes nor derived classes alive.
 _derived_classes: WeakKeyDictionary[type[nn.Module], ReferenceType[type[SyncBatchNorm]]] = WeakKeyDictionary()
 _replacing_classes: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm]] = {}
 
@@ -43,7 +43,7 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     if cls in _STANDARD_CLASSES:
         return _STANDARD_CLASSES[cls]
     if cls is nn.SyncBatchNorm:
-        # Not a subclass of it: DistributedDataParallel refuses those on CPU.
+        # No subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
         return replacing_class(cls, SyncBatchNorm)
     if _is_parametrized_class(cls):
         return _derive_parametrized(cls)
@@ -81,10 +81,10 @@ def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 class _InPlaceOfTorchs(type):
-    """Of classes that derive from ``nn.SyncBatchNorm``: puts :class:`SyncBatchNorm` in its place."""
+    """Metaclass that replaces ``nn.SyncBatchNorm`` by :class:`SyncBatchNorm` among the bases of a class."""
 
     def mro(cls) -> list[type]:
-        # Left out also because DistributedDataParallel refuses its instances on CPU.
+        # DistributedDataParallel refuses instances of nn.SyncBatchNorm on CPU.
         return [base for base in super().mro() if base is not nn.SyncBatchNorm]
 
 
@@ -114,9 +114,9 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Parametrized layers. torch gives each a class of its own, derived from the layer's, with a property for each tensor;
-# it deletes properties from the class and, with the last one, gives the layer the class's first base. So the
-# synchronized class is built the same way: the properties in itself, and the synchronized class as its base.
+# Parametrized layers: torch gives each layer a class of its own, derived from the layer's class, with a property for
+# each parametrized tensor. torch later deletes properties from that class and, after the last one, gives the layer the
+# first base. A synchronized class has the same structure: the properties in it, and the synchronized class as its base.
 
 
 def _is_parametrized_class(cls: type) -> bool:
@@ -149,7 +149,7 @@ def _class_before_parametrized(cls: type) -> type[nn.Module]:
 
 
 def _deepcopy_parametrized(layer: SyncBatchNorm, memo: dict[int, Any]) -> SyncBatchNorm:
-    """torch's, but with the group as it travels."""
+    """Copies a parametrized layer as torch does, with the specification of its group in place of the group."""
     if id(layer) in memo:
         return cast(SyncBatchNorm, memo[id(layer)])
     replica = layer.__new__(type(layer))
@@ -158,14 +158,14 @@ def _deepcopy_parametrized(layer: SyncBatchNorm, memo: dict[int, Any]) -> SyncBa
     return replica
 
 
-# Pickling. A derived class cannot be imported by name: a file holds the classes that it was made from.
+# Pickling: derived classes cannot be imported by name, so a file holds the classes that they were made from.
 
 
 def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
     reduced: Any = super(SyncBatchNorm, layer).__reduce_ex__(protocol)
     state = reduced[2]
     if isinstance(state, dict):
-        state = state_to_travel(state)  # again, as a __getstate__ of the layer's own may not have come to ours
+        state = state_to_travel(state)  # for a __getstate__ of the layer's own class that does not call ours
     cls = type(layer)
     made_from = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
     return _new_layer, made_from, state, *reduced[3:]

@@ -1,9 +1,8 @@
 """Conversion between local and synchronized layers, by change of class.
 
 A converted layer is the same object: parameters, buffers, hooks, attributes, training flag and all references to it
-stay what they are. What changes is ``layer.__class__``, to a class that inherits from the old one and from
-:class:`SyncBatchNorm`, in that order, so that method resolution meets ``SyncBatchNorm.forward`` just where it used to
-meet torch's.
+stay. Only ``layer.__class__`` changes, to a class that inherits from the old class and from :class:`SyncBatchNorm`, in
+that order, so that method resolution finds ``SyncBatchNorm.forward`` in the place of torch's.
 """
 
 import sys
@@ -145,7 +144,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
     """Raises ValueError if ``layer`` has an option that ``cls``, which it is to get, would ignore.
 
-    Options of the layer's class are not looked at: whoever wrote it has named ``cls`` too.
+    Options that the layer's class sets are not checked, because the same class names ``cls`` as its ``local_class``.
     """
     for name, default in (("fused_activation", None), ("eps_mode", "plus")):
         value = vars(layer).get(name, default)
@@ -167,7 +166,7 @@ def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
 
 def forget_compiled_code(module: nn.Module) -> None:
     """Makes the next call of a compiled model compile it with the classes that its layers have now."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported, not compiled: it takes a second to import
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second
     if dynamo is not None and any(
         part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
     ):
@@ -176,33 +175,33 @@ def forget_compiled_code(module: nn.Module) -> None:
 
 
 def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
-    """Makes ``layer`` one of ``cls``, with the group that it has."""
+    """Changes the class of ``layer`` to ``cls``; the layer keeps its process group."""
     if not isinstance(layer, SyncBatchNorm):
         _take_group(layer)
     object.__setattr__(layer, "__class__", cls)
 
 
 class ConvertedModel:
-    """A model, for its synchronized layers: one object for all of them, and another one for those of each copy."""
+    """Identity of a converted model, shared by its synchronized layers; each copy of the model has another one."""
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of its class
+        self.name = name  # name of the model's class
 
 
 def _name_layers(module: nn.Module) -> None:
-    """Tells each synchronized layer its name in ``module``, and that they are in one: by it the ranks know a layer."""
+    """Gives each synchronized layer its name in ``module`` and the model's identity, by which ranks know the layer."""
     name = type(module).__name__
     layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}
     before = {vars(layer).get("converted_model") for layer in layers.values()} - {None}
     model = before.pop() if len(before) == 1 else None
-    if model is None or model.name != name:  # converted again it stays the model that it was
+    if model is None or model.name != name:  # a model that is converted again keeps its object
         model = ConvertedModel(name)
     for name, layer in layers.items():
         vars(layer).update(name_in_model=name, converted_model=model)
 
 
 def _take_group(layer: nn.Module) -> None:
-    """Makes the group that a layer has, under whatever name, its ``process_group``, and keeps it for revert."""
+    """Makes the group in an attribute of ``layer``, of any name, its ``process_group``, and keeps it for revert."""
     groups = groups_of(layer)
     for name in groups:
         del vars(layer)[name]
@@ -219,7 +218,7 @@ def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
 def _held(group: Any) -> Any:
     try:
         return spec_of(group)
-    except TypeError:  # what only the layer's own class knows: a training forward refuses it, revert brings it back
+    except TypeError:  # only the layer's own class knows this value: training refuses it, revert restores it
         return group
 
 
@@ -247,5 +246,5 @@ def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
         )
 
 
-# Under the name that torch and Bagua give it.
+# The converter has this name on the classes of torch and Bagua too.
 SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

@@ -1,4 +1,4 @@
-"""What conversion would do with a model, and why."""
+"""Findings: for each module of a model, the action of conversion and the reason."""
 
 import sys
 from collections.abc import Callable
@@ -21,18 +21,18 @@ BY_ITSELF = "synchronizes by itself, in a class not derived from torch's; regist
 
 
 class Finding(NamedTuple):
-    """What conversion does with one module, and why."""
+    """Action that conversion takes for one module, and the reason."""
 
     names: list[str]
     """All names that the module has in the model; ``[""]`` for the model itself."""
     module: nn.Module
     action: Action
-    """``"converted"``, also for what is synchronized already; ``"skipped"``; or ``"refused"``, which raises."""
+    """``"converted"``, also for a synchronized layer; ``"skipped"``; or ``"refused"``, for which conversion raises."""
     reason: str
     target: type[SyncBatchNorm] | None = None
-    """The class that the module gets, if it is converted."""
+    """Class that the module gets, if it is converted."""
     error: Exception | None = None
-    """What conversion raises, if the module is refused."""
+    """Error that conversion raises, if the module is refused."""
 
     def __str__(self) -> str:
         names = ", ".join(name or "(the model itself)" for name in self.names)
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
-    """Returns what conversion of ``module`` does with each module that it concerns; changes nothing.
+    """Returns a finding for each module of ``module`` that conversion concerns; changes nothing.
 
     Raises:
         TypeError: ``module`` is no module, or ``filter`` is not callable.
@@ -56,7 +56,7 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
 
 
 def check_module(module: object) -> None:
-    """Raises TypeError unless ``module`` is one."""
+    """Raises TypeError unless ``module`` is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
 
@@ -101,7 +101,7 @@ def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
 
 
 def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """All modules in the order of ``named_modules``, with each name that they have in one of their parents."""
+    """Returns all modules in the order of ``named_modules``, each with all its names; shared modules have several."""
     found: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -119,7 +119,7 @@ def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
-    """Returns what to raise for a module that cannot be converted any more, with all that is in it."""
+    """Returns the error for a module that can no longer be converted, nor can its children; None for others."""
     if isinstance(module, torch.jit.ScriptModule):
         where = where_is(module, name)
         return TypeError(f"module: expected a model of Python modules, got a TorchScript {where}; convert, then script")
@@ -139,17 +139,17 @@ def is_data_parallel(module: nn.Module) -> bool:
     """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
     if isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module):
         return True
-    composable = sys.modules.get("torch.distributed._composable.replicate")  # not imported, not used
+    composable = sys.modules.get("torch.distributed._composable.replicate")  # absent if never used
     return composable is not None and isinstance(module, composable.DDP)
 
 
 def where_is(module: nn.Module, name: str) -> str:
-    """Returns what ``module`` is and its name in the model, for messages."""
+    """Returns the class of ``module`` and its name in the model, for messages."""
     return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
 
 
 def _why_not_concerned(module: nn.Module) -> str | None:
-    """Returns why a module stays as it is that one might take for batch normalization; None for any other."""
+    """Returns why ``module`` is skipped although it resembles batch normalization; None if it does not."""
     if isinstance(module, _NormBase):
         return "not batch normalization: it normalizes each sample by itself"
     name = type(module).__name__.lower()
@@ -162,5 +162,5 @@ def _why_not_concerned(module: nn.Module) -> str | None:
 
 
 def _holds_batch_norm(module: nn.Module) -> bool:
-    """Whether ``module`` leaves the work to a layer in it, as the one of PyG does."""
+    """Whether a child of ``module`` does the batch normalization, as in PyG's class."""
     return any(is_candidate(child) for child in module.children())

@@ -1,7 +1,7 @@
-"""Containers that have a layer compute the activation next to it.
+"""Fusion of a layer with the activation that follows it in an ``nn.Sequential``.
 
-The forward of ``nn.Sequential`` is known: it gives the output of each module to the next one and to nobody else. So the
-container does it, and layer and activation stay what they are for any other code that calls them.
+The forward of ``nn.Sequential`` is known to give the output of each module to the next one and to no other code. The
+container therefore computes both together, while layer and activation stay the same for any other code that calls them.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from .findings import check_module
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# As they were when this was imported: what is patched since is called as any other module.
+# Methods as they were at import. Modules whose methods were patched later are called one by one.
 _CALL = nn.Module.__call__
 _LAYER, _SEQUENTIAL = SyncBatchNorm.forward, (nn.Sequential.forward, nn.Sequential.__iter__)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -35,22 +35,22 @@ class Pair(NamedTuple):
     layer: SyncBatchNorm
     activation: nn.Module
     names: tuple[str, str]
-    """Of both in the container."""
+    """Names of both in the container."""
 
 
 def fuse_activations(module: _Module) -> _Module:
-    """Has the synchronized layers of a model compute the activations next to them in :class:`torch.nn.Sequential`.
+    """Makes synchronized layers compute the activations that follow them in a :class:`torch.nn.Sequential`.
 
-    Between the two only the input of the layer is stored for the backward pass, and both are one pass over memory. The
-    outputs stay what they were, up to the rounding of what went between.
+    Layer and activation become one pass over memory, which stores only the input of the layer for the backward pass.
+    Outputs stay the same up to the rounding of the value between the two.
 
-    It concerns each container whose forward is that of :class:`torch.nn.Sequential`, and in it each layer that is
-    followed by a module of torch for one of the activations that layers can compute; :class:`torch.nn.Identity`, and
+    Containers whose forward is that of :class:`torch.nn.Sequential` are changed, for each layer in them that is
+    followed by a torch module for one of the activations that layers can compute; :class:`torch.nn.Identity`, and
     dropout with ``p=0``, may stand between. The container stays the same object and gets a class derived from its own.
-    Layers and activations stay as they are, and compute what they always did wherever something else calls them. The
-    container calls them one after the other, too, where hooks or ``compile()`` are on one of the two, within
-    :func:`masked`, and while torch.compile, ``torch.jit.trace`` or ``torch.export`` trace. Each call looks anew, so
-    modules may be exchanged.
+    Layers and activations do not change, and compute the same as before when other code calls them. The container
+    still calls them one after the other where one of them has hooks or was compiled with ``compile()``, within
+    :func:`masked`, and while torch.compile, ``torch.jit.trace`` or ``torch.export`` trace. Each call checks this anew,
+    so modules may be exchanged.
 
     Args:
         module: the model, converted by :func:`convert_sync_batchnorm`.
@@ -61,8 +61,8 @@ def fuse_activations(module: _Module) -> _Module:
     Raises:
         TypeError: ``module`` is no module.
 
-    It warns if there is nothing to fuse. For an activation elsewhere, give it to the layer (``activation``), or store
-    neither by :func:`recompute_outputs`.
+    A warning says if there is nothing to fuse. An activation elsewhere can be given to the layer (``activation``), or
+    use :func:`recompute_outputs`, which stores neither output.
 
     Example::
 
@@ -82,7 +82,7 @@ def fuse_activations(module: _Module) -> _Module:
 
 
 def fusing(cls: Any) -> dict[str, Any]:
-    """Returns what containers of ``cls`` get: a forward in which layers compute the activations next to them."""
+    """Returns methods for containers of ``cls``: a forward in which layers compute the activations after them."""
 
     def forward(container: nn.Module, input: Any) -> Any:
         is_traced = torch.compiler.is_compiling() or is_tracing() or not isinstance(input, Tensor)
@@ -108,7 +108,7 @@ def fusing(cls: Any) -> dict[str, Any]:
 
 
 def pairs_in(container: nn.Module) -> Iterator[Pair]:
-    """Yields what ``container`` can compute together, or does; nothing if its forward is not that of nn.Sequential."""
+    """Yields the pairs that ``container`` computes together, or could; none unless it has nn.Sequential's forward."""
     cls = type(container)
     while changes.change_and_class(cls)[0] is not None:
         cls = changes.change_and_class(cls)[1]
@@ -145,7 +145,7 @@ def _activation_of(modules: list[Any], at: int) -> int | None:
 
 
 def _is_called_plainly(module: nn.Module, forward: Any) -> bool:
-    """Whether a call of ``module`` is one of ``forward``, and nobody sees it."""
+    """Whether a call of ``module`` is just a call of ``forward``, without hooks or compiled code."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     is_compiled = module._compiled_call_impl is not None
     cls = type(module)

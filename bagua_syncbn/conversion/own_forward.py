@@ -1,8 +1,8 @@
-"""Layers with a forward of their own: what it asks of torch's batch normalization is done over all ranks.
+"""Layers with a forward of their own, whose calls of torch's batch normalization run over all ranks.
 
-Such a forward may call ``super().forward``, torch's forward by its name, or ``F.batch_norm``. The first leads to
-:class:`SyncBatchNorm` by itself. The two other calls are caught by a mode that intercepts torch's functions, and
-that is on only while the forward of such a layer runs in training.
+A forward of its own may call ``super().forward``, torch's forward by its name, or ``F.batch_norm``. The first reaches
+:class:`SyncBatchNorm` by method resolution. A mode that intercepts torch's functions redirects the two others; it is
+active only while the forward of such a layer runs in training.
 """
 
 import functools
@@ -26,10 +26,10 @@ from ..tracing import Proxy, as_one_node
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):
-    """What ``super().forward`` leads to in a layer with a forward of its own: it leaves a note that it was there."""
+    """Base class of layers with a forward of their own, which records that ``super().forward`` was called."""
 
-    # Only while the layer's forward runs in training. On the layer and not in the mode, which is another object while
-    # torch.compile traces.
+    # Exists only while the layer's forward runs in training. An attribute of the layer and not of the mode, because
+    # torch.compile traces with another mode object.
     was_synchronized: bool
 
     def forward(self, input: Tensor, residual: Tensor | None = None, **masks: Any) -> Tensor:
@@ -42,10 +42,10 @@ class ObservedSyncBatchNorm(SyncBatchNorm):
 
 
 def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``forward``, a method of a class of layers, such that it is synchronized in training.
+    """Returns ``forward``, a method of a class of layers, with its batch normalization synchronized in training.
 
-    The method raises RuntimeError if it has run without any batch normalization by the layer's own statistics, or with
-    some by statistics that belong to no layer: these would be this rank's alone.
+    The returned method raises RuntimeError if a call computed no batch normalization by the layer's own statistics, or
+    used statistics that belong to no layer, which this rank alone would have computed.
     """
 
     @functools.wraps(forward)
@@ -57,7 +57,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             with _Redirect(layer) if _differs_from_torch(layer) else nullcontext():
                 return forward(layer, *args, **kwargs)
         with _Redirect(layer), _batches_counted_once(layer):
-            if "was_synchronized" in vars(layer):  # within a call of its own, or beside one: that one checks
+            if "was_synchronized" in vars(layer):  # a nested or concurrent call of the layer does the check
                 return forward(layer, *args, **kwargs)
             layer.was_synchronized = False
             try:
@@ -73,15 +73,15 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
-    """Whether F.batch_norm by running statistics is not what ``layer`` computes by them."""
+    """Whether ``layer`` computes something else in evaluation than F.batch_norm by the same running statistics."""
     return layer.eps_mode != "plus" or layer.fused_activation is not None or layer._masking is not None
 
 
 @contextmanager
 def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
-    """Keeps a forward that counts batches itself from counting too many.
+    """Keeps a forward that counts batches itself from counting a batch too often.
 
-    Too many are a batch that is repeated in backward, and all but one within accumulate_statistics.
+    A batch that is repeated in backward is not counted again, and accumulate_statistics counts all its batches as one.
     """
     counted = getattr(layer, "num_batches_tracked", None)
     if not isinstance(counted, Tensor) or not (layer._accumulator or is_repetition()):
@@ -93,7 +93,7 @@ def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
         yield
         if layer._accumulator:
             layer._accumulator.counted = counted.clone()
-    finally:  # checkpointing ends a repetition by an exception, when it has what it needs
+    finally:  # checkpointing ends a repetition by an exception once it has all tensors that it needs
         with unseen_by_selective_checkpointing():
             counted.copy_(before)
 
@@ -134,7 +134,7 @@ class _Redirect(TorchFunctionMode):
             call = BATCH_NORMS[func](*args, **kwargs)
             if self._is_own(call):
                 self.layer.note_synchronization()
-                # A layer with frozen statistics asks for evaluation in training: then there is nothing to synchronize.
+                # A layer with frozen statistics calls for evaluation in training, where nothing is to synchronize.
                 if call.training or _differs_from_torch(self.layer):
                     layer = self.layer
                     # The forward counts the batches itself, as torch's does before this call.
@@ -158,7 +158,7 @@ class _Redirect(TorchFunctionMode):
 def _synchronized_forward(
     layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: dict[str, Any]
 ) -> Tensor:
-    """The forward of :class:`SyncBatchNorm`, as a function that the mode sees: what it calls in turn, it does not."""
+    """Calls the forward of :class:`SyncBatchNorm` as a function that the mode sees, without the calls inside it."""
     if has_torch_function((input,)):
         output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input, residual, masks)
         return output
@@ -166,7 +166,7 @@ def _synchronized_forward(
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    # The last is where replicas of DataParallel and layers in FullyShardedDataParallel have their parameters.
+    # Replicas of DataParallel and layers in FullyShardedDataParallel have their parameters in vars(module).
     for tensors in (module._parameters, module._buffers, vars(module)):
         yield from (tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
 

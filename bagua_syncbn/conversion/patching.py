@@ -1,4 +1,4 @@
-"""torch's converter and layer replaced, for trainers that call them in code of their own."""
+"""Replacement of torch's converter and layer, for trainers that call these themselves."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -15,14 +15,14 @@ _patches: list["TorchConverterPatch"] = []
 
 
 class TorchConverterPatch(AbstractContextManager["TorchConverterPatch"]):
-    """What :func:`patch_torch_converter` returns: in force until it is undone, or exited as a context manager."""
+    """Patch made by :func:`patch_torch_converter`, in force until ``undo()`` or the end of the ``with`` statement."""
 
     def __init__(self) -> None:
         _patches.append(self)
         _give_torch(_OURS)
 
     def undo(self) -> None:
-        """Ends this patch. torch has its own again when no other one is in force."""
+        """Ends this patch. torch gets its own converter and layer back when no other patch is in force."""
         if self in _patches:
             _patches.remove(self)
         if not _patches:
@@ -36,12 +36,12 @@ def patch_torch_converter() -> TorchConverterPatch:
     """Makes trainers that call torch's converter, or build torch's layer, use those of this package.
 
     ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
-    and what is built as ``torch.nn.SyncBatchNorm(...)``, or as a subclass of it, is a :class:`SyncBatchNorm`. The class
-    itself is changed, so it does not matter who has imported it before. As in every conversion
+    and layers built as ``torch.nn.SyncBatchNorm(...)``, or as a subclass of it, are :class:`SyncBatchNorm`. The class
+    itself is changed, so code that imported it before is included. As in every conversion
     ``isinstance(layer, torch.nn.SyncBatchNorm)`` is False.
 
-    Holds for all threads from the call on, for good or for the ``with`` statement that it is called in. Calls may be
-    nested and repeated; models that were converted stay so.
+    The patch holds for all threads from the call on, for good or for the ``with`` statement that makes the call. Calls
+    may be nested and repeated; converted models stay converted.
 
     Returns:
         The patch, with a method ``undo()``.

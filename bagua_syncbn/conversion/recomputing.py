@@ -1,4 +1,4 @@
-"""Models that make outputs of layers anew in backward, whoever calls them."""
+"""Models whose calls recompute the outputs of layers in backward instead of storing them."""
 
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
@@ -17,34 +17,34 @@ def recompute_outputs(module: None = None) -> AbstractContextManager[None]: ...
 @overload
 def recompute_outputs(module: _Module, *, enabled: bool = True) -> _Module: ...
 def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) -> _Module | AbstractContextManager[None]:
-    """Keeps the outputs of synchronized layers out of what is stored for the backward pass.
+    """Recomputes the outputs of synchronized layers in the backward pass instead of storing them.
 
-    What other layers would save of such an output, of a view of it, or of an activation that follows, is made anew in
-    backward by elementwise passes over the input of the synchronized layer, which that saves anyway. It does not matter
-    whether the activation is a module or a function, nor whether it works in place. The values are bit for bit the
-    same, because the same kernels run on the same input. In a process alone the layers compute by the kernels of this
-    package while it is in force, and no longer by :func:`torch.nn.functional.batch_norm`.
+    Other layers may save the output of a synchronized layer, a view of it, or an activation that follows it. Backward
+    recomputes these by elementwise passes over the input of the synchronized layer, which that layer saves anyway. The
+    activation may be a module or a function, and may work in place. The values are bit for bit the same, because the
+    same kernels run on the same input. In a process alone the layers then use the kernels of this package, and no
+    longer :func:`torch.nn.functional.batch_norm`.
 
-    It has no effect in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within other
-    hooks for saved tensors, such as those of activation checkpointing and of :func:`torch.autograd.graph.save_on_cpu`:
-    there these decide. Two outputs are stored as ever: that of a layer with a residual, and one whose input is itself
-    an output that is made anew.
+    Outputs are stored in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within
+    other hooks for saved tensors, such as those of activation checkpointing and of
+    :func:`torch.autograd.graph.save_on_cpu`, which then decide. Two more outputs are stored: that of a layer with a
+    residual, and one whose input is itself a recomputed output.
 
     Args:
-        module: a model, which does so from now on whenever it is called; copies of it, too. It stays the same object
-            and gets a class derived from its own. None for a context manager, to be entered around forward passes;
-            the backward pass may be outside of it.
+        module: a model, whose calls recompute outputs from now on, as those of its copies do. The model stays the same
+            object and gets a class derived from its own. None for a context manager, to be entered around forward
+            passes; the backward pass may be outside of it.
         enabled: False to give ``module`` its class back, as :func:`revert_sync_batchnorm` does too.
 
     Returns:
         ``module``, the same object, or the context manager.
 
     Raises:
-        TypeError: ``module`` is no module; with ``enabled=False``, something else has derived a class from the one
-            that it got.
+        TypeError: ``module`` is no module; with ``enabled=False``, other code derived a class from the class that the
+            model got.
 
     A backward pass raises RuntimeError if the input of a layer was written to after its forward pass. Writes through
-    ``.data``, which autograd does not see, are not seen here.
+    ``.data`` are not detected, because autograd does not see them.
 
     Example::
 
@@ -64,7 +64,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 
 
 def recomputing(cls: Any) -> dict[str, Any]:
-    """Returns what modules of ``cls`` get: a call within :class:`Recomputed`, whatever ends it."""
+    """Returns methods for modules of ``cls``: a call that runs within :class:`Recomputed`."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What layers of other classes become: those that conversion would refuse or not recognize, by what users register."""
+"""Converters that users register for classes of layers that conversion would refuse or not recognize."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +17,18 @@ _converters: dict[type[nn.Module], Converter] = {}
 
 
 def register_converter(cls: type[nn.Module], converter: Converter | None) -> None:
-    """Tells :func:`convert_sync_batchnorm` what layers of a class become that it would refuse or not recognize.
+    """Registers the class that :func:`convert_sync_batchnorm` gives to layers of ``cls``.
 
-    As in every conversion the layer stays the object that it is and changes its class; ``converter`` names the class.
-    Subclasses of ``cls`` are not concerned.
+    Register classes that conversion would refuse or not recognize. As in every conversion the layer stays the same
+    object and changes its class, to the one that ``converter`` returns. Subclasses of ``cls`` are not affected.
 
-    The layer's process group becomes its ``process_group``, whatever attribute holds it, until
-    :func:`revert_sync_batchnorm`. Its other options are attributes that the methods of the class find on the layer.
+    The layer's process group becomes its ``process_group``, whichever attribute holds it, until
+    :func:`revert_sync_batchnorm`. Other options are attributes that the methods of the new class find on the layer.
 
     Args:
         cls: the class of the layers, of batch normalization or not.
         converter: called with a layer, returns the subclass of :class:`SyncBatchNorm` whose methods the layer is to
-            have, or None to leave the layer as it is. None in its place takes an earlier registration back.
+            have, or None to leave the layer unchanged. None in place of a function removes the registration of ``cls``.
 
     Raises:
         TypeError: ``cls`` is not a class of modules, or is synchronized already; ``converter`` is not callable.
@@ -56,10 +56,10 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
-    """Returns the class that conversion gives ``layer``, or None to leave it as it is.
+    """Returns the class that conversion gives ``layer``, or None to leave it unchanged.
 
     Raises:
-        TypeError: its converter returned something else than a synchronized class.
+        TypeError: the converter of ``layer`` returned something else than a synchronized class.
     """
     cls = type(layer)
     if cls not in _converters:
@@ -76,13 +76,13 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
 
 
 def groups_of(layer: nn.Module) -> dict[str, Any]:
-    """Returns by name the attributes with which ``layer``, not synchronized yet, has its process group.
+    """Returns, by name, the attributes in which ``layer``, not synchronized yet, holds its process group.
 
-    Attributes of other names than ``process_group`` count only where a converter replaces all methods of the layer: its
-    own methods may use them.
+    Attributes of other names than ``process_group`` count only where a converter replaces all methods of the layer,
+    because the layer's own methods may use them.
 
     Raises:
-        TypeError: they hold different groups.
+        TypeError: the attributes hold different groups.
     """
     attributes = vars(layer)
     if "process_group" in attributes:

@@ -1,4 +1,4 @@
-"""What conversion does with a model, as data and to be read."""
+"""Report on conversion of a model, as data and as text."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from .recomputing import recomputing
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`conversion_report` returns: its text is a summary, and a line for each layer."""
+    """Result of :func:`conversion_report`. As text it is a summary and a line for each layer."""
 
     layers: tuple[Finding, ...]
 
@@ -31,11 +31,11 @@ def summary(layers: Iterable[Finding]) -> str:
 
 
 def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> ConversionReport:
-    """Tells what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
+    """Reports what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
 
-    There is a line for each batch normalization layer; for each module that is refused as a whole, such as a wrapped
-    one, instead of what is in it; and for each that stays as it is and might be taken for batch normalization. Of a
-    synchronized layer it also says what :func:`fuse_activations` and :func:`recompute_outputs` have done.
+    The report has a line for each batch normalization layer; for each module that is refused with all its children,
+    such as a wrapped one; and for each skipped module that resembles batch normalization. The line of a synchronized
+    layer also says what :func:`fuse_activations` and :func:`recompute_outputs` have done.
 
     Args:
         module: the model, converted or not.
@@ -61,7 +61,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
 
 
 def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Returns by layer what is known of the activations next to it, and whether outputs are made anew."""
+    """Returns for each layer notes on activations that follow it, and on outputs that are made anew."""
     notes: dict[nn.Module, list[str]] = {}
     for name, container in model.named_modules():
         is_fused = changes.has(type(container), fusing)

@@ -1,6 +1,6 @@
 """Data parallelism within one process, as :class:`torch.nn.DataParallel` offers it, with synchronized layers.
 
-Names and behaviour are those of the package Synchronized-BatchNorm-PyTorch, whose users change only their imports.
+Names and behaviour follow the package Synchronized-BatchNorm-PyTorch, so its users change only their imports.
 Replicas may also share a device: ``device_ids=["cpu", "cpu"]`` runs two of them, in threads, on chunks of one batch.
 """
 

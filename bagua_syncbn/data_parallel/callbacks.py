@@ -1,4 +1,4 @@
-"""How the replicas of one model learn of each other, and when each of them ends."""
+"""Callbacks by which the replicas of one model learn of each other, and of the end of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +19,15 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     and on which they may set attributes. The submodules of replica 0 are called first. A submodule that has several
     names in the model is called once for each replica.
 
-    Only code that makes its own replicas needs this. Call it after each replication and before the replicas run, each
-    in a thread of its own. The call of a replica is its forward pass.
+    Only code that makes its own replicas needs this function. Call it after each replication and before the replicas
+    run, each in a thread of its own. The call of a replica is its forward pass.
 
     Args:
         modules: the replicas, in order. Replica 0 must hold the buffers of the model itself, as with
             :func:`torch.nn.parallel.replicate`: the running statistics are updated there and nowhere else.
 
     Raises:
-        ValueError: ``modules`` is empty, or they do not all have the same submodules.
+        ValueError: ``modules`` is empty, or not all of them have the same submodules.
     """
     structures = [dict(module.named_modules()) for module in modules]
     if not structures or any(structure.keys() != structures[0].keys() for structure in structures):
@@ -58,16 +58,16 @@ def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:
         with replicas.running(rank):
             return (compiled or replica._call_impl)(*args, **kwargs)
 
-    # What torch calls in place of everything else, for Module.compile. The class, and forward, stay what they are.
+    # torch calls this attribute, made for Module.compile, in place of anything else. Class and forward stay the same.
     module._compiled_call_impl = call
     vars(module)["_bagua_syncbn_replicas"] = replicas
 
 
 def first_error(replicas: Sequence[nn.Module], raised: Exception) -> BaseException:
-    """Returns the first error that a replica raised; ``raised`` may be a ReplicaError that came of it."""
+    """Returns the first error that a replica raised; ``raised`` may be a ReplicaError that followed from it."""
     group: Replicas | None = vars(replicas[0]).get("_bagua_syncbn_replicas")
     if group is None or group.error is None:
         return raised
-    # Taken: its traceback holds the group.
+    # Removed from the group, because the traceback of the error holds the group.
     error, group.error = group.error, None
     return error

@@ -31,8 +31,8 @@ class _SynchronizedBatchNorm(SyncBatchNorm):
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, SyncBatchNorm1d):
     r"""Batch normalization over (N, C) or (N, C, L) with the statistics of all replicas.
 
-    A :class:`~bagua_syncbn.SyncBatchNorm1d`, with all that it says, that takes its arguments in the order of
-    :class:`torch.nn.BatchNorm1d`: without ``process_group``.
+    A :class:`~bagua_syncbn.SyncBatchNorm1d` that takes its arguments in the order of :class:`torch.nn.BatchNorm1d`,
+    without ``process_group``.
     """
 
     local_class = nn.BatchNorm1d
@@ -60,8 +60,8 @@ _SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 def convert_model(module: _Module) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
-    As :func:`bagua_syncbn.convert_sync_batchnorm`, but :class:`torch.nn.BatchNorm2d` becomes
-    :class:`SynchronizedBatchNorm2d`, and each :class:`torch.nn.DataParallel` in ``module`` goes through
+    Works as :func:`bagua_syncbn.convert_sync_batchnorm`, except that :class:`torch.nn.BatchNorm2d` becomes
+    :class:`SynchronizedBatchNorm2d`, and that each :class:`torch.nn.DataParallel` in ``module`` is patched by
     :func:`patch_replication_callback`.
 
     Args:
@@ -71,7 +71,7 @@ def convert_model(module: _Module) -> _Module:
         ``module``, the same object.
 
     Raises:
-        TypeError, RuntimeError: as :func:`bagua_syncbn.convert_sync_batchnorm`.
+        TypeError, RuntimeError: :func:`bagua_syncbn.convert_sync_batchnorm` raises it.
 
     If it raises, ``module`` is unchanged.
     """
@@ -88,8 +88,9 @@ def convert_model(module: _Module) -> _Module:
 def patch_sync_batchnorm() -> Iterator[None]:
     """Makes ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` stand for the synchronized classes while it is entered.
 
-    So code that builds its layers as ``nn.BatchNorm2d(...)`` builds synchronized ones. Only these three attributes of
-    the module ``torch.nn`` change, for all threads: ``from torch.nn import BatchNorm2d`` before still gives torch's.
+    Code that builds its layers as ``nn.BatchNorm2d(...)`` then builds synchronized ones. Only these three attributes of
+    the module ``torch.nn`` change, for all threads; a name that was imported before, by
+    ``from torch.nn import BatchNorm2d``, still stands for torch's class.
 
     Example::
 

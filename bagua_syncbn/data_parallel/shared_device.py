@@ -1,4 +1,4 @@
-"""What torch.nn.parallel does with one device for each replica, for replicas that share a device."""
+"""Replication, scatter, gather and parallel calls as in torch.nn.parallel, for replicas that share a device."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ def replica(network: _Module, device: torch.device, rank: int) -> _Module:
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor not in tensors:
-            # Not the parameter itself: as with torch, replicas hold no parameters.
+            # Replicas hold tensors in place of parameters, as those of torch do.
             tensors[tensor] = tensor.to(device) if tensor.device != device else tensor.view_as(tensor)
         return tensors[tensor]
 
@@ -32,7 +32,7 @@ def replica(network: _Module, device: torch.device, rank: int) -> _Module:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 copy._parameters[name] = None
-            else:  # by attribute, since recurrent layers keep a list of theirs
+            else:  # setattr, because recurrent layers keep a list of their parameters
                 setattr(copy, name, copied(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and rank > 0:
@@ -41,10 +41,12 @@ def replica(network: _Module, device: torch.device, rank: int) -> _Module:
 
 
 def scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """Returns ``value`` for each of ``devices``, or the first of them: its tensors in chunks, anything else as it is.
+    """Returns ``value`` once for each device: its tensors in chunks, anything else unchanged.
+
+    Fewer chunks than ``devices`` use the first devices.
 
     Raises:
-        ValueError: its tensors split into different numbers of chunks.
+        ValueError: tensors in ``value`` split into different numbers of chunks.
     """
     leaves, spec = tree_flatten(value)
     chunks = [leaf.chunk(len(devices), dim) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -62,7 +64,7 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
-    """Returns the outputs of all replicas as one: tensors concatenated, or stacked if they have no dimensions."""
+    """Returns the outputs of all replicas joined: tensors concatenated, or stacked if they have no dimensions."""
     flat = [tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_joined(leaves, device, dim) for leaves in columns], flat[0][1])
@@ -87,7 +89,7 @@ def parallel_apply(
     kwargs: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """Calls each replica in a thread of its own; when all have ended, raises the error of the first that raised."""
+    """Calls each replica in a thread of its own. After all have ended, raises the error of the first that failed."""
 
     def call(rank: int) -> Any:
         with modes[rank]():
@@ -100,7 +102,7 @@ def parallel_apply(
 
 
 def _thread_modes(device: torch.device) -> Callable[[], ExitStack]:
-    """Returns what another thread enters to compute on ``device`` in the modes and the CUDA stream of this one."""
+    """Returns a context in which another thread computes on ``device`` in this thread's modes and CUDA stream."""
     types = dict.fromkeys(("cpu", device.type))
     inference, grad, cache = (
         torch.is_inference_mode_enabled(),

@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel with callbacks, as a class and in place."""
+"""torch.nn.DataParallel with callbacks for its replicas, as a class and as a patch of an existing object."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         nn.Module.__init__(self)
         self.dim = dim
         self.module = module
-        # As torch.device: torch's own class holds numbers, and _shares_devices tells the two apart.
+        # torch.device objects, where torch's own class holds numbers: _shares_devices distinguishes the two.
         self.device_ids: list[Any] = [torch.empty(0, device=device).device for device in devices]
         self.output_device: Any = self.device_ids[0] if output_device is None else torch.device(output_device)
         self.src_device_obj = self.device_ids[0]
@@ -90,7 +90,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
             return super().parallel_apply(replicas, inputs, kwargs)
         except Exception as error:
             failure = first_error(replicas, error)
-        # Outside of the handler, where Python would add `error` as its context.
+        # Raised after the handler, in which Python would set `error` as the context of `failure`.
         raise failure
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
@@ -100,8 +100,8 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
 
 
 def _are_shared(devices: Sequence[int | str | torch.device]) -> bool:
-    """Whether replicas on ``devices`` share one, or are on the CPU, which torch's own class does not take."""
-    # As torch numbers devices, with -1 for the CPU: 0 and "cuda:0" are one device.
+    """Whether two replicas share a device, or one is on the CPU: torch's own class accepts neither."""
+    # Devices as torch numbers them, so that 0 and "cuda:0" are one device; the CPU is -1.
     numbers = [_get_device_index(device, optional=True, allow_cpu=True) for device in devices]
     return len(set(numbers)) < len(numbers) or -1 in numbers
 
@@ -115,7 +115,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
         data_parallel: a model wrapped in :class:`torch.nn.DataParallel` or a subclass.
 
     Raises:
-        TypeError: it is of another class.
+        TypeError: ``data_parallel`` is of another class.
     """
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"data_parallel: expected a torch.nn.DataParallel, got {type(data_parallel).__name__}")
