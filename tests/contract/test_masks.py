@@ -187,6 +187,60 @@ def test_a_padded_batch_is_the_unpadded_one_whatever_the_padding():
         torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
 
 
+class Frozen(nn.BatchNorm1d):
+    """Normalizes by running statistics in training too, in a forward of its own."""
+
+    def forward(self, input):
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+def in_evaluation(way, activation, eps_mode):
+    """Returns a layer that normalizes by its running statistics, and a call of it with a mask."""
+    layer = convert_sync_batchnorm(Frozen(3)).double() if way == "own F.batch_norm" else make_layer(3).eval()
+    layer.fused_activation, layer.eps_mode = activation, eps_mode
+    with torch.no_grad():
+        for at, tensor in enumerate((layer.weight, layer.bias, layer.running_mean, layer.running_var)):
+            tensor.copy_(torch.tensor([1.5, -0.5, 0.25]).roll(at).add(at == 3))
+
+    def call(input, residual, mask):
+        if way == "forward":
+            return layer(input, residual, mask=mask, zero_masked=True)
+        with masked(layer, mask, zero_masked=True):
+            return layer(input) if residual is None else layer(input, residual)
+
+    return layer, torch.compile(call, backend="aot_eager") if way == "compiled" else call
+
+
+@pytest.mark.parametrize("padding", [math.nan, math.inf])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("way", ["forward", "masked", "own F.batch_norm", "compiled"])
+def test_what_padding_holds_goes_nowhere_in_evaluation(way, activation, padding):
+    """Gradients of any order are those of the unpadded batch, and 0 in the padding."""
+    (input, grad_output), act = draw((4, 3, 9)), getattr(F, activation or "", lambda y: y)
+    outside = torch.arange(9) >= torch.tensor([9, 2, 0, 5]).view(-1, 1, 1)
+    for has_residual, eps_mode in ((False, "plus"), (False, "clamp"), (way != "own F.batch_norm", "plus")):
+        layer, call = in_evaluation(way, activation, eps_mode)
+        var = layer.running_var + (layer.eps if eps_mode == "plus" else 0)
+        results = []
+        for value in (0, padding):
+            x, grad, r = (
+                tensor.masked_fill(outside, value).requires_grad_() for tensor in (input, grad_output, input.cos())
+            )
+            if value == 0:
+                normalized = F.batch_norm(x, layer.running_mean, var, layer.weight, layer.bias, eps=0)
+                output = act(normalized + r * has_residual).masked_fill(outside, 0)
+            else:
+                output = call(x, r if has_residual else None, ~outside)
+            tensors = x, layer.weight, layer.bias, *([r] if has_residual else [])
+            first = torch.autograd.grad(output, tensors, grad, retain_graph=True)
+            again = torch.autograd.grad(output, tensors, grad, create_graph=way != "compiled")
+            second = ()
+            if way != "compiled":  # torch differentiates what it has compiled once
+                second = torch.autograd.grad(sum(t.sin().sum() for t in again), (x, layer.weight, grad))
+            results.append([tensor.detach() for tensor in (output, *first, *again, *second)])
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("options", [{"momentum": None}, {"eps_mode": "clamp"}, {"skip_nonfinite": True}], ids=str)
 def test_masked_steps_equal_steps_on_the_kept_values_with_each_option(options):
     layer, plain = make_layer(3, **options), make_layer(3, **options)
