@@ -1,6 +1,6 @@
 // Memory for results, on the device of another tensor. torch::stable has new_empty and empty_like for this, but they
 // look the op up by its name at each call and box its arguments, which takes three times as long as the allocation.
-// What is here calls torch directly.
+// These functions call torch directly.
 #pragma once
 
 #include "stable_abi.h"
@@ -25,7 +25,7 @@ inline Tensor allocate_vector(int64_t count, ScalarType dtype, const Tensor& lik
   return allocate({&count, 1}, {&stride, 1}, dtype, like);
 }
 
-// What empty_like gives for a tensor whose elements are dense in memory: the same strides.
+// Has the strides of `dense`, whose elements are dense in memory, as empty_like gives.
 inline Tensor allocate_like(const Tensor& dense) {
   return allocate(dense.sizes(), dense.strides(), scalar_type(dense), dense);
 }

@@ -1,4 +1,4 @@
-// What each op demands of its arguments, whatever the device. All of it is checked before anything is computed, so that
+// Demands of each op on its arguments, whatever the device. All of it is checked before anything is computed, so that
 // an op that raises has written to nothing.
 #pragma once
 
@@ -95,7 +95,7 @@ inline int64_t* record_of(const std::optional<Tensor>& fault) {
   return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
 }
 
-// What a row of statistics ends in, if there is a `speaker`: its layer and terms, of 24 bits each, and the call.
+// Words at the end of a row of statistics, if there is a `speaker`: its layer and terms, of 24 bits each, and the call.
 inline Words words_of_row(std::optional<int64_t> speaker, int64_t call) {
   if (!speaker) return {};
   check(*speaker >= 0 && *speaker < kCountBase * kCountBase, "speaker", "an integer of 48 bits", *speaker);
@@ -105,7 +105,7 @@ inline Words words_of_row(std::optional<int64_t> speaker, int64_t call) {
            static_cast<int32_t>(call)}};
 }
 
-// What sums end in, if there is a `fingerprint`: each of its three parts of 12 bits, and the square of it.
+// Words at the end of sums, if there is a `fingerprint`: each of its three parts of 12 bits, and the square of it.
 inline Words words_of_sums(std::optional<int64_t> fingerprint) {
   if (!fingerprint) return {};
   check(*fingerprint >= 0 && *fingerprint < kCountBase << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
@@ -187,7 +187,7 @@ inline std::optional<Mask> mask_of(const std::optional<Tensor>& mask, const Tens
   return mask ? std::optional(mask_of(*mask, input)) : std::nullopt;
 }
 
-// What follows the normalization.
+// Arguments of an activation and a residual.
 inline void check_act(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& residual, int64_t activation) {
   check_channels_of_input({{"weight", weight}, {"bias", bias}}, input);

@@ -66,14 +66,14 @@ BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t most) {
   return static_cast<A>(static_cast<int64_t>(value)) == value;
 }
 
-// What the ops write to `fault`, see bagua_syncbn/ops/__init__.py.
+// Faults that the ops write down, see bagua_syncbn/ops/__init__.py.
 struct Fault {
   enum Kind : int64_t { kNone, kWords, kCount, kSum };
   int64_t kind = kNone;
   int64_t where = 0;  // rank, or call
 };
 
-// What is wrong with the row of a rank, beside that of rank 0.
+// The fault of a rank's row, beside that of rank 0.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int64_t channels, int64_t words) {
   const A *own = row + 2 * channels, *expected = first + 2 * channels;

@@ -42,7 +42,7 @@ inline void check(bool holds, const char* argument, const char* expected, const 
   if (!holds) refuse(argument, expected, got);
 }
 
-// What tensor.scalar_type() gives. That asks torch for the code of one dtype after the other, with those of interest
+// Gives tensor.scalar_type(). That asks torch for the code of one dtype after the other, with those of interest
 // here far behind; the ops need it some ten times per call.
 inline ScalarType scalar_type(const Tensor& tensor) {
   int32_t code = 0;

@@ -46,7 +46,8 @@ input (N, C, \*, L), of which the first so many places along L count. All others
 Words are integers that the dtype holds exactly, the same on all ranks. A row of statistics ends in ``layer``, ``terms``
 and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then its size is odd. Sums end in
 ``a, a**2, b, b**2, c, c**2`` if there is a ``fingerprint = a + b * 2**12 + c * 2**24``. Each is one integer, and what
-few calls need comes last, since the host spends half a microsecond on every argument that is given.
+few calls need comes last, since the host spends half a microsecond on every argument that is given, and a tenth on one
+that is not.
 
 ``fault`` is an int64 tensor of 8 values in the memory of the host, pinned for a device that writes to it; the first
 fault stays until the host clears it:

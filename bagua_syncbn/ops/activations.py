@@ -52,7 +52,7 @@ MODULES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
     nn.Sigmoid: lambda module: "sigmoid",
     nn.Tanh: lambda module: "tanh",
 }
-"""What torch's modules compute."""
+"""Activations that torch's modules compute."""
 
 # By the name of the node that autograd has for an operation, without its last digit: for some, the operation in place
 # has a node of its own. Names of nodes for functions that are written in Python end in no digit.

@@ -1,4 +1,4 @@
-"""What the CUDA ops run where the kernels of this installation cannot: plain torch, with one warning that says why.
+"""Plain torch for CUDA tensors where the kernels of this installation do not run, with one warning that says why.
 
 The native library asks once for each device. Where its kernels do not run there, it calls the op of the same name and
 schema in ``torch.ops.bagua_syncbn_fallback``.

@@ -18,7 +18,7 @@ def of_positions(mask: Tensor, input: Tensor) -> Tensor:
 
 
 class Masking(NamedTuple):
-    """What a call does with some positions."""
+    """Positions that count, and whether the rest of an output is zero."""
 
     positions: Tensor  # which count, as the ops take it: bool (N, *), contiguous, or int64 lengths (N)
     zeroes: bool  # whether positions that do not count are 0 in the output

@@ -12,7 +12,7 @@ from torch import Tensor
 
 WORDS = 3  # that are gathered: layer, terms, call
 PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
-# What one in the high word of a packed count stands for. Every integer up to it is exact in float32.
+# The worth of one in the high word of a packed count. Every integer up to it is exact in float32.
 COUNT_BASE = 2**24
 
 

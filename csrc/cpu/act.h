@@ -1,4 +1,4 @@
-// What the ops with an activation know besides those without.
+// Arguments of an activation, and the factors of the normalization before it.
 #pragma once
 
 #include <vector>

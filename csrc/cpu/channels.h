@@ -20,7 +20,7 @@ class ChannelArray {
     }
   }
 
-  // The same of a tensor that may be missing: then `channels` times `otherwise`.
+  // For a tensor that may be missing: then `channels` times `otherwise`.
   ChannelArray(const std::optional<Tensor>& tensor, int64_t channels, A otherwise)
       : ChannelArray(tensor ? ChannelArray(*tensor) : ChannelArray(channels, otherwise)) {}
 

@@ -40,7 +40,7 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t 
   return total;
 }
 
-// What becomes of ranks that do not speak of the same.
+// NaN and a count of 0: statistics of ranks whose words differ.
 int64_t no_statistics(std::vector<double>& mean, std::vector<double>& var) {
   std::fill(mean.begin(), mean.end(), std::numeric_limits<double>::quiet_NaN());
   std::fill(var.begin(), var.end(), std::numeric_limits<double>::quiet_NaN());

@@ -50,7 +50,7 @@ struct GradientFactors {
 // For functions that the loops call: see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
-// What follows the normalization: y = act(z), z = (x - mean) * scale + shift + residual, which may be null.
+// Follows the normalization: y = act(z), z = (x - mean) * scale + shift + residual, which may be null.
 template <typename T>
 struct Epilogue {
   const T* residual = nullptr;
@@ -60,7 +60,7 @@ struct Epilogue {
   BAGUA_SYNCBN_IN_LOOPS Epilogue from(int64_t offset) const { return {residual ? residual + offset : nullptr, act}; }
 };
 
-// What is added up in backward: g = dy * act'(z), which is also written to `g` unless that is null, as it may be if the
+// Gradients that backward adds up: g = dy * act'(z), also written to `g` unless that is null, as it may be if the
 // activation is cheap. Without both, only the means are needed.
 template <typename T>
 struct Gradients {
@@ -80,7 +80,7 @@ struct Gradients {
 template <typename A>
 using LaneBits = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>;
 
-// Of the first so many values of a row a value near the mean is made; and where not all of them count.
+// The first values of a row, so many, give a value near the mean; with a mask, more of them are looked at.
 constexpr int64_t kSample = 256;
 constexpr int64_t kMaskedSample = 1024;
 

@@ -29,7 +29,7 @@ void activate(A* z, int64_t n, A parameter) {
 template <typename Activation, typename... Some>
 constexpr bool kIsOneOf = (std::is_same_v<Activation, Some> || ...);
 
-// What is_cheap of ../../activations.h says.
+// is_cheap of ../../activations.h, by type.
 #define BAGUA_SYNCBN_CHEAP(name) || (std::is_same_v<Activation, name> && is_cheap(static_cast<int64_t>(Code::k##name)))
 template <typename Activation>
 constexpr bool kCheap = false BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CHEAP);

@@ -89,7 +89,7 @@ inline Mask<A> lanes_at(const uint8_t* valid) {
   return -widen_bytes(valid, A());
 }
 
-// The same of n < kWidth positions, and no bits.
+// All bits set where one of n < kWidth positions counts.
 template <typename A>
 inline Mask<A> lanes_part(const uint8_t* valid, int64_t n) {
   return -widen_bytes_part(valid, n, A());
