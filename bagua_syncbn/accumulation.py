@@ -18,7 +18,8 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     To be entered around all forward passes of the step. Within it the buffers of synchronized layers stay as they are.
     At its end they move by the mean and variance of the micro-batches together, each value with the same weight, as one
     batch of them all would have moved them; ``num_batches_tracked`` increases by one. Nothing more is communicated:
-    what each micro-batch has gathered is kept, 2C + 5 values of each rank, and merged.
+    what each micro-batch has gathered is kept, 2C + 5 values of each rank, of all together in groups from 32 ranks on,
+    and merged.
 
     Outputs and gradients are those without it: each micro-batch is normalized by its own statistics.
 

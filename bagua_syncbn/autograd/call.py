@@ -44,6 +44,9 @@ class Call:
         else:
             merged = ops.merge_stats(gathered, self.buffers, self.options, record)
             sync.check(gathered, counter)
+        if gathered.dtype != stats.dtype:  # a sum of all ranks
+            mean, invstd, *rest = merged
+            return mean.to(stats.dtype), invstd.to(stats.dtype), *rest  # type: ignore[return-value]
         return merged
 
     def without_activation(self) -> "Call":

@@ -5,7 +5,7 @@ processes of a job is a communicator in a file of its own. Replicas in threads o
 instead: a collective in their backward could wait for another one that would run next on the same thread.
 """
 
-from .c10d import TorchCommunicator
+from .c10d import TorchCommunicator, is_large
 from .group_spec import EVERYONE, Communicator, GroupSpec, spec_of, sync_group
 from .groups import RankGroup
 from .local import LOCAL, LocalCommunicator
@@ -27,6 +27,7 @@ __all__ = [
     "SharedCommunicator",
     "TorchCommunicator",
     "communicator_of",
+    "is_large",
     "spec_of",
     "sync_group",
 ]

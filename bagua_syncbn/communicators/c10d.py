@@ -65,7 +65,7 @@ class TorchCommunicator:
         return gathered
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        if _is_gathered(packed):
+        if _is_gathered(packed, self.size):
             return self.all_gather(packed).sum(0)
         if torch.compiler.is_compiling():
             return torch_internals.traced_all_reduce(packed, self.name)
@@ -83,7 +83,7 @@ class TorchCommunicator:
 
     def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
         """Starts :meth:`all_reduce` without waiting for the other ranks."""
-        if _is_gathered(packed):
+        if _is_gathered(packed, self.size):
             group = self.group
             return AsyncCollective(group, *self._all_gather(group, packed, True), adds_up=True)
         return AsyncCollective(self.group, packed, dist.all_reduce(packed, group=self.group, async_op=True))
@@ -116,14 +116,23 @@ class TorchCommunicator:
         )
 
 
+# Smallest group that sends nothing whose size grows with the number of ranks; docs/design.md has the model.
+FEWEST_ADDED = 32
+
+
+def is_large(ranks: int) -> bool:
+    """Whether a group of so many ranks adds up the statistics that smaller groups gather."""
+    return ranks >= FEWEST_ADDED
+
+
 # Largest message in bytes whose sum is gathered on CPU, and added up by each rank. Waiting for other processes takes
 # much longer there than sending, and a gather over a ring has half the steps of an all-reduce.
 _MOST_GATHERED = 2**14
 
 
-def _is_gathered(packed: Tensor) -> bool:
+def _is_gathered(packed: Tensor, ranks: int) -> bool:
     """Whether each rank gathers ``packed`` and adds it up itself. All ranks agree on it, compiled or not."""
-    return packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
+    return ranks < FEWEST_ADDED and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
 
 
 def in_job() -> bool:

@@ -70,6 +70,7 @@ from .layout import laid_out_as
 from .masking import Masking, of_positions
 from .merge import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
 from .native import KERNELS, prefer_native, recompute_is_cheaper
+from .summing import SUMMED_REST, add_up_stats
 from .words import PARTS, WORDS, parts_of, words_of_row
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
@@ -84,6 +85,7 @@ __all__ = [
     "KERNELS",
     "NO_BUFFERS",
     "PARTS",
+    "SUMMED_REST",
     "WORDS",
     "Activation",
     "Buffers",
@@ -93,6 +95,7 @@ __all__ = [
     "accumulate_dtype",
     "activation_of",
     "activation_recorded_by",
+    "add_up_stats",
     "batch_norm_backward_elemt",
     "batch_norm_backward_elemt_",
     "batch_norm_backward_reduce",

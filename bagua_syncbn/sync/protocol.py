@@ -10,7 +10,8 @@ nothing is unexpected after the first round, and not one collective is added.
 Each message says who sends it. What is gathered ends in a header of three small integers, which every rank that makes
 the same call has alike: the layer, by what errors call it; the options; and the number of the call in its group. In a
 sum headers would mix: there a fingerprint of them goes in three parts, each with its square. The ranks agree if and
-only if the mean of the squares is the square of the mean.
+only if the mean of the squares is the square of the mean. In groups of many ranks statistics are a sum too, with the
+header in such parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
-from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
+from ..communicators import AsyncCollective, Communicator, TorchCommunicator, is_large, spec_of
 from ..options import Options
 from ..torch_internals import group_named, is_capturing, unseen_by_selective_checkpointing
 from .faults import ON_CPU, RECORDS, FaultRecord, record_for
@@ -87,19 +88,26 @@ class CallSignature:
         key: words for the layer, 0 where the call has none, and for the options.
         speaker: both in one number.
         kind: word for the class of the model, or of a layer by itself.
+        is_backward: whether it is a pass that follows a forward.
         message: whether its message is a sum, else it is gathered; its size and dtype.
         text: the call for people, different wherever the key is.
         backward, derivative: the calls that follow from it.
     """
 
-    __slots__ = ("backward", "derivative", "key", "kind", "message", "speaker", "text")
+    __slots__ = ("backward", "derivative", "is_backward", "key", "kind", "message", "speaker", "text")
 
     backward: CallSignature
     derivative: CallSignature
 
-    def __init__(self, layer: int, name: str, kind: str, options: SharedOptions, direction: int) -> None:
-        numel = 2 * options.channels + (ops.PARTS if direction else 2 + ops.WORDS)
-        self.message = bool(direction), numel, torch.float64 if options.is_double else torch.float32
+    def __init__(self, layer: int, name: str, kind: str, options: SharedOptions, adds_up: bool, direction: int) -> None:
+        self.is_backward = direction > 0
+        moments, dtype = 2 * options.channels, torch.float64 if options.is_double else torch.float32
+        if self.is_backward:
+            self.message = True, moments + ops.PARTS, dtype
+        elif adds_up:
+            self.message = True, moments + ops.SUMMED_REST, torch.float64
+        else:
+            self.message = False, moments + 2 + ops.WORDS, dtype
         self.key = layer, options.word(direction)
         self.speaker = layer * WORD + self.key[1]
         self.kind = word_of(kind)
@@ -151,14 +159,29 @@ def name_of(layer: nn.Module | None) -> str:
     return kind_of(layer) if name is None else f"{type(layer).__name__} {name!r}"
 
 
+def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:
+    """Whether the statistics of a call are added up and not gathered: alike on all ranks, compiled or not.
+
+    That takes a dtype which is wider than theirs.
+    """
+    is_narrow = input.dtype != torch.float64 and input.device.type != "mps"  # which has no float64
+    return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)
+
+
 def _signature_of(
-    layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool, history: CallHistory
+    layer: nn.Module | None,
+    input: Tensor,
+    options: Options,
+    accumulates: bool,
+    communicator: Communicator,
+    history: CallHistory,
 ) -> CallSignature:
     """Returns the signature of a forward call."""
     name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
     number = 0 if layer is None else history.number_of(model or layer, kind)
     caller = number, None if model is None else kind, name, type(layer)
-    call = caller, input.size(1), input.dtype, _common(layer, options), accumulates
+    adds_up = adds_up_stats(input, communicator)
+    call = caller, input.size(1), input.dtype, _common(layer, options), accumulates, adds_up
     signature = _signatures.get(call)
     if signature is None:
         if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step
@@ -167,7 +190,7 @@ def _signature_of(
         speaker = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
         speaker = f"{speaker} #{number}" if number > 1 else speaker
         word, shared = 0 if layer is None else word_of(speaker), shared_options(layer, input, options, accumulates)
-        signature, backward, derivative = (CallSignature(word, speaker, kind, shared, way) for way in range(3))
+        signature, backward, derivative = (CallSignature(word, speaker, kind, shared, adds_up, way) for way in range(3))
         signature.backward = derivative.backward = backward
         signature.derivative = backward.derivative = derivative
         _signatures[call] = signature
@@ -239,7 +262,7 @@ class CallHistory:
             self._after_call.clear()
         if last is not None:
             self._after_call[last.key] = signature
-            if last.message[0] and not signature.message[0]:
+            if last.is_backward and not signature.is_backward:
                 step = 0
         known = self.after_step[self.step] = signature, hash((step, *signature.key))
         return known
@@ -456,7 +479,7 @@ def call_site(
 ) -> CallSite:
     """Returns what a call has in common with those of the other ranks of ``communicator``, of which there are some."""
     history = history_in(communicator)
-    signature = _signature_of(layer, input, options, accumulates, history)
+    signature = _signature_of(layer, input, options, accumulates, communicator, history)
     return CallSite(signature, communicator, history, exact_bits(communicator.size), record_for(input))
 
 
@@ -491,21 +514,30 @@ class RankSync:
     def gather(self, packed: Tensor, counter: Tensor | None = None) -> Tensor:
         """Returns the rows of all ranks, each as ``packed`` with its header, for an op. :meth:`check` after it.
 
+        In a large group one row as of all ranks together, see :func:`~bagua_syncbn.ops.add_up_stats`.
+
         Raises:
             RuntimeError: the ranks make different calls, or the collective failed.
         """
         history = self._history
         if counter is not None and not self._is_compiled:  # to be alike on all ranks too; compared on the device
             packed[-1:].add_(counter)
-        gathered = self._send(self.communicator.all_gather, packed, self._signature)
+        if self._signature.message[0]:
+            gathered = ops.add_up_stats(packed, self.communicator.size, self._add_up)
+        else:
+            gathered = self._send(self.communicator.all_gather, packed, self._signature)
         self._number = 0 if self._is_compiled else history.calls
         return gathered
+
+    def _add_up(self, stats: Tensor) -> Tensor:
+        return self._send(self.communicator.all_reduce, stats, self._signature)
 
     def check(self, gathered: Tensor, counter: Tensor | None = None) -> None:
         """Raises RuntimeError if an op on CPU has found that the ranks differ in ``gathered``."""
         if self.record is ON_CPU and ON_CPU.kind.value:
             also = "" if counter is None else f", num_batches_tracked={counter.item():.0f}"
-            self._raise_found(self._signature, gathered[:, -ops.WORDS :].tolist(), also)
+            headers = () if self._signature.message[0] else gathered[:, -ops.WORDS :].tolist()
+            self._raise_found(self._signature, headers, also)
 
     def fingerprint(self, signature: CallSignature | None = None) -> int:
         """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
@@ -602,7 +634,7 @@ class RankSync:
     ) -> NoReturn:
         """Raises for what an op on CPU has found."""
         record, call = ON_CPU.take(), self._history.calls
-        if record[0] == 2:
+        if record[0] == 2 and record[-1] >= 0:
             self._history.failure = self._say(signature, call)
             raise RuntimeError(_found(record))
         self._disagree(signature, call, torch.device("cpu"), headers, also)
@@ -634,7 +666,7 @@ class RankSync:
         """Returns what this rank does in a call, for people."""
         if self._is_compiled:
             return f"{signature.text}, of a model that was compiled"
-        of_forward = f", of the forward in call {self._number}" if signature.message[0] else ""
+        of_forward = f", of the forward in call {self._number}" if signature.is_backward else ""
         return f"{signature.text}, call {call}{of_forward}"
 
 
@@ -683,6 +715,9 @@ def _found(record: Sequence[int]) -> str:
     if kind == 3:
         own = [signature.text for number, signature in _sums if number == where]
         return _differ([f"this rank: {own[0] if own else 'backward, compiled'}", "another rank: another call"])
+    if headers[-1] < 0:  # in statistics that were added up
+        *caller, call = headers[3:]
+        return _differ([f"this rank: {_describe((*caller, -1 - call))}", "another rank: another call"])
     said = [f"rank 0: {_describe(headers[:3])}", f"rank {where}: {_describe(headers[3:])}"]
     if kind == 1:
         return _differ(said)

@@ -10,10 +10,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..communicators import LOCAL, Communicator
 from ..options import Options
 from .faults import FaultRecord, record_on
-from .protocol import RankSync, SharedOptions, call_site, compiled_words, kind_of, note_compilation, shared_options
+from .protocol import (
+    RankSync,
+    SharedOptions,
+    adds_up_stats,
+    call_site,
+    compiled_words,
+    kind_of,
+    note_compilation,
+    shared_options,
+)
 
 
 class LocalSync:
@@ -54,15 +64,18 @@ class FixedStatistics(LocalSync):
 class CompiledSync(LocalSync):
     """Several ranks in a call that torch.compile traces: no sizes are agreed upon, and headers are constants."""
 
-    def __init__(self, communicator: Communicator, kind: str, shared: SharedOptions, device: torch.device) -> None:
+    def __init__(self, communicator: Communicator, kind: str, shared: SharedOptions, input: Tensor) -> None:
         note_compilation(getattr(communicator, "name", None), kind, *shared.constants())
-        self.communicator, self.record = communicator, record_on(device)
+        self.communicator, self.record = communicator, record_on(input.device)
+        self._adds_up = adds_up_stats(input, communicator)
         self._speaker, self._fingerprint = compiled_words(kind, shared, communicator.size)
 
     def header(self) -> tuple[int, ...]:
         return self._speaker, 0
 
     def gather(self, packed: Tensor, counter: Tensor | None = None) -> Tensor:
+        if self._adds_up:
+            return ops.add_up_stats(packed, self.communicator.size, self.communicator.all_reduce)
         return self.communicator.all_gather(packed)
 
     def fingerprint(self) -> int | None:
@@ -94,5 +107,5 @@ def sync_of(
         return LOCAL_SYNC
     if torch.compiler.is_compiling():
         shared = shared_options(layer, input, options, accumulates)
-        return CompiledSync(communicator, kind_of(layer), shared, input.device)
+        return CompiledSync(communicator, kind_of(layer), shared, input)
     return RankSync(call_site(layer, input, options, accumulates, communicator))

@@ -1,0 +1,375 @@
+"""Groups of many ranks add statistics up, in float64, where smaller ones gather them; here also with a lower limit."""
+
+import math
+import sys
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import programs
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, run_reference
+from test_contract import GRID, check
+from test_divergence import NAMED, run_row
+from test_semantics import few_values
+from tolerances import assert_close
+
+from bagua_syncbn import SyncBatchNorm, accumulate_statistics, ops
+from bagua_syncbn.communicators import c10d
+
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+
+
+def limit(ranks):
+    return patch.object(c10d, "FEWEST_ADDED", ranks)
+
+
+def as_large(function, *args):
+    """Runs on each rank, in a group that counts as a large one."""
+    with limit(2):
+        return function(*args)
+
+
+class LargeGroups:
+    """The pool, whose groups all count as large ones."""
+
+    def __init__(self, pool):
+        self._pool = pool
+
+    def run(self, function, ranks, *args, **options):
+        return self._pool.run(as_large, ranks, function, *args, **options)
+
+
+@pytest.fixture
+def large(pool):
+    yield LargeGroups(pool)
+    pool.forget_job()
+
+
+# The contract on real ranks.
+
+
+@pytest.mark.parametrize("case", [case for case in GRID if len(case[0]) > 1 and case[2][0] != torch.float64], ids=str)
+def test_ranks_equal_one_process(large, case):
+    splits, (shape, layout), dtypes = case
+    check(large, Case(splits, shape, *dtypes, layout))
+
+
+@pytest.mark.parametrize("options", [
+    {"momentum": None},
+    {"momentum": None, "dtype": torch.float16},
+    {"track_running_stats": False},
+    {"frozen": ("input", "weight", "bias")},
+    {"dtype": torch.float64},
+], ids=str)  # fmt: skip
+def test_ranks_equal_one_process_with_each_option(large, options):
+    check(large, Case((3, 0, 2), **{"shape": (3, 4, 2), "steps": 3} | options))
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0)])
+def test_fewer_than_two_values_in_the_group(large, counts):
+    untouched = {"running_mean": [0.0, 0.0], "running_var": [1.0, 1.0], "num_batches_tracked": 0}
+    assert large.run(few_values, 2, counts, None) == [(True, untouched)] * 2
+
+
+def accumulate():
+    """Returns the buffers after three micro-batches, of other sizes on each rank, and what was kept of one."""
+    layer, generator = SyncBatchNorm(3), torch.Generator().manual_seed(dist.get_rank())
+    with accumulate_statistics(layer):
+        for size in (2, 5, 0):
+            layer(torch.randn(size + dist.get_rank(), 3, generator=generator))
+        kept = layer._accumulator._rows[0]
+    return layer.running_mean, layer.running_var, layer.num_batches_tracked, kept.shape, kept.dtype
+
+
+def test_statistics_accumulate_by_one_row_of_each_micro_batch(pool, large):
+    for added, gathered in zip(large.run(accumulate, 3), pool.run(accumulate, 3), strict=True):
+        for one, other in zip(added[:3], gathered[:3], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert added[3:] == ((1, 11), torch.float64)
+        assert gathered[3:] == ((3, 11), torch.float32)
+
+
+DIFFERENT = [
+    "two layers of equal size swapped",
+    "two layers of other sizes swapped",
+    "layer skipped",
+    "first layer twice",
+    "no backward",
+    "two forwards before a backward",
+    "exception before the last layer",
+    "evaluation of a layer",
+    "averages over other numbers of batches",
+    "other eps",
+    "float64 in one layer",
+    "other number of channels",
+]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_divergence_is_named_on_all_ranks(large, name, ranks):
+    for message in large.run(run_row, ranks, name, 1, 20.0):
+        assert "expected all ranks of a group to call the same layers" in message
+        for told in NAMED[name].told:
+            assert told in message
+
+
+@pytest.mark.parametrize("kind", ["int64", "DTensor"])
+def test_what_one_rank_is_refused_is_told_to_all(large, kind):
+    waiting, refused = large.run(programs.run_refused, 2, kind, False)
+    for told in (waiting[0], refused[1]):
+        assert "Error in SyncBatchNorm1d 'b', call 8: " in told
+
+
+def test_a_step_that_repeats_probes_nothing(large):
+    for counts, _ in large.run(programs.count_messages, 2, ["abc<"] * 3, 2**14):
+        assert counts == [12, 7, 6]
+
+
+def test_a_rank_that_falls_back_from_compiled_code_is_no_other(large):
+    for running_mean in large.run(programs.run_partly_compiled, 2, timeout=60):
+        assert running_mean.tolist() == [0.5] * 8
+
+
+def test_compiled_models_that_differ_are_found_out(large):
+    for messages in large.run(programs.run_compiled, 2):
+        assert len(messages) == 2
+        assert all("expected all ranks of a group to call the same layers" in message for message in messages)
+        assert all("this rank: compiled forward of a layer of Sequential (8" in message for message in messages)
+
+
+def step_compiled_and_eager():
+    """Returns output, gradient and buffers of a compiled step, and of one that is not."""
+    generator, results = torch.Generator().manual_seed(dist.get_rank()), []
+    values, grad = (torch.randn(4 + dist.get_rank(), 3, generator=generator) for _ in range(2))
+    for compiles in (True, False):
+        layer = SyncBatchNorm(3, momentum=None)
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+        x = values.clone().requires_grad_()
+        y = call(x)
+        y.backward(grad)
+        results.append((y.detach(), x.grad, *layer.buffers()))
+    return results
+
+
+def test_compiled_calls_add_up_in_one_graph(large):
+    for compiled, eager in large.run(step_compiled_and_eager, 2):
+        for one, other in zip(compiled, eager, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+# Sums held against the gather.
+
+
+def row(mean, var, count):
+    words = torch.tensor([5.0, 2**24 - 1, 7])
+    return torch.cat([torch.tensor(mean), torch.tensor(var), torch.tensor([count % 2**24, count // 2**24]), words])
+
+
+def added_up(rows):
+    """Returns what each rank makes of the sum of all messages."""
+    sent = []
+    for stats in rows:
+        ops.add_up_stats(stats, len(rows), lambda message: sent.append(message) or message)
+    return [ops.add_up_stats(stats, len(rows), lambda _: torch.stack(sent).sum(0)) for stats in rows]
+
+
+def merged(rows):
+    """Returns mean, variance, count and tracked batches as they reach the buffers."""
+    mean, var, batches = torch.zeros(2).double(), torch.ones(2).double(), torch.tensor(0)
+    *_, count = ops.batch_norm_gather_stats(rows, mean, var, batches, 1.0, 0.0)
+    return mean, var, count, batches
+
+
+def drawn(ranks, mean, std):
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randn(ranks, 40, 2, generator=generator, dtype=torch.float64) * std + mean
+    return [ops.batch_norm_stats(batch.float(), 6 * 2**24 - 1, 7) for batch in batches]
+
+
+HARD = {
+    "a large mean": (drawn(64, 1e3, 1e-2), 2e-5),
+    "a mean of a million deviations": ([row([1e3, -1e3], [1e-6, 1e-6], 100)] * 4, 1e-4),
+    "counts above 2**24": ([row([1.0, 2.0], [3.0, 4.0], 2**24 + 1), row([1.5, -2.0], [1.0, 5.0], 2**40 + 3)], 1e-12),
+    "empty ranks": ([row([0.0, 0.0], [0.0, 0.0], 0), *drawn(2, 3.0, 2.0), row([0.0, 0.0], [0.0, 0.0], 0)], 1e-12),
+    "all ranks empty": ([row([0.0, 0.0], [0.0, 0.0], 0)] * 3, 0.0),
+    "no deviation": ([row([0.1, 7.7], [0.0, 0.0], 3)] * 3, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_sums_give_what_the_gather_gives(name):
+    rows, tolerance = HARD[name]
+    every = added_up(rows)
+    assert all(torch.equal(one, every[0]) for one in every)
+    mean, var, count, batches = merged(every[0])
+    expected = merged(torch.stack(rows))
+    torch.testing.assert_close(mean, expected[0], rtol=1e-12, atol=0)
+    # A variance of nothing but rounding is no more than that of the squared mean.
+    torch.testing.assert_close(var, expected[1], rtol=tolerance, atol=1e-14)
+    assert (count, batches) == expected[2:]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_channel_that_is_not_finite_on_one_rank_stays_alone(value):
+    rows = [*drawn(3, 1.0, 1.0), row([value, 1.0], [math.nan, 1.0], 40)]
+    mean, var, count, _ = merged(added_up(rows)[0])
+    expected = merged(torch.stack(rows))
+    torch.testing.assert_close(mean, expected[0], equal_nan=True)
+    torch.testing.assert_close(var, expected[1], equal_nan=True)
+    assert var.isnan().tolist() == [True, False]
+    assert count == 160
+
+
+@pytest.mark.parametrize("word", [-1, -2, -3])
+@pytest.mark.parametrize("ranks", [2, 3, 4096])
+def test_one_word_of_one_rank_that_differs_is_found(word, ranks):
+    rows = [row([1.0, 2.0], [3.0, 4.0], 10)] * ranks
+    other = rows[0].clone()
+    other[word] -= 1
+    said = []
+    for stats in (rows[0], other):
+        ops.add_up_stats(stats, ranks, lambda message: said.append(message) or message)
+    for stats, words in ((rows[0], rows[0]), (other, other)):
+        result = ops.add_up_stats(stats, ranks, lambda _: said[0] * (ranks - 1) + said[1])
+        buffers, fault = [torch.zeros(2), torch.ones(2), torch.tensor(0)], torch.zeros(8, dtype=torch.int64)
+        mean, *_ = ops.batch_norm_gather_stats(result, *buffers, 0.1, 1e-5, fault)
+        assert mean.isnan().all()
+        assert [buffer.tolist() for buffer in buffers] == [[0, 0], [1, 1], 0]
+        assert fault.tolist()[5:] == [*words[-3:-1].tolist(), -1 - words[-1]]
+
+
+# Many ranks, as threads.
+
+
+class Meeting:
+    """Where the threads meet, each a rank."""
+
+    def __init__(self, size):
+        self.size, self.sent, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
+        self.gathered = self.total = None
+
+
+class ThreadedCommunicator:
+    """One rank of a :class:`Meeting`."""
+
+    def __init__(self, meeting, rank):
+        self._meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.messages = []
+
+    def _meet(self, packed):
+        self._meeting.sent[self.rank] = packed.clone()
+        if self._meeting.barrier.wait() == 0:
+            self._meeting.gathered = torch.stack(self._meeting.sent)
+            self._meeting.total = self._meeting.gathered.sum(0)
+        self._meeting.barrier.wait()
+        return self._meeting
+
+    def all_gather(self, packed):
+        self.messages.append(("gather", packed.nbytes))
+        return self._meet(packed).gathered.clone()
+
+    def all_reduce(self, packed):
+        self.messages.append(("sum", packed.nbytes))
+        return self._meet(packed).total.clone()
+
+
+@pytest.mark.parametrize("ranks", [64, 256])
+def test_many_ranks_equal_one_process(ranks, single_threaded):
+    splits = tuple(index % 3 for index in range(ranks))
+    case = Case(splits, (3, 2), steps=2, mean=5.0)
+    meeting, results = Meeting(ranks), [None] * ranks
+    layers = [case.layer(torch.float32) for _ in splits]
+    communicators = [ThreadedCommunicator(meeting, rank) for rank in range(ranks)]
+    batches = [[part.split(splits) for part in case.batch(step)] for step in range(case.steps)]
+
+    def run(rank):
+        layer = layers[rank]
+        layer.process_group = communicators[rank]
+        outputs = []
+        for inputs, grads in batches:
+            x = inputs[rank].clone().requires_grad_()
+            y = layer(x)
+            y.backward(grads[rank])
+            outputs.append((y.detach(), x.grad))
+        results[rank] = outputs, layer.running_mean, layer.running_var, layer.num_batches_tracked
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    reference = run_reference(case)
+    for step in range(case.steps):
+        output = torch.cat([result[0][step][0] for result in results])
+        grad = torch.cat([result[0][step][1] for result in results])
+        assert_close(output, reference["outputs"][step], "output")
+        assert_close(grad, reference["input_grads"][step], "input.grad")
+    for _, *buffers in results:
+        for buffer, first in zip(buffers, results[0][1:], strict=True):
+            assert torch.equal(buffer, first)
+    for buffer, name in zip(results[0][1:], reference["buffers"], strict=True):
+        expected = reference["buffers"][name]
+        if name == "num_batches_tracked":
+            assert buffer == expected
+        else:
+            assert_close(buffer, expected, name, roundings=3)
+    for communicator in communicators:
+        assert communicator.messages[-2:] == [("sum", 8 * (2 * 3 + 13)), ("sum", 4 * (2 * 3 + 6))]
+
+
+# What a message costs.
+
+
+class Alike:
+    """So many ranks that all do the same: sizes of messages without anyone to send them to."""
+
+    rank = 0
+
+    def __init__(self, size):
+        self.size, self.messages = size, []
+
+    def all_gather(self, packed):
+        self.messages.append(("gather", packed.nbytes))
+        return packed.repeat(self.size, 1)
+
+    def all_reduce(self, packed):
+        self.messages.append(("sum", packed.nbytes))
+        return packed * self.size
+
+
+def forward_message(ranks):
+    communicator = Alike(ranks)
+    SyncBatchNorm(2048, process_group=communicator)(torch.randn(2, 2048))
+    return communicator.messages[-1]
+
+
+def table():
+    """Returns the table of docs/design.md: what a rank receives in a forward of 2,048 channels, and in how many hops.
+
+    A gather goes around a ring; a sum goes around it twice, in parts, or up and down a tree.
+    """
+    lines = []
+    for ranks in (2**power for power in range(3, 13)):
+        kind, _ = forward_message(ranks)
+        with limit(sys.maxsize):
+            _, gathered = forward_message(ranks)
+        with limit(2):
+            _, added = forward_message(ranks)
+        costs = [
+            f"{(ranks - 1) * gathered / 1000:,.0f}",
+            f"{ranks - 1:,}",
+            f"{2 * (ranks - 1) * added / ranks / 1000:,.0f}",
+            f"{2 * (ranks - 1):,} or {2 * math.ceil(math.log2(ranks))}",
+        ]
+        lines.append(f"| {ranks:,} | {' | '.join(costs)} | {kind} |")
+    return lines
+
+
+def test_the_table_in_the_docs_is_what_is_sent():
+    text = DESIGN.read_text(encoding="utf-8")
+    lines = table()
+    assert "\n".join(lines) in text, "\n".join(["docs/design.md: expected", *lines])
