@@ -623,10 +623,9 @@ class RankSync:
         if not isinstance(error, RuntimeError):
             raise error
         raise RuntimeError(
-            f"sync_batch_norm: expected the {communicator.size} ranks of a group to meet in the "
-            f"{history.failure}, got on rank {communicator.rank} of it {type(error).__name__}: {error}. "
-            "Another rank has ended, raised an error, is in other code until the time-out, or was late; the group "
-            "cannot be used any more"
+            f"sync_batch_norm: collective failed in the {history.failure}, on rank {communicator.rank} of "
+            f"{communicator.size}: {type(error).__name__}: {error}. Another rank has ended, raised an error, is in "
+            "other code until the time-out, or was late; the group can no longer be used"
         ) from error
 
     def _raise_found(
