@@ -1,4 +1,4 @@
-"""Running statistics that move once a step, where a step has several micro-batches."""
+"""Accumulation of statistics: running statistics move once for all micro-batches of a step."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,27 +13,28 @@ from .sync_batchnorm import SyncBatchNorm
 
 @contextmanager
 def accumulate_statistics(model: nn.Module) -> Iterator[None]:
-    """Moves the running statistics of ``model`` once for all micro-batches of a step, when it is left.
+    """Moves the running statistics of ``model`` once for all micro-batches of a step, when the context is left.
 
-    To be entered around all forward passes of the step. Within it the buffers of synchronized layers stay as they are.
-    At its end they move by the mean and variance of the micro-batches together, each value with the same weight, as one
-    batch of them all would have moved them; ``num_batches_tracked`` increases by one. Nothing more is communicated:
-    what each micro-batch has gathered is kept, 2C + 5 values of each rank, of all together in groups from 32 ranks on,
-    and merged.
+    Enter the context around all forward passes of the step. Within it the buffers of synchronized layers do not change.
+    At its end they move by the mean and variance of all micro-batches together, each value with the same weight, as one
+    batch of them all would have moved them; ``num_batches_tracked`` increases by one. No more is communicated: the
+    gathered statistics of each micro-batch, 2C + 5 values of each rank, or of all ranks together in groups of at least
+    32 ranks, are kept and merged.
 
-    Outputs and gradients are those without it: each micro-batch is normalized by its own statistics.
+    Outputs and gradients do not change: each micro-batch is normalized by its own statistics.
 
     A layer with ``skip_nonfinite`` leaves its buffers if any of the micro-batches has statistics that are not finite.
-    If an exception leaves the context, all buffers are as they were when it was entered. It warns if ``model`` has no
+    If an exception leaves the context, all buffers have the values from before it. A warning says if ``model`` has no
     synchronized layer.
 
     Args:
-        model: whose layers accumulate, wrapped or not. All ranks of a group must enter it for the same layers.
+        model: the model whose layers accumulate, wrapped or not. All ranks of a group must enter the context for the
+            same layers.
 
     Raises:
-        RuntimeError: it was entered for a layer of ``model`` before and not left; the buffers of a layer are other
-            tensors than in its last forward, where none has moved yet; what a layer with a forward of its own gives as
-            running statistics is not its buffers.
+        RuntimeError: a layer of ``model`` is within another accumulate_statistics; a layer has other buffers than in
+            its last forward, in which case no buffer moves; a layer with a forward of its own passes running statistics
+            that are not its buffers.
 
     Example::
 
@@ -64,7 +65,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def _check_buffers(name: str, layer: SyncBatchNorm) -> None:
-    """Raises RuntimeError unless what was kept is for the buffers that ``layer`` has now."""
+    """Raises RuntimeError unless the accumulated statistics belong to the present buffers of ``layer``."""
     assert layer._accumulator is not None
     own = {buffer.data_ptr() for buffer in layer.buffers(recurse=False)}
     if not own.issuperset(buffer.data_ptr() for buffer in layer._accumulator.buffers()):

@@ -1,4 +1,4 @@
-"""The cache of a layer: a training call over several ranks that passed all checks, for the next one like it."""
+"""Cached calls: a layer remembers a training call over several ranks that passed all checks, for later ones like it."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -21,9 +21,9 @@ _Facts = tuple[object, ...]
 
 
 class CachedCall:
-    """A training call of a layer over several ranks that passed all checks, with all that these looked at.
+    """A training call of a layer over several ranks that passed all checks, with all facts that the checks depend on.
 
-    A call of which the same is true passes them too, and is computed in the same way.
+    A later call with the same facts passes the checks too, and is computed in the same way.
     """
 
     __slots__ = ("_buffers", "_facts", "_guard", "_options", "_site")
@@ -34,7 +34,7 @@ class CachedCall:
         self._facts, self._guard, self._options, self._buffers, self._site = facts, guard, options, buffers, site
 
     def run(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
-        """Returns the output of ``layer``; None where the call may be another one. Not while torch.compile traces."""
+        """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
         site = self._site
         facts, weight, bias, tensors = _look_at(layer, input)
         same = facts == self._facts and layer._group_spec.found() is site.communicator and is_plain()
@@ -47,11 +47,11 @@ class CachedCall:
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy finds out for itself
+        return type(None), ()  # copies and files hold None
 
 
 def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
-    """Has ``layer`` remember the call that it has just made, if that was in training over several ranks."""
+    """Caches the call that ``layer`` has just made, if it was in training over several ranks."""
     communicator = layer._group_spec.found() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
@@ -70,21 +70,21 @@ def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
     vars(layer)["_cached_call"] = CachedCall(facts, guard, options, buffers, site)
 
 
-# All that decides who computes, and by which options and names, but for tensors and ranks.
+# Attributes, beside options, tensors and ranks, that decide how a call is computed and named.
 _others_of = attrgetter("converted_model", "name_in_model", "_masking", "_accumulator", "_replica", "_is_replica")
 
 
 def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-    """Returns the facts of a call, weight and bias, and all tensors, with ``input`` for those that there are not.
+    """Returns the facts of a call, weight, bias, and all tensors, with ``input`` in place of missing ones.
 
-    There are no facts where not all are known.
+    The facts are empty if some are not known.
     """
     own = layer.__dict__
     parameters, buffers = own["_parameters"], own["_buffers"]
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
-    except KeyError:  # as of a parametrized layer
+    except KeyError:  # for example in a parametrized layer
         return (), None, None, ()
     modes = own["training"], own["track_running_stats"]
     # The cached call holds the buffers, so that no other ones can have their ids.

@@ -1,4 +1,4 @@
-"""What a call is checked for before its rank waits for another one."""
+"""Checks of a call, made before its rank waits for another rank."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ def check_dimensions(input: Tensor) -> None:
 
 
 def check_eps_mode(eps_mode: str) -> None:
-    """Raises ValueError unless ``eps_mode`` is one of the two."""
+    """Raises ValueError unless ``eps_mode`` is "plus" or "clamp"."""
     if eps_mode not in EPS_MODES:
         raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
 
 
 def checked_options(options: Options, training: bool) -> Options:
-    """Returns ``options`` with the activation that they name.
+    """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
 
     Raises:
-        ValueError: no call has these.
+        ValueError: ``eps`` or ``eps_mode`` is wrong, or the activation is unknown.
     """
     check_eps_mode(options.eps_mode)
     positive = training and options.eps_mode == "plus"
@@ -44,7 +44,7 @@ def checked_options(options: Options, training: bool) -> Options:
 def check_tensors(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, buffers: ops.Buffers
 ) -> None:
-    """Raises for what this rank can know to be wrong, before it joins a collective that its peers would wait in."""
+    """Raises for wrong tensors of this rank's call, before this rank joins a collective that other ranks wait in."""
     running_mean, running_var, num_batches_tracked, _ = buffers
     if input.dtype not in _INPUT_DTYPES:
         raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
@@ -70,7 +70,7 @@ def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
         return
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
-    if not is_tracing() and tensor.size() != input.shape[1:2]:  # a comparison would be made part of the trace
+    if not is_tracing() and tensor.size() != input.shape[1:2]:  # a comparison would become part of the trace
         raise RuntimeError(
             f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
         )
@@ -89,7 +89,7 @@ def _check_residual(residual: Tensor | None, input: Tensor) -> None:
 
 
 def check_kind(input: Tensor, process_group: Any) -> None:
-    """Raises for input that a group of several ranks does not take, before this rank makes the group."""
+    """Raises for input that a group of several ranks does not accept, before this rank makes the group."""
     is_sharded = type(input) is not Tensor and hasattr(input, "to_local")
     tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
     if not (is_sharded or tracer) or isinstance(process_group, Replica) or spec_of(process_group).size() == 1:

@@ -1,6 +1,6 @@
-"""``import bagua_syncbn.contrib`` gives code that imports Bagua's SyncBatchNorm the one of this package.
+"""``import bagua_syncbn.contrib`` replaces Bagua's SyncBatchNorm by that of this package, for code that imports it.
 
-Import it before that code; what holds Bagua's class by then keeps it. Needs Bagua, which needs NCCL.
+Import this module before that code; code that imported Bagua's class earlier keeps it. Needs Bagua, which needs NCCL.
 
 Example::
 
@@ -22,14 +22,14 @@ _original: Any = _theirs.SyncBatchNorm
 def replace() -> None:
     """Puts :class:`SyncBatchNorm` in the place of Bagua's, and lets models with layers of Bagua's be converted.
 
-    The import of this module does it; this is for after :func:`restore`.
+    The import of this module calls it; call it again only after :func:`restore`.
     """
     _theirs.SyncBatchNorm = SyncBatchNorm
     register_converter(_original, lambda layer: SyncBatchNorm)
 
 
 def restore() -> None:
-    """Puts Bagua's class back. Models that were made or converted meanwhile stay what they are."""
+    """Puts Bagua's class back. Models that were made or converted meanwhile do not change."""
     _theirs.SyncBatchNorm = _original
     register_converter(_original, None)
 

@@ -1,4 +1,4 @@
-"""Synchronized batch normalization as a function: it decides who computes."""
+"""Synchronized batch normalization as a function: checks, and choice of the implementation for a call."""
 
 import functools
 import os
@@ -66,11 +66,11 @@ def sync_batch_norm(
     forward and, if ``input`` requires a gradient, one all-reduce backward; all ranks of the group must make the call.
     Batches may differ in size between ranks, and be empty.
 
-    With ``training=False`` it is :func:`torch.nn.functional.batch_norm` with the running statistics, on this rank
-    alone.
+    With ``training=False`` the result is that of :func:`torch.nn.functional.batch_norm` with the running statistics, on
+    this rank alone.
 
-    For the backward pass ``input`` is kept, with an activation also ``residual``, and no other tensor of this size:
-    what the activation was applied to is computed anew. Gradients are exact, and can be differentiated again.
+    The backward pass keeps ``input``, with an activation also ``residual``, and no other tensor of this size: it
+    recomputes the input of the activation. Gradients are exact, and can be differentiated again.
 
     Args:
         input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format.
@@ -150,7 +150,7 @@ def batch_norm(
     lengths: Tensor | None = None,
     zero_masked: bool = False,
 ) -> Tensor:
-    """:func:`sync_batch_norm` of options as a layer has them. Its ranks are told of an error."""
+    """Calls :func:`sync_batch_norm` with options in one record, and reports an error to the other ranks."""
     tensors = input, weight, bias, residual
     masks = mask, lengths, zero_masked
     if torch.compiler.is_compiling():
@@ -187,14 +187,14 @@ def _batch_norm(
     check_kind(input, process_group)
     accumulator = _accumulator_of(layer, buffers.running_mean)
     if buffers.running_mean is None:
-        buffers = ops.NO_BUFFERS  # num_batches_tracked counts what the running statistics hold
+        buffers = ops.NO_BUFFERS  # num_batches_tracked counts batches of running statistics, so it goes too
     elif accumulator is not None:
         buffers = buffers._replace(accumulator=accumulator)
     accumulates = accumulator is not None
     if not torch.compiler.is_compiling():
         tracks = buffers.running_mean is not None
         accumulates, masking, tracked = as_in_first_run(layer, (accumulates, masking, tracks))
-        # Left by fairscale's checkpoint_wrapper, which turns tracking off in the first of its two passes.
+        # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
         if tracks and not tracked and hasattr(layer, "_track_running_stats_backup"):
             raise RuntimeError(
                 "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
@@ -223,7 +223,7 @@ def _batch_norm(
 
 
 def _communicator_of(spec: GroupSpec, layer: nn.Module | None) -> Communicator:
-    """Returns whom a call of ``layer`` talks to; errors of the first use, in which the ranks meet, name the layer."""
+    """Returns the communicator of a call of ``layer``. Errors in making it name the layer."""
     try:
         return spec.communicator()
     except (RuntimeError, ValueError) as error:
@@ -232,7 +232,7 @@ def _communicator_of(spec: GroupSpec, layer: nn.Module | None) -> Communicator:
 
 
 def _accumulator_of(layer: nn.Module | None, running_mean: Tensor | None) -> ops.StatisticsAccumulator | None:
-    """Returns what takes the statistics of ``layer`` within accumulate_statistics; None outside of it."""
+    """Returns the accumulator of ``layer`` within accumulate_statistics; None elsewhere."""
     accumulator: ops.StatisticsAccumulator | None = getattr(layer, "_accumulator", None)
     if accumulator is None or running_mean is None:
         return None
@@ -251,7 +251,7 @@ def _accumulator_of(layer: nn.Module | None, running_mean: Tensor | None) -> ops
 
 @functools.cache
 def _warn_if_launched_with_others() -> None:
-    """Warns, once in a process, where a launcher has started several ranks and nothing has made them a job."""
+    """Warns, once in a process, if a launcher started several ranks and no process group was initialized."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         warnings.warn(
@@ -262,35 +262,36 @@ def _warn_if_launched_with_others() -> None:
 
 
 def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether F.batch_norm takes this mixture of dtypes: one for all, or half input with float32 tensors."""
+    """Whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     return dtypes <= {input.dtype} or (dtypes == {torch.float32} and input.dtype in (torch.float16, torch.bfloat16))
 
 
 def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether to leave training on one rank to F.batch_norm: where it takes the dtypes, holds the contract and is fast.
+    """Whether F.batch_norm computes training on one rank: if it accepts the dtypes, is exact enough and is fast.
 
-    Its CPU kernels for half inputs round in between: in bfloat16 outputs are off by several units in the last place.
+    torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs are off by several units in the
+    last place.
     """
     rounds = input.device.type == "cpu" and input.dtype in (torch.float16, torch.bfloat16)
     if rounds or not _torch_takes(input, tensors):
         return False
     if is_tracing():
         return True
-    # What a trace decides holds for other sizes too: there, the size must not decide who is faster.
+    # A trace also serves other sizes, so the size must not decide there which is faster.
     if input.numel() == 0:
         return False
     return _is_recorded(input) or not (this_thread.depth or ops.prefer_native(input))
 
 
 def _is_recorded(input: Tensor) -> bool:
-    """Whether something else than autograd makes a program or a derivative of what is called."""
+    """Whether a tracer, compiler or transform, and not only autograd, records the call."""
     is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
     return is_traced or is_transforming()
 
 
 def _is_torchs(options: Options) -> bool:
-    """Whether F.batch_norm normalizes with these options. The factor of ``momentum=None`` would be read by the host."""
+    """Whether F.batch_norm supports these options. With ``momentum=None`` the host would have to read the factor."""
     return options.momentum is not None and options.eps_mode == "plus" and not options.skip_nonfinite
 
 
@@ -299,7 +300,7 @@ def _batch_norm_alone(
 ) -> Tensor:
     running_mean, running_var, num_batches_tracked, _ = buffers
     if running_mean is not None and running_var is not None and is_repetition():
-        # The batch was counted in the forward pass that this one repeats.
+        # The repeated forward pass has counted the batch already.
         num_batches_tracked = None
         with unseen_by_selective_checkpointing():
             running_mean, running_var = running_mean.clone(), running_var.clone()
@@ -331,7 +332,7 @@ def _evaluate(
         call = Call(options, ops.NO_BUFFERS, FIXED_STATISTICS, masking=masking)
         return evaluated_batch_norm(input, weight, bias, residual, call, mean.to(dtype), invstd)
     if is_clamp:
-        # F.batch_norm adds eps again; that of torch 2.10 takes no eps of 0.
+        # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
         var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
     if not _torch_takes(input, (mean, var, weight, bias)):
         dtype = ops.accumulate_dtype(input.dtype)

@@ -36,19 +36,19 @@ def collect_info() -> dict[str, Any]:
 
 
 def _exchange() -> str:
-    """How the ranks of one host exchange small messages on CPU, and why."""
+    """Returns how the ranks of one host exchange small messages on CPU, and why not through shared memory."""
     problem = shared.problem()
     return f"collectives: {problem}" if problem else "shared memory"
 
 
 def _cuda_kernels() -> list[str]:
-    """Whether the CUDA kernels run on each device; empty without kernels or devices."""
+    """Returns for each CUDA device whether the kernels run on it; an empty list without kernels or devices."""
     indices = range(torch.cuda.device_count()) if KERNELS.endswith("cuda") else ()
     return [f"cuda:{index}: {cuda_problem(index) or 'run'}" for index in indices]
 
 
 def _build_info() -> dict[str, Any]:
-    """What setup.py has recorded: the kind of build and why, and the versions of torch and the tools that built it."""
+    """Returns the record of setup.py: kind of build and its reason, and the versions of torch and the build tools."""
     file = Path(__file__).with_name("build_info.json")
     info: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return info

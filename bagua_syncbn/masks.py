@@ -1,4 +1,4 @@
-"""Which positions of an input count for its statistics."""
+"""Masks: the positions of an input whose values make the statistics."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,21 +18,21 @@ from .torch_internals import is_transforming
 def masking_of(
     layer: nn.Module | None, input: Tensor, mask: Tensor | None, lengths: Tensor | None, zero_masked: bool
 ) -> Masking | None:
-    """Returns what to do in a call of ``layer`` with ``input`` (N, C, \\*); None to take all positions.
+    """Returns the masking of a call of ``layer`` with ``input`` (N, C, \\*); None to use all positions.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`~bagua_syncbn.sync_batch_norm` says of ``mask`` and ``lengths``.
+        TypeError, ValueError, RuntimeError: ``mask`` or ``lengths`` is wrong, see :func:`.sync_batch_norm`.
     """
     if mask is None and lengths is None:
-        given: _Given | None = getattr(layer, "_masking", None)
+        given: _ModelMask | None = getattr(layer, "_masking", None)
         if given is None:
             return None
-        mask, lengths, zero_masked = given.of(layer, input)
+        mask, lengths, zero_masked = given.for_call(layer, input)
         if mask is None and lengths is None:
             return None
     if mask is not None and lengths is not None:
         raise ValueError("mask, lengths: expected at most one of them, got both")
-    # Copies, which nobody writes to until backward.
+    # Copied, because callers may write to theirs before backward.
     if lengths is not None:
         _check_lengths(lengths, input)
         return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
@@ -62,15 +62,15 @@ def _broadcasts(shape: torch.Size, size: list[int]) -> bool:
 
 
 def _hint(shape: torch.Size, size: list[int]) -> str:
-    """Returns what to do with a mask of one dimension for samples, and none for channels."""
+    """Returns advice for a mask with a dimension for samples and none for channels; "" for other masks."""
     has_samples = len(shape) == len(size) - 1 and _broadcasts(shape, [size[0], *size[2:]])
     return "; give mask.unsqueeze(1)" if has_samples else ""
 
 
 def _check_is_read_in_one_way(shape: torch.Size, size: list[int]) -> None:
-    """Raises ValueError for a mask whose first dimension may be that of samples as well as the one that it is read as.
+    """Raises ValueError for a mask whose first dimension may stand for samples as well as for places.
 
-    Dimensions that are missing are taken to be the first ones, as everywhere in torch.
+    Broadcasting, as everywhere in torch, takes the first dimensions for the missing ones, and so reads it as places.
     """
     missing = len(size) - len(shape)
     if missing == 0 or len(shape) == 0 or shape[0] == 1 or shape[0] != size[0]:
@@ -93,7 +93,7 @@ def _check_lengths(lengths: Tensor, input: Tensor) -> None:
         )
     if lengths.device != input.device:
         raise RuntimeError(f"lengths: expected it on {input.device}, where input is, got {lengths.device}")
-    # Elsewhere the host would wait for the device.
+    # Values on other devices are not checked, because the host would wait for the device.
     if type(lengths) is Tensor and lengths.is_cpu and not (is_compiling() or is_tracing() or is_transforming()):
         wrong = [length for length in lengths.tolist() if not 0 <= length <= input.size(-1)]
         if wrong:
@@ -103,16 +103,16 @@ def _check_lengths(lengths: Tensor, input: Tensor) -> None:
 Rule = Callable[[Tensor, torch.Size], Tensor | None]
 
 
-class _Given(NamedTuple):
-    """What :func:`masked` was given for the layers of a model."""
+class _ModelMask(NamedTuple):
+    """Mask or lengths for all layers of a model, as given to :func:`masked`."""
 
     mask: Tensor | None
     lengths: Tensor | None
     rule: Rule | None
     zero_masked: bool
 
-    def of(self, layer: nn.Module | None, input: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Returns mask, lengths and whether to zero, for a call of ``layer``."""
+    def for_call(self, layer: nn.Module | None, input: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Returns mask, lengths and ``zero_masked`` for a call of ``layer``."""
         if self.lengths is not None:
             assert self.rule is not None
             return None, self.rule(self.lengths, input.shape), self.zero_masked
@@ -138,26 +138,26 @@ def masked(
     rule: Rule | None = None,
     zero_masked: bool = False,
 ) -> Iterator[None]:
-    """Gives all synchronized layers of ``model`` a mask while it is entered, so that no ``forward`` has to pass it on.
+    """Gives all synchronized layers of ``model`` a mask within the context, so that no ``forward`` has to pass it on.
 
-    A call that is given a mask or lengths itself keeps these. Contexts may be nested; the innermost decides.
+    Calls with a mask or lengths of their own use those. Contexts may be nested; the innermost decides.
 
     Args:
-        model: whose layers take the mask, wrapped or not.
-        mask: as that of :func:`sync_batch_norm`. It is for layers whose input (N, C, \\*) it fits.
-        lengths: (N), in place of ``mask``: the lengths of the samples as they come into the model.
-        rule: what layers take that work on another size, for example after a convolution with a stride: called as
-            ``rule(mask, shape)`` for layers whose input, of this ``shape``, the mask does not fit, it returns the mask
-            for them. With ``lengths`` it is called as ``rule(lengths, shape)`` for every layer and returns their
-            lengths. None for a layer that is to take all positions.
-        zero_masked: as that of :func:`sync_batch_norm`.
+        model: the model whose layers use the mask, wrapped or not.
+        mask: a mask as for :func:`sync_batch_norm`, used by layers whose input (N, C, \\*) it fits.
+        lengths: (N), in place of ``mask``: the lengths of the samples at the input of the model.
+        rule: function for layers that work on another size, for example after a convolution with a stride. Called as
+            ``rule(mask, shape)`` for layers whose input, of this ``shape``, the mask does not fit, it returns their
+            mask. With ``lengths`` it is called as ``rule(lengths, shape)`` for every layer and returns the layer's
+            lengths. It returns None for a layer that is to use all positions.
+        zero_masked: whether outputs are 0 at masked positions, as for :func:`sync_batch_norm`.
 
     Raises:
         TypeError: ``mask`` or ``lengths`` is no tensor.
-        ValueError: not one of ``mask`` and ``lengths`` is given, or ``lengths`` without a ``rule``.
+        ValueError: neither or both of ``mask`` and ``lengths`` are given, or ``lengths`` without a ``rule``.
 
-    A layer raises RuntimeError if its input does not fit the mask and there is no rule. It warns if ``model`` has no
-    synchronized layer.
+    A layer raises RuntimeError if its input does not fit the mask and there is no rule. A warning says if ``model`` has
+    no synchronized layer.
 
     Example::
 
@@ -169,7 +169,7 @@ def masked(
     if lengths is not None and rule is None:
         raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
     check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)
-    given: Any = _Given(mask, lengths, rule, zero_masked)
+    given: Any = _ModelMask(mask, lengths, rule, zero_masked)
     layers = [module for module in model.modules() if hasattr(module, "_masking")]
     if not layers:
         warnings.warn(f"masked: found no synchronized layer in {type(model).__name__}", stacklevel=3)

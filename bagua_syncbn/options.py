@@ -1,8 +1,8 @@
-"""The options of a call, in one record.
+"""Options of a call, in one record.
 
-A layer has them as attributes, ranks compare them, calls that were checked before are known by them, and a layer's own
-forward passes them on. A new option is a field here, an attribute and an argument of the layer, and an argument of
-:func:`~bagua_syncbn.sync_batch_norm`.
+A layer holds its options as attributes, ranks compare them, cached calls have them in their key, and a layer with a
+forward of its own passes them on. A new option is a field here, an attribute and an argument of the layer, and an
+argument of :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 
 class Options(NamedTuple):
-    """How a call normalizes, beside its tensors. :func:`~bagua_syncbn.sync_batch_norm` explains each."""
+    """Options of a call, beside its tensors. :func:`~bagua_syncbn.sync_batch_norm` explains each."""
 
     eps: float = 1e-5
     momentum: float | None = 0.1
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
-    activation: Any = None  # an Activation in a call that was checked; before, whatever names one
+    activation: Any = None  # an Activation after the checks of a call; before them, a name or module for one
 
 
 EPS_MODES = ("plus", "clamp")
 
-# A layer that was converted may have a module named "activation".
+# The activation has a name of its own, since a converted layer may have a module named "activation".
 _ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
 
 attributes_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_ATTRIBUTES)

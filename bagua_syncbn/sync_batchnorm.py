@@ -1,4 +1,4 @@
-"""The layer. It holds state and decides; it computes nothing."""
+"""Layers: they hold parameters, buffers and options, and leave computation to :mod:`.functional`."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
@@ -21,7 +21,8 @@ from .tracing import Proxy, as_one_node
 class BatchNorm(_BatchNorm):
     """Batch normalization over (N, C, \\*) with any number of dimensions, on this process alone.
 
-    What :func:`~bagua_syncbn.revert_sync_batchnorm` makes of a :class:`SyncBatchNorm`, for which torch has no layer.
+    :func:`~bagua_syncbn.revert_sync_batchnorm` gives this class to a :class:`SyncBatchNorm`, since torch has no such
+    layer.
     """
 
     _check_input_dim = staticmethod(check_dimensions)
@@ -83,45 +84,44 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 64, 14, 14])
     """
 
-    # How eps keeps the deviation from zero, see sync_batch_norm.
+    # Way in which eps keeps the deviation from zero, see sync_batch_norm.
     eps_mode: str = "plus"
 
     # Whether a step with statistics that are not finite leaves the running ones as they are, see sync_batch_norm.
     skip_nonfinite: bool = False
 
-    # What the layer computes after the normalization, see sync_batch_norm. Not "activation", under which classes that
-    # are converted have modules.
+    # Activation computed after the normalization, see sync_batch_norm. Not named "activation", because classes that get
+    # converted have modules of that name.
     fused_activation: str | tuple[str, float] | nn.Module | None = None
 
-    # Given by conversion: the first name of the layer in the model that was converted, for messages. It travels in
-    # copies and files.
+    # Set by conversion: the first name of the layer in the converted model, for messages. Copies and files keep it.
     name_in_model: str | None = None
-    # Given by conversion: what all layers of that model have in common, and the layers of each copy of it.
+    # Set by conversion: identity of the converted model, one object for all its layers and another one in each copy.
     converted_model: Any = None
 
-    # convert_sync_batchnorm, under the name that torch and Bagua give it. Put here by the conversion room: this module
-    # does not know what happens to models.
+    # The converter, under the name that it has in torch and Bagua. Set by bagua_syncbn.conversion, which this module
+    # does not import.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
-    # Whom to synchronize with. It travels by itself.
+    # Ranks to synchronize with. Copies and files keep its description.
     _group_spec: GroupSpec = EVERYONE
 
-    # Set in the copies that data parallelism within one process makes of a layer.
+    # This layer as one of several replicas, set in the copies that data parallelism within one process makes.
     _replica: Replica | None = None
 
-    # Set by torch in the copies that its DataParallel makes.
+    # True in the copies that torch's DataParallel makes, which sets it.
     _is_replica: bool = False
 
-    # What positions count within masked.
+    # Mask or lengths within masked.
     _masking: Any = None
 
-    # Takes the statistics within accumulate_statistics.
+    # Accumulator of statistics within accumulate_statistics.
     _accumulator: ops.StatisticsAccumulator | None = None
 
     # The last training call over several ranks, which passed all checks.
     _cached_call: CachedCall | None = None
 
-    # What revert_sync_batchnorm turns the layer into. A subclass of this one must name its own.
+    # Class that revert_sync_batchnorm gives the layer. A subclass must name its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
 
     def __init__(
@@ -162,7 +162,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> Any:
-        """The ranks to synchronize with. A :class:`torch.distributed.ProcessGroup` is not kept alive by it."""
+        """The ranks to synchronize with. A layer does not keep its :class:`torch.distributed.ProcessGroup` alive."""
         return spec_of(self._group_spec).process_group
 
     @process_group.setter
@@ -173,7 +173,7 @@ class SyncBatchNorm(_BatchNorm):
         self.reset_running_stats()
         if self.affine:
             nn.init.ones_(self.weight)
-            if self.bias is not None:  # torch before 2.13 knows no layer without
+            if self.bias is not None:  # torch before 2.13 assumes a bias
                 nn.init.zeros_(self.bias)
 
     _check_input_dim = staticmethod(check_dimensions)
@@ -203,9 +203,9 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _tensor(self, name: str) -> Any:
-        """Returns the attribute, where it is a parameter or buffer without torch's search, which takes 0.6 us of each.
+        """Returns the attribute ``name``; for parameters and buffers without torch's search, which takes 0.6 us each.
 
-        A name that is a parameter's or a buffer's is no other attribute's: torch refuses it.
+        torch lets no other attribute have the name of a parameter or buffer, so the result is the same.
         """
         buffers = self._buffers
         if name in buffers:
@@ -214,7 +214,7 @@ class SyncBatchNorm(_BatchNorm):
         return parameters[name] if name in parameters else getattr(self, name)
 
     def _ranks(self) -> GroupSpec | Replica:
-        """Returns whom to synchronize with: the other replicas where this layer is one of several, else its group."""
+        """Returns the replica that this layer is, where it is one of several, else the specification of its group."""
         if self._replica is None:
             if self._is_replica:
                 raise RuntimeError(
@@ -255,19 +255,19 @@ class SyncBatchNorm(_BatchNorm):
         return state_to_travel(vars(self))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        # torch.jit.script puts what this returns in the place of the layer, in the model that it is given: a layer
-        # that can be scripted would leave that model unsynchronized.
+        # torch.jit.script replaces the layer in the given model by the result of this method: a layer that can be
+        # scripted would leave that model unsynchronized.
         raise TypeError(
             f"torch.jit.script: expected a model without synchronized layers, got {type(self).__name__}; "
             "script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
         )
 
 
-# Functions: classes that are converted have methods of any name.
+# Functions and not methods, because classes that get converted may have methods of any name.
 
 
 def forward_with(layer: SyncBatchNorm, input: Tensor, activation: str | tuple[str, float] | nn.Module) -> Tensor:
-    """Returns what ``layer`` makes of ``input``, and then ``activation``: what a container calls that fuses the two."""
+    """Returns ``activation`` of the output of ``layer``, computed together, for containers that fuse the two."""
     _check_dimensions(layer, input)
     return _normalize(layer, input, None, options_of(layer)._replace(activation=activation))
 
@@ -294,7 +294,7 @@ def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, opt
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` of a layer as it can be copied and pickled."""
+    """Returns ``state`` of a layer without the attributes that must not be copied or pickled."""
     return {name: value for name, value in state.items() if name not in ("_replica", "_accumulator", "_masking")}
 
 

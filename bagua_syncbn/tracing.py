@@ -11,13 +11,13 @@ __all__ = ["Proxy", "as_one_node"]
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns what a tracer returns for a layer of torch: one node that calls ``layer``, with ``proxy`` among ``args``.
+    """Returns one graph node that calls ``layer``, as a tracer makes it for torch's layers; ``proxy`` is in ``args``.
 
-    A tracer makes one node of a layer whose module's name begins with ``torch.nn``, and looks into any other layer.
-    Synchronized layers cannot be looked into: they branch on the input, and what they call depends on the job.
+    A tracer makes one node of a layer whose module's name begins with ``torch.nn``, and traces into any other layer.
+    Synchronized layers cannot be traced into: they branch on the input, and their calls depend on the job.
 
     Raises:
-        TraceError: ``layer`` itself is what is traced.
+        TraceError: the traced root is ``layer`` itself.
     """
     tracer: Any = proxy.tracer
     path = tracer.path_of_module(layer)

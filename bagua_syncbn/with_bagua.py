@@ -15,21 +15,21 @@ from .communicators import GroupSpec, bagua, spec_of
 from .conversion.findings import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 
-# The module, which a function of the same name hides from an import statement.
+# Imported by name, because a function of the same name hides the module from an import statement.
 _composable: Any = import_module("torch.distributed._composable.replicate") if dist.is_available() else None
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _GRADIENT_ALLREDUCE = "gradient_allreduce"
 
-# Where Bagua looks in a model for the names of parameters and buffers that it is to leave alone.
+# Attributes of a model in which Bagua looks for the names of parameters and buffers to ignore.
 _IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
 
 
 def with_bagua(
     module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
 ) -> _Module:
-    """Makes ``module`` data parallel in place, with what runs the job.
+    """Makes ``module`` data parallel in place, by Bagua or by torch, whichever runs the job.
 
     =====================================================  ===========================================================
     Bagua, after ``bagua.torch_api.init_process_group()``  buffers are broadcast from the first rank of the group, and
@@ -64,7 +64,7 @@ def with_bagua(
     Raises:
         TypeError: ``module`` is no module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of
             none of these kinds.
-        ValueError: Bagua has no ``algorithm`` of that name; torch runs the job, or nothing does, and it is not
+        ValueError: Bagua has no ``algorithm`` of that name; Bagua does not run the job, and ``algorithm`` is not
             ``"gradient_allreduce"``; this rank is not in ``process_group``.
         RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
             ``process_group`` is Bagua's, and Bagua is not initialized.
@@ -112,7 +112,7 @@ def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, 
     _give_group_to_layers(module, spec)
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
-            # Makes its communicator now, while no gradients are under way on this device.
+            # The communicator is made now, while no gradients are being exchanged on this device.
             spec_of(layer.process_group).communicator()
     ignored = {name for attribute in _IGNORED for name in getattr(module, attribute, ())}
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
@@ -127,21 +127,21 @@ def _give_group_to_layers(module: nn.Module, spec: GroupSpec) -> None:
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
-    """DistributedDataParallel without the wrapper module: torch's composable form of it."""
+    """Makes ``module`` data parallel by torch's composable DistributedDataParallel, which has no wrapper module."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
     _composable.replicate(module, process_group=process_group)
-    # Now, and not in the first forward as is its default: who calls that first, and when, may differ between ranks.
+    # Initialized here and not in the first forward, torch's default: ranks may differ in when they make that call.
     _composable.replicate.state(module).lazy_init()
     _broadcast_buffers(module.buffers(), partial(_broadcast, process_group=process_group))
     _broadcast_optimizer_states(optimizers, process_group)
 
 
 def _broadcast_buffers(buffers: Iterable[Tensor], broadcast: Callable[[Tensor], Tensor]) -> None:
-    """Gives all buffers the values of the rank from which ``broadcast`` returns a tensor of bytes."""
+    """Sets all buffers to the values of the source rank of ``broadcast``, which returns a tensor of bytes."""
     for buffer in buffers:
         if buffer.numel():
-            # As bytes: neither gloo nor Bagua carries every dtype.
+            # Sent as bytes, because neither gloo nor Bagua carries every dtype.
             received = broadcast(buffer.detach().flatten().view(torch.uint8)).view(buffer.dtype)
             buffer.detach().copy_(received.view_as(buffer))
 
@@ -153,10 +153,10 @@ def _broadcast(tensor: Tensor, process_group: Any) -> Tensor:
 
 def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:
     states: Any = None
-    if dist.get_rank(process_group) == 0:  # only what this rank has is sent
+    if dist.get_rank(process_group) == 0:  # only rank 0 sends
         states = [tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
     message = [states]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
     for optimizer, state in zip(optimizers, message[0], strict=True):
-        if state["state"]:  # else there is nothing to bring along but what the user has just set
+        if state["state"]:  # without state there are only the hyperparameters, which the user has just set
             optimizer.load_state_dict(state)

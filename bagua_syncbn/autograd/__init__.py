@@ -1,7 +1,4 @@
-"""How the step is differentiated. Read ``function`` first; all that goes between ranks is in :mod:`bagua_syncbn.sync`.
-
-The first line of each file says what it is for.
-"""
+"""Autograd functions of the step. Read ``function`` first; messages between ranks are in :mod:`bagua_syncbn.sync`."""
 
 from .call import Call, follow
 from .checkpointing import Repeatable, as_in_first_run, is_plain, is_repetition

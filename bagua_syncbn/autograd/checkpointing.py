@@ -1,10 +1,10 @@
-"""What activation checkpointing repeats in backward: the layers know that it is a repetition, and of which call.
+"""Activation checkpointing: a layer knows when backward repeats its forward, and which call is repeated.
 
-A repetition must not communicate, because nothing says that the other ranks repeat theirs, nor count its batch once
-more. Which calls are repetitions is never concluded from numbers: the checkpoint says so. Each region that it may
-repeat is a :class:`Repeatable`, entered around the first run and around every repetition. In a repetition the n-th call
-of a layer takes what its n-th call in the first run gathered. The checkpoint itself holds the region, so that it lives
-as long as the graph.
+A repetition must not communicate, because other ranks need not repeat theirs, and must not count its batch again.
+Repetitions are never inferred from numbers: the checkpoint tells. Each region that a checkpoint may repeat is a
+:class:`Repeatable`, entered around the first run and around every repetition. In a repetition the n-th call of a layer
+uses the statistics that its n-th call in the first run gathered. The checkpoint holds the region, so that the region
+lives as long as the graph.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _Result = TypeVar("_Result")
 class Repeatable:
     """A part of a forward pass that is run, and then repeated in backward.
 
-    To be entered around the first run and around each repetition. The first time, layers work as ever. From the second
-    time on, each call of a layer takes the statistics that its call in the first run gathered: it does not communicate,
-    and changes no buffer. Regions may be nested, and entered in several threads.
+    Enter the region around the first run and around each repetition. In the first run layers work as usual. In a
+    repetition each call of a layer uses the statistics that its call in the first run gathered: the call does not
+    communicate and changes no buffer. Regions may be nested, and entered in several threads.
 
-    ``torch.utils.checkpoint`` needs none of this: it is recognized. Code that repeats forward passes by its own means
-    makes one object for each pass; what it repeats without is a forward like any other.
+    ``torch.utils.checkpoint`` is recognized and needs no Repeatable. Code that repeats forward passes by its own means
+    makes one object for each pass; without one, a repetition is a forward like any other.
 
-    Called with a function, it returns that function as it runs within the region.
+    Calling the object with a function returns the function wrapped to run within the region.
 
     Raises:
-        RuntimeError: it is entered for another first run. That is where it is entered outside of a backward pass again,
-            and gradients are disabled, or were enabled the first time.
+        RuntimeError: the region is entered for another first run, that is, again outside of a backward pass while
+            gradients are disabled, or were enabled the first time.
 
     Example::
 
@@ -65,7 +65,7 @@ class Repeatable:
         return self
 
     def _is_first_run(self) -> bool:
-        """Whether an entry is no repetition: these are for gradients, and in backward where there is a graph."""
+        """Whether a later entry is another first run. Repetitions run in backward, or with gradients newly enabled."""
         return not is_in_backward() and (self._had_grad or not torch.is_grad_enabled())
 
     def __exit__(self, *_: Any) -> None:
@@ -79,9 +79,9 @@ class Repeatable:
         return run
 
 
-# What the calls of each layer gathered in the first run, in their order.
+# Statistics that the calls of each layer gathered in the first run, in call order.
 _Gathered = dict["nn.Module | None", list[Any]]
-# And how they were made.
+# Choices of as_in_first_run in the first run, by layer, in call order.
 _Choices = dict["nn.Module | None", list[Any]]
 
 
@@ -114,10 +114,10 @@ class _Run:
 
 
 def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _Result:
-    """Returns what the call of ``layer`` that this one repeats has gathered, or what ``gather`` returns.
+    """Returns the result of ``gather``; in a repetition, the result in the repeated call of ``layer``.
 
     Raises:
-        RuntimeError: the first run did not get as far, or this torch's checkpoints are not known.
+        RuntimeError: the first run made fewer calls of ``layer``, or the checkpoints of this torch are not known.
     """
     raise_if_under_unknown_checkpoint()
     first_runs, repetition = _runs_of_call()
@@ -128,7 +128,7 @@ def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _R
 
 
 def as_in_first_run(layer: nn.Module | None, value: _Result) -> _Result:
-    """Returns ``value``, in a repetition what it was in the call of ``layer`` that this one repeats."""
+    """Returns ``value``; in a repetition, the value in the repeated call of ``layer``."""
     first_runs, repetition = _runs_of_call()
     if repetition is not None:
         value = repetition.recall_choice(layer, value)
@@ -138,7 +138,7 @@ def as_in_first_run(layer: nn.Module | None, value: _Result) -> _Result:
 
 
 def _runs_of_call() -> tuple[list[_Run], _Run | None]:
-    """Returns the first runs that a call is in, up to the innermost repetition, and that repetition."""
+    """Returns the first runs that a call is in, inside of the innermost repetition, and that repetition or None."""
     first_runs: list[_Run] = []
     for run in reversed(this_thread.runs):
         if run.repeats:
@@ -148,7 +148,7 @@ def _runs_of_call() -> tuple[list[_Run], _Run | None]:
 
 
 def is_repetition() -> bool:
-    """Whether this thread is repeating what was run before. Never while torch.compile traces: it plans by itself."""
+    """Whether this thread repeats an earlier run. False while torch.compile traces, which plans repetitions itself."""
     if torch.compiler.is_compiling():
         return False
     raise_if_under_unknown_checkpoint()
@@ -156,18 +156,18 @@ def is_repetition() -> bool:
 
 
 def is_plain() -> bool:
-    """Whether nothing but autograd is at work in this thread: nothing repeats, recomputes, traces or transforms.
+    """Whether only autograd is active in this thread: no repetition, recomputation, trace or transform.
 
-    Not asked where torch.compile traces.
+    Must not be called while torch.compile traces.
     """
     return not (this_thread.runs or this_thread.depth) and is_untouched()
 
 
-class _OfCheckpoint(Repeatable):
-    """Made by a checkpoint of torch for one pass, and entered whenever somebody asks for what was not saved."""
+class _CheckpointRegion(Repeatable):
+    """Region of one pass in torch's checkpoint, which enters it again whenever backward needs unsaved tensors."""
 
     def _is_first_run(self) -> bool:
         return False
 
 
-observe_checkpoints(_OfCheckpoint)
+observe_checkpoints(_CheckpointRegion)

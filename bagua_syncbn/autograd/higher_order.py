@@ -1,11 +1,11 @@
-r"""The step once more, from parts that can be differentiated any number of times, in backward and in forward mode.
+r"""Differentiable form of the step, for derivatives of any order in backward and in forward mode.
 
-All that crosses between ranks is in two functions, and the derivatives of each are made of these two functions again::
+Two functions hold all communication between ranks, and the derivatives of each consist of these two functions again::
 
     x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 
-The rest is plain torch. Second derivatives, forward-mode differentiation and :mod:`torch.func` take this path; it holds
-more intermediate tensors of the input's size than the step that runs in training.
+The rest is plain torch. Second derivatives, forward-mode differentiation and :mod:`torch.func` use this form; it holds
+more intermediate tensors of the input's size than the training step in ``function``.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ def differentiable_batch_norm(
     call: Call,
     merged: ops.MergedStats | None = None,
 ) -> Tensor:
-    """Training of :func:`~bagua_syncbn.sync_batch_norm`; ``merged`` are the statistics of a call made before.
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` in training, differentiable any number of times.
 
-    Where they are given there is no communication, and no buffer changes.
+    ``merged``, the statistics of an earlier call, replaces communication; then no buffer changes.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
     if call.masking is not None:
@@ -54,11 +54,11 @@ def differentiable_backward(
     call: Call,
     merged: ops.MergedStats,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of ``tensors``: input, weight, bias and residual, as functions of them; None if not needed.
+    """Returns the gradients of ``tensors``: input, weight, bias and residual; None for those not needed.
 
-    Autograd makes them from :func:`differentiable_batch_norm`, so that no formula is written twice. They are functions
-    where gradients are enabled, and constants elsewhere. ``grad_output`` may be a batch of gradients, where this rank
-    is alone. Without an activation bias and residual need not be given, since no gradient depends on their values.
+    Autograd derives them from :func:`differentiable_batch_norm`, so that no formula is written twice. The gradients are
+    differentiable if gradients are enabled, and constants otherwise. ``grad_output`` may be a batch of gradients if
+    this rank is alone. Bias and residual may be None without an activation, since no gradient depends on their values.
     """
     create_graph = torch.is_grad_enabled()
     input, weight, bias, residual = tensors
@@ -67,7 +67,7 @@ def differentiable_backward(
         if call.options.activation is None:
             bias = torch.zeros_like(merged[0], requires_grad=True)
             residual = torch.zeros_like(input, requires_grad=True) if needs_grad[3] else None
-        # Views, so that autograd ends at this use of each: one may depend on another.
+        # Views, so that autograd stops at this use of each tensor, as one tensor may depend on another.
         views = [None if t is None else t.view_as(t) for t in (input, weight, bias, residual)]
         output = differentiable_batch_norm(*views, call, merged)  # type: ignore[arg-type, call-arg]
     wanted = [view for view, needed in zip(views, needs_grad, strict=True) if view is not None and needed]
@@ -76,18 +76,18 @@ def differentiable_backward(
 
 
 class _Merged(torch.autograd.Function):
-    r"""Mean and inverse deviation of all ranks' batches, as functions of this rank's.
+    r"""Mean and inverse deviation of all ranks' batches, as functions of this rank's batch.
 
-    With N values per channel in all, :math:`\partial\mu / \partial x_i = 1 / N` and :math:`\partial\sigma^{-1} /
-    \partial x_i = -\sigma^{-3} (x_i - \mu) / N`. An all-reduce adds up the
-    ranks' shares of the gradients of the two, and one the ranks' shares of their tangents.
+    With N values per channel over all ranks, :math:`\partial\mu / \partial x_i = 1 / N` and
+    :math:`\partial\sigma^{-1} / \partial x_i = -\sigma^{-3} (x_i - \mu) / N`. An all-reduce adds up the ranks' shares
+    of the two gradients in backward, and of the two tangents in forward mode.
     """
 
     @staticmethod
     def forward(input: Tensor, call: Call, merged: ops.MergedStats | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, invstd, count, clamped = call.gather(input) if merged is None else merged
         clamped = torch.zeros_like(mean, dtype=torch.bool) if clamped is None else clamped
-        # Clones, because a function must not return tensors that are kept elsewhere.
+        # Cloned, because a function must not return tensors that other objects hold.
         return mean.clone(), invstd.clone(), count.clone(), clamped.clone()
 
     @staticmethod
@@ -126,12 +126,12 @@ class _Merged(torch.autograd.Function):
 
 
 def _counted(values: Tensor, call: Call) -> Tensor:
-    """Returns ``values`` (N, C, \\*), 0 where the input has no share in the statistics."""
+    """Returns ``values`` (N, C, \\*) with 0 at positions that do not count for the statistics."""
     return values if call.masking is None else call.masking.clear(values)
 
 
 def _all_reduce(values: Tensor, sync: Sync) -> Tensor:
-    """Returns the sum over ranks of ``values``, as a function of it."""
+    """Returns the sum over ranks of ``values``, differentiably."""
     if type(sync) is LocalSync:
         return values
     if is_grads_batch(values):
@@ -141,7 +141,7 @@ def _all_reduce(values: Tensor, sync: Sync) -> Tensor:
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks, whose derivative is the sum over ranks."""
+    """Sum over ranks. Its derivative is again the sum over ranks."""
 
     @staticmethod
     def forward(values: Tensor, sync: Sync) -> Tensor:

@@ -1,10 +1,10 @@
-"""Outputs that nobody stores: what autograd is to save of a layer's output is made anew when backward asks for it.
+"""Recomputed outputs: autograd saves a recipe in place of a layer's output, and backward makes the output from it.
 
-A layer saves its input x, and what comes after it saves its output y, or an activation of y. Both are elementwise
-functions of x, so while :func:`recompute_outputs` is in force, what is saved of them is a recipe: x, of which no copy
-is made, the factors of the layer, and the activation. Which tensors are outputs is known and not concluded. The step
-leaves the recipe at the node of autograd that y came from; the node of an activation leads to that one and has its
-formula; and a write to y gives it another version or another node.
+A layer saves its input x, and later operations save its output y, or an activation of y. Both are elementwise functions
+of x, so while :func:`recompute_outputs` is in force autograd saves a recipe in their place: x itself, the factors of
+the layer, and the activation. A tensor is known to be an output, never assumed: the step leaves the recipe at the
+autograd node of y; the node of an activation leads to that node and has its formula; and a write to y gives y another
+version or another node.
 """
 
 import threading
@@ -25,15 +25,15 @@ from ..torch_internals import may_hook_saving, saving_hooks
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.depth = 0  # of the contexts of recompute_outputs that it is in, in a repetition as in the first run
-        self.runs: list[Any] = []  # of checkpointed regions that it is in, the innermost last, see checkpointing.py
+        self.depth = 0  # number of entered recompute_outputs contexts; a repetition has that of the first run
+        self.runs: list[Any] = []  # runs of checkpointed regions, the innermost last, see checkpointing.py
 
 
 this_thread = _Local()
 
 
 class Recomputed(AbstractContextManager[None]):
-    """Keeps outputs of layers from being stored while it is entered."""
+    """Context in which autograd saves recipes in place of the outputs of layers."""
 
     def __init__(self) -> None:
         self._hooks: list[saved_tensors_hooks | None] = []
@@ -57,26 +57,26 @@ class Recomputed(AbstractContextManager[None]):
 
 
 class _Remade:
-    """A tensor that is made anew in backward: once for all who wait for it."""
+    """A tensor that backward makes anew, once for all operations that have packed it."""
 
     def __init__(self) -> None:
-        self._takers = self._waiting = 0
+        self._packed = self._waiting = 0
         self._made: Tensor | None = None
 
-    def promise(self, tensor: Tensor | None = None) -> Callable[[], Tensor]:
-        """Returns what gives the whole, or ``tensor`` if that is a view of it."""
-        self._takers += 1
+    def pack(self, tensor: Tensor | None = None) -> Callable[[], Tensor]:
+        """Returns a function that makes the tensor, or its view ``tensor``."""
+        self._packed += 1
         if tensor is None or tensor._base is None:
-            return self._take
-        return partial(self._take_view, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return self._unpack
+        return partial(self._unpack_view, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _take_view(self, size: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
-        return self._take().as_strided(size, stride, offset)
+    def _unpack_view(self, size: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
+        return self._unpack().as_strided(size, stride, offset)
 
-    def _take(self) -> Tensor:
+    def _unpack(self) -> Tensor:
         if self._made is None:
             with torch.no_grad():
-                self._made, self._waiting = self._make(), self._takers
+                self._made, self._waiting = self._make(), self._packed
         made = self._made
         self._waiting -= 1
         if self._waiting == 0:
@@ -88,7 +88,7 @@ class _Remade:
 
 
 class _Recipe(_Remade):
-    """How an output is made from its input, and what an activation makes of it."""
+    """Recipe that makes an output of a layer from its input, and activations of the output."""
 
     def __init__(
         self,
@@ -105,19 +105,19 @@ class _Recipe(_Remade):
         self._factors, self._activation, self._zeroed = factors, activation, zeroed
         self._version, self._storage = output._version, output.untyped_storage()._cdata
         self._shape = output.dtype, output.size(), output.stride()
-        # Counts the writes to the output, also after that has gone, and holds none of its memory.
+        # Its version counts writes to the output, also after the end of the output. It holds no memory of the output.
         self._writes = output.detach()
         self._writes.data = output.new_empty(0)
         self._activated: WeakValueDictionary[ops.Activation, _Activated] = WeakValueDictionary()
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which comes from the layer, has the values that the layer gave it."""
+        """Whether ``tensor``, an output of the layer, still has the values that the layer computed."""
         return tensor._version == self._version and tensor.dtype == self._shape[0]
 
     def of_activation(self, activation: ops.Activation, tensor: Tensor) -> "_Remade | None":
-        """Returns how ``tensor``, which the activation has made of the output, is made; None if it was written to.
+        """Returns the recipe of ``tensor``, the activation's output; None if it or the layer's output was written to.
 
-        Or if the output was, but by the activation itself where that works in place.
+        The write of an activation that works in place does not count.
         """
         is_in_place = tensor.untyped_storage()._cdata == self._storage
         if self._writes._version != self._version + is_in_place:
@@ -147,11 +147,11 @@ class _Recipe(_Remade):
 
 
 class _Activated(_Remade):
-    """An activation of a layer's output, by the operation of torch that has made it before."""
+    """An activation of a layer's output, made again by torch's operation for the activation."""
 
     def __init__(self, recipe: _Recipe, activation: ops.Activation) -> None:
         super().__init__()
-        self._normalized, self._activation = recipe.promise(), activation
+        self._normalized, self._activation = recipe.pack(), activation
 
     def _make(self) -> Tensor:
         return self._activation.of(self._normalized())
@@ -169,9 +169,10 @@ def note_output(
     activation: ops.Activation | None,
     zeroed: Tensor | None = None,
 ) -> None:
-    """Notes how ``layer`` has made ``output``, which is 0 outside of the mask ``zeroed``, if outputs are recomputed.
+    """Leaves the recipe of ``output`` at its autograd node, if outputs are recomputed.
 
-    Not where it has added a residual: that of a block is the output of the one before, and so on.
+    ``output`` is 0 outside of the mask ``zeroed``. An output with a residual gets none: the residual
+    of a block is the output of the block before, and so on.
     """
     if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None:
         return
@@ -180,7 +181,7 @@ def note_output(
     hooks = saving_hooks()
     if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
         return
-    # Copies: parameters may change before backward, and fully sharded ones are not even there.
+    # Copied, because parameters may change before backward, and sharded ones are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, mean, invstd
     recipe = _Recipe(_name_of(layer), output, input, factors, activation, zeroed)
@@ -192,9 +193,9 @@ def _name_of(layer: nn.Module | str | None) -> str:
 
 
 def _recipe_of(tensor: Tensor) -> _Remade | None:
-    """Returns how ``tensor`` is made, or what it is a view of; None where nothing says so of its present values.
+    """Returns the recipe of ``tensor``, or of the tensor that it is a view of; None if its values have none.
 
-    The graph of autograd says what has made it: a layer, or an activation of torch from the output of a layer.
+    The autograd graph tells the origin: a layer, or an activation of torch applied to the output of a layer.
     """
     whole = tensor if tensor._base is None else tensor._base
     node = whole.grad_fn
@@ -211,7 +212,7 @@ def _recipe_of(tensor: Tensor) -> _Remade | None:
 def _pack(tensor: Tensor) -> Callable[[], Tensor]:
     recipe = _recipe_of(tensor)
     if recipe is not None:
-        return recipe.promise(tensor)
+        return recipe.pack(tensor)
     return partial(_kept, tensor.detach(), tensor._version)
 
 
@@ -220,7 +221,7 @@ def _unpack(packed: Callable[[], Tensor]) -> Tensor:
 
 
 def _kept(tensor: Tensor, version: int) -> Tensor:
-    """What torch does of itself where there are no hooks."""
+    """Returns ``tensor`` after the check that torch makes where there are no hooks."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

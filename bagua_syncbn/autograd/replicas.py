@@ -1,4 +1,4 @@
-"""The step among replicas of one process: the same ops, and no collective in backward.
+"""Training step among replicas of one process, by the same ops and without collectives in backward.
 
 Sums of gradients cross between replicas along edges of autograd's graph. Each replica has its own ``_Statistics`` and
 ``_Normalize``, and all replicas share one ``_Merge``::
@@ -9,9 +9,9 @@ Sums of gradients cross between replicas along edges of autograd's graph. Each r
                  \\       the other replicas             the other replicas        /
                   \\--> x ----------------------------------------------------->--/
 
-In backward these edges do not carry gradients but what the next node needs: ``_Normalize`` passes the replica's sums to
-``_Merge``, ``_Merge`` passes the sums of all replicas to ``_Statistics``, and the gradient of y goes along x. Autograd
-runs a node when all of its inputs are there, whether it uses a thread for each device or one for all.
+In backward these edges carry the values that the next node needs, not gradients: ``_Normalize`` passes the replica's
+sums to ``_Merge``, ``_Merge`` passes the sums of all replicas to ``_Statistics``, and the gradient of y goes along x.
+Autograd runs a node when all of its inputs are there, whether it uses a thread for each device or one for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def replicated_batch_norm(
     options: Options,
     replica: Replica,
 ) -> Tensor:
-    """Training of :func:`~bagua_syncbn.sync_batch_norm` in a replica. Only replica 0 updates its buffers."""
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` in training in a replica. Only replica 0 updates its buffers."""
 
     def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
         # Replica 0 may run without gradients while another replica needs them.
@@ -47,7 +47,7 @@ def replicated_batch_norm(
         return [(own, count) for own in merged]
 
     totals = _Totals()
-    # _Statistics needs the weight for the gradient of the input only: the weight's own gradient is made in _Normalize.
+    # _Statistics needs the weight only for the gradient of the input; _Normalize makes the gradient of the weight.
     input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
     merged, count = replica.meet(statistics, merge)
     totals.merged, totals.count = merged.detach(), count
@@ -58,14 +58,14 @@ def replicated_batch_norm(
 
 
 class _Totals:
-    """What ``_Statistics`` needs in backward and what exists only after its forward: ``merged`` (2C) and ``count``."""
+    """Values that ``_Statistics`` needs in backward but only exist after its forward: ``merged`` (2C) and ``count``."""
 
     merged: Tensor
     count: Tensor
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The first of its arguments, as a function of all of them that has no derivative."""
+    """Returns its first argument as a function of all arguments, whose derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ _Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def _once_differentiable(backward: _Backward) -> _Backward:
-    """As torch's decorator of the name, for which a gradient is a constant if only what was saved needs one."""
+    """Makes second derivatives raise, unlike torch's decorator also where only saved tensors require gradients."""
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,13 +107,13 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, totals: _Totals) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(input, weight)
         ctx.totals = totals
-        # Detached, because autograd makes a view of an input that is returned, and that may forget its memory format.
+        # Detached, because autograd returns a view of a returned input, which may lose the memory format.
         return input.detach(), ops.batch_norm_stats(input)
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, grad_output: Tensor, sums: Tensor) -> tuple[Tensor | None, ...]:
-        # An output that is not in the loss has a grad_output of zeros here; its input still acts through those of all.
+        # An output that is not in the loss has a grad_output of 0; its input still affects the statistics of all.
         input, weight = ctx.saved_tensors
         mean, invstd = ctx.totals.merged.chunk(2)
         sums = sums[: 2 * input.size(1)]
@@ -132,7 +132,7 @@ class _Merge(torch.autograd.Function):
         options: Options,
         *statistics: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Returns the count, and what was merged, ``[mean (C) | invstd (C)]``, once for each replica."""
+        """Returns the count, and the merged statistics ``[mean (C) | invstd (C)]`` once for each replica."""
         mean, invstd, count, ctx.clamped = ops.merge_stats(torch.stack(statistics), buffers, options)
         ctx.mark_non_differentiable(count)
         return count, *(torch.cat([mean, invstd]) for _ in statistics)
@@ -140,14 +140,14 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, _: Tensor, *sums: Tensor) -> tuple[Tensor | None, ...]:
-        # In the order of replicas, so that the bits do not depend on which device is ready first.
+        # Summed in the order of replicas, so that the bits do not depend on which device is ready first.
         total = ops.clear_clamped(torch.stack(sums).sum(0), ctx.clamped)
-        total = F.pad(total, (0, 2))  # of the size of statistics, whose last two values are the count
+        total = F.pad(total, (0, 2))  # to the size of statistics, whose last two values are the count
         return None, None, *[total] * len(sums)
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization and what follows it. The gradient of the normalized values goes along x."""
+    """Normalization with activation and residual. The gradient of the normalized values goes along x."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recipe = None  # whoever saves the output has come before
+        ctx.recipe = None  # all operations that save the output ran before
         input, weight, merged, bias, residual = ctx.saved_tensors
         grad, through = grad_output, {}
         if ctx.activation is not None:
