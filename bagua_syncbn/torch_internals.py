@@ -1,4 +1,4 @@
-"""What this package uses of torch that torch does not document, in one place."""
+"""Undocumented parts of torch that this package uses, all in one file."""
 
 import copy
 import inspect
@@ -31,21 +31,21 @@ _seen = nullcontext()
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Within, tensors are real ones that any op may write to, whatever mode is on: inference, or FakeTensorMode.
+    """Context in which tensors are real and writable by any op, even under inference mode or FakeTensorMode.
 
-    A default device is not seen to: name the device.
+    A default device stays in force, so callers name the device.
     """
     with torch.inference_mode(False), torch._C._DisableTorchDispatch():
         yield
 
 
 def is_capturing() -> bool:
-    """Whether the work of this thread's current stream goes to a CUDA graph."""
+    """Whether this thread's current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def group_named(name: str) -> Any:
-    """Returns the process group of a name, by which compiled code knows it."""
+    """Returns the process group named ``name``; compiled code holds names of groups."""
     c10d: Any = torch.distributed.distributed_c10d
     return c10d._resolve_process_group(name)
 
@@ -56,24 +56,24 @@ def is_in_backward() -> bool:
 
 
 def is_exporting() -> bool:
-    """torch.compiler.is_exporting, which is true of all that torch 2.10 compiles."""
+    """Whether torch.export traces. torch.compiler.is_exporting is true in torch 2.10 for all compilation."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def may_hook_saving() -> bool:
-    """Whether hooks for saved tensors are in nobody's way here: no others are in force, and torch takes some."""
+    """Whether hooks for saved tensors may be set here: torch allows them, and no other hooks are in force."""
     return _takes_saving_hooks() and saving_hooks() is None
 
 
 def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns the functions that pack and unpack what is saved for backward here; None if it is saved as it is."""
+    """Returns the pack and unpack hooks for saved tensors in force here; None if tensors are saved unchanged."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def is_transforming() -> bool:
-    """Whether a transform of :mod:`torch.func` or forward-mode differentiation is at work.
+    """Whether a transform of :mod:`torch.func` or forward-mode differentiation is active.
 
-    Never while torch.compile traces: that traces the step that runs in training.
+    False while torch.compile traces, which records the step that runs in training.
     """
     if torch.compiler.is_compiling():
         return False
@@ -81,27 +81,27 @@ def is_transforming() -> bool:
 
 
 def is_grads_batch(gradient: torch.Tensor) -> bool:
-    """Whether it is several gradients in one, as autograd.grad(..., is_grads_batched=True) makes them."""
+    """Whether ``gradient`` is a batch of gradients, as autograd.grad(..., is_grads_batched=True) makes it."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def is_transformed(gradient: torch.Tensor) -> bool:
-    """Whether ``gradient``, given to a backward pass, may be what operations of torch take but kernels do not."""
+    """Whether ``gradient``, in a backward pass, may be a tensor of a transform, which kernels do not accept."""
     if torch.compiler.is_compiling():
         return False
     return _has_transforms() or _level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
-# The tensor itself, or what is in it where a transform that has ended left it over.
+# Returns the tensor, or the tensor inside a wrapper that an ended transform left behind.
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """Returns what tells whether other tensors are such as these, each with its dimensions.
+    """Returns a function that tells whether other tensors match these, in order.
 
-    Of the same types, dtypes, devices and sizes, but for those of ``input``, of which the channels count alone, with
-    the same of torch's features at work on and around them: as torch.compile asks before it runs again what it has
-    compiled. None where this torch has no such question.
+    Tensors match if they have the same types, dtypes, devices and sizes, of ``input`` only the number of channels, and
+    the same torch features are active on and around them. torch.compile makes the same check before it runs compiled
+    code again. Returns None if this torch has no such check.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
@@ -114,23 +114,23 @@ def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool]
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns ``function.apply`` for where :func:`is_untouched`, and for tensors that are :func:`unwrapped`.
+    """Returns a faster ``function.apply``, valid if :func:`is_untouched` and for :func:`unwrapped` tensors only.
 
-    torch's own sees to both, in each call and for each argument.
+    torch's own ``apply`` checks for transforms in each call and unwraps each argument.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def is_untouched() -> bool:
-    """Whether no trace, transform or selective checkpointing is at work here. Not asked where torch.compile traces."""
+    """Whether no trace, transform or selective checkpointing is active. Must not run under torch.compile."""
     if _is_tracing() or _has_transforms() or _level_of_duals() >= 0 or not _has_known_checkpoints:
         return False
     return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
-    """What runs in it is not seen by selective checkpointing, which expects a repetition to repeat all that it saw."""
+    """Context hidden from selective checkpointing, which expects a repetition to repeat all ops that it has seen."""
     if torch.compiler.is_compiling():
         return _seen
     for mode in _dispatch_modes():
@@ -140,7 +140,7 @@ def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
 
 
 def _knows_checkpoints() -> bool:
-    """Whether torch.utils.checkpoint is made as in the versions of torch that this was written for, 2.10 to 2.14."""
+    """Whether torch.utils.checkpoint has the structure of torch 2.10 to 2.14, which this file relies on."""
     parts = (
         ("_checkpoint_hook", "__init__", ["self", "frame"]),
         ("_CheckpointFrame", "__init__", ["self", "recompute_fn"]),
@@ -157,15 +157,15 @@ _has_known_checkpoints = _knows_checkpoints()
 
 
 def observe_checkpoints(region: Callable[[], Any]) -> None:
-    """Makes torch.utils.checkpoint, in both of its forms, enter a ``region()`` of its own whenever it runs a function.
+    """Makes torch.utils.checkpoint, in both of its forms, enter a region of ``region()`` around functions that it runs.
 
-    The same one for the first run and for all repetitions; the checkpoint holds it as long as it can repeat.
+    Each checkpoint has one region, for the first run and all repetitions, and holds it as long as it can repeat.
     """
     if not _has_known_checkpoints:
         return
 
     class ObservedHook(checkpoint._checkpoint_hook):
-        """Entered around the first run, use_reentrant=False."""
+        """Context around the first run with use_reentrant=False."""
 
         def __init__(self, frame: Any) -> None:
             super().__init__(frame)
@@ -184,7 +184,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
     forward = checkpoint.CheckpointFunction.forward
 
     def observed_forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """use_reentrant=True: what is called here, is called again in backward."""
+        """Runs the function with use_reentrant=True; backward calls the same wrapped function again."""
         return forward(ctx, region()(run_function), preserve_rng_state, *args)
 
     checkpoint._checkpoint_hook = ObservedHook  # type: ignore[misc]
@@ -192,7 +192,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
 
 
 def raise_if_under_unknown_checkpoint() -> None:
-    """Raises RuntimeError within torch.utils.checkpoint if that is another than :func:`observe_checkpoints` knows."""
+    """Raises RuntimeError within a torch.utils.checkpoint that :func:`observe_checkpoints` does not know."""
     if _has_known_checkpoints:
         return
     frame = sys._getframe()
@@ -205,7 +205,7 @@ def raise_if_under_unknown_checkpoint() -> None:
             )
 
 
-# Groups of torch.distributed. Seen in torch 2.13, and the parts that have changed since in 2.10.
+# Groups of torch.distributed, as in torch 2.13; parts that differ in torch 2.10 as there.
 
 # torch 2.13 renamed all_gather_into_tensor, and the method behind it.
 GATHER, GATHER_METHOD = (
@@ -214,14 +214,14 @@ GATHER, GATHER_METHOD = (
 
 
 def traced_all_gather(packed: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """Returns the rows of all ranks, in a graph of torch.compile, which holds the name of a group and no group."""
+    """Returns the rows of all ranks, in a graph of torch.compile, which holds the group's name and not the group."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, size, group_name)
     rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered).view(size, -1)
     return rows
 
 
 def traced_all_reduce(packed: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Returns the sum over ranks, in a graph as of :func:`traced_all_gather`."""
+    """Returns the sum over ranks, in a graph of torch.compile, see :func:`traced_all_gather`."""
     reduced = torch.ops._c10d_functional.all_reduce(packed, "sum", group_name)
     total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
     return total
@@ -233,12 +233,12 @@ def prefix_store(prefix: str, store: Any) -> Any:
 
 
 def backend_and_store(group: Any) -> tuple[Any, Any]:
-    """Returns the name of the backend of a group that is alive, and its store."""
+    """Returns the backend's name and the store of a live group."""
     return dist.distributed_c10d._world.pg_map[group]
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Returns how long collectives of ``group`` wait; for a backend that does not say, how long its store does."""
+    """Returns the time-out of collectives of ``group``; for a backend that has none, the time-out of its store."""
     timeouts = (options._timeout for options in _all_options(group))
     return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
 
@@ -247,7 +247,7 @@ def is_gloo_on_cpu(group: Any) -> bool:
     """Whether gloo carries the CPU tensors of ``group``."""
     try:
         return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
-    except (AttributeError, RuntimeError):  # it has no backend for them, or is a stand-in of a group
+    except (AttributeError, RuntimeError):  # no backend for CPU tensors, or a stand-in for a group
         return False
 
 
@@ -259,8 +259,8 @@ def device_of(world: Any) -> Any:
 def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: str, device: Any, splits: bool) -> Any:
     """Returns a group that its ``ranks`` make, with the backend, options and time-out of the group ``model``.
 
-    Where NCCL is bound to a ``device`` in the job, whose default group is ``world``, a communicator that ``splits`` is
-    split off that of the job; all others are made anew.
+    If NCCL is bound to a ``device`` in the job, whose default group is ``world``, and with ``splits``, the communicator
+    is split off that of the job; otherwise it is made anew.
     """
     with _splitting(world, device, splits):
         group, _ = dist.distributed_c10d._new_process_group_helper(
@@ -284,7 +284,7 @@ _binding = Lock()
 
 @contextmanager
 def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
-    """Within, torch splits communicators off that of the job or not: it does where the job is bound to a device."""
+    """Context in which torch splits new communicators off that of the job if ``splits``, by binding it to a device."""
     if device is None:
         yield
         return
@@ -298,12 +298,12 @@ def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
 
 def _all_options(group: Any) -> list[Any]:
     backends = (group._get_backend(device) for device in group._device_types)
-    options = (getattr(backend, "options", None) for backend in backends)  # which not all have
+    options = (getattr(backend, "options", None) for backend in backends)  # some backends have none
     return [one for one in options if one is not None]
 
 
 def _nccl_options(group: Any) -> Any:
-    """Returns a copy of the options with which NCCL was set up for ``group``; None where it was not."""
+    """Returns a copy of the options of NCCL in ``group``; None if ``group`` has no NCCL."""
     if not dist.is_nccl_available():
         return None
     for options in _all_options(group):
