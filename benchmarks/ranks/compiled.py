@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua_syncbn.communicators import peers_of
+from bagua_syncbn.communicators import spec_of
 
 from ..core.batches import Shape, make_batch
 from ..core.timing import Workload
@@ -35,7 +35,7 @@ def measure(shape: Shape, job: dict[str, Any], makers: dict[str, Maker], device:
         block = Block(makers[name], channels, channels, 1).to(device)
         workload[name] = _step(block, x.requires_grad_(), grad_output)
         workload[f"{name}, compiled"] = _step(torch.compile(block, fullgraph=True), x, grad_output)
-    communicator = peers_of(None).communicator()
+    communicator = spec_of(None).communicator()
     packed, sums = torch.zeros(2 * channels + 2, device=device), torch.zeros(2 * channels, device=device)
 
     def exchange() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bagua_syncbn import ops
-from bagua_syncbn.communicators import Communicator, peers_of
+from bagua_syncbn.communicators import Communicator, spec_of
 
 from ..core.batches import Shape, layouts, make_batch
 from ..core.machine import thread_counts
@@ -120,7 +120,7 @@ def make(shape: Shape, layout: str, makers: dict[str, Maker], device: torch.devi
     grad_output = make_batch(shape, layout).to(device)
     copy, source = torch.empty_like(grad_output), x.detach()
     layers = {name: maker(shape[1], len(shape)).to(device) for name, maker in makers.items()}
-    communicator = peers_of(None).communicator()
+    communicator = spec_of(None).communicator()
     layers["bare"] = Bare(shape[1], communicator).to(device)
     workload: Workload = {name: TimedStep(layer, x, grad_output, clock) for name, layer in layers.items()}
     workload["copy"] = lambda: copy.copy_(source)
