@@ -18,7 +18,11 @@ from .local import LOCAL
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order."""
+    """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order.
+
+    Tensors are float32 or float64. A communicator whose backend adds no float64 up may have an attribute
+    ``adds_float64 = False``: its ranks gather statistics, however many they are.
+    """
 
     @property
     def size(self) -> int:

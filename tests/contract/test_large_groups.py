@@ -68,6 +68,11 @@ def test_ranks_equal_one_process_with_each_option(large, options):
     check(large, Case((3, 0, 2), **{"shape": (3, 4, 2), "steps": 3} | options))
 
 
+@pytest.mark.slow
+def test_eight_ranks_equal_one_process(large):
+    check(large, Case((1, 0, 3, 2, 2, 5, 0, 4), (5, 3), steps=3, momentum=None))
+
+
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0)])
 def test_fewer_than_two_values_in_the_group(large, counts):
     untouched = {"running_mean": [0.0, 0.0], "running_var": [1.0, 1.0], "num_batches_tracked": 0}
@@ -242,6 +247,15 @@ def test_one_word_of_one_rank_that_differs_is_found(word, ranks):
         assert fault.tolist()[5:] == [*words[-3:-1].tolist(), -1 - words[-1]]
 
 
+def test_a_rank_whose_words_are_the_mean_of_all_finds_out_too():
+    rows = [row([1.0, 2.0], [3.0, 4.0], 10) for _ in range(3)]
+    rows[0][-1] -= 1
+    rows[2][-1] += 1
+    for result in added_up(rows):
+        assert result[0, -1] < 0
+        assert result[0, -5].isnan()
+
+
 # Many ranks, as threads.
 
 
@@ -341,10 +355,19 @@ class Alike:
         return packed * self.size
 
 
-def forward_message(ranks):
+def forward_message(ranks, channels=2048, dtype=torch.float32, **attributes):
     communicator = Alike(ranks)
-    SyncBatchNorm(2048, process_group=communicator)(torch.randn(2, 2048))
+    vars(communicator).update(attributes)
+    SyncBatchNorm(channels, process_group=communicator, dtype=dtype)(torch.randn(2, channels, dtype=dtype))
     return communicator.messages[-1]
+
+
+def test_who_adds_up_is_decided_by_what_all_ranks_know():
+    gathered, added = ("gather", 4 * (2 * 3 + 5)), ("sum", 8 * (2 * 3 + 13))
+    assert forward_message(31, 3) == gathered
+    assert forward_message(32, 3) == forward_message(32, 3, torch.bfloat16) == added
+    assert forward_message(32, 3, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # has no wider dtype
+    assert forward_message(32, 3, adds_float64=False) == gathered
 
 
 def table():
