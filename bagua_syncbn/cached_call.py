@@ -44,6 +44,7 @@ class CachedCall:
             return cached_batch_norm(input, weight, bias, Call(self._options, self._buffers, RankSync(site), layer))
         except RuntimeError as error:
             tell_peers(site.communicator, layer, error)
+            ops.raise_torchs(error)
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:

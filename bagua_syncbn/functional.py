@@ -160,6 +160,7 @@ def batch_norm(
     except (TypeError, ValueError, RuntimeError) as error:
         if training:
             tell_peers(process_group, layer, error)
+        ops.raise_torchs(error)
         raise
 
 

@@ -7,12 +7,33 @@
 
 namespace bagua_syncbn {
 
+// Raises for memory that torch did not give: its own error does not cross the stable ABI. ops/memory.py has torch raise
+// it once more, and reads this text for that.
+[[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
+                                       const Tensor& like) {
+  const bool is_wide = dtype == ScalarType::Double || dtype == ScalarType::Long;
+  int64_t values = 1;
+  for (const int64_t size : sizes) values *= size;
+  std::ostringstream message;
+  const int itemsize = is_wide ? 8 : dtype == ScalarType::Float ? 4 : 2;
+  message << "memory: expected " << values << " values of " << itemsize << " bytes on ";
+  if (device_type(like) == aoti_torch_device_type_cpu()) {
+    message << "cpu";
+  } else {
+    message << "cuda:" << like.get_device_index();
+  }
+  throw std::runtime_error(message.str() + ", got none");
+}
+
+// Dense, by sizes and strides.
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::headeronly::IntHeaderOnlyArrayRef strides,
                        ScalarType dtype, const Tensor& like) {
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle result = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  code, device_type(like), like.get_device_index(), &result));
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code,
+                               device_type(like), like.get_device_index(), &result);
+  if (error != AOTI_TORCH_SUCCESS) refuse_memory(sizes, dtype, like);
   return Tensor(result);
 }
 
@@ -28,6 +49,25 @@ inline Tensor allocate_vector(int64_t count, ScalarType dtype, const Tensor& lik
 // Has the strides of `dense`, whose elements are dense in memory, as empty_like gives.
 inline Tensor allocate_like(const Tensor& dense) {
   return allocate(dense.sizes(), dense.strides(), scalar_type(dense), dense);
+}
+
+// A copy of `tensor` in row-major order.
+inline Tensor contiguous_copy(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * sizes[dim];
+  Tensor copy = allocate(sizes, {strides.data(), strides.size()}, scalar_type(tensor), tensor);
+  torch::stable::copy_(copy, tensor);
+  return copy;
+}
+
+// What empty_like gives, for any strides.
+inline Tensor allocate_as_torch(const Tensor& tensor) {
+  try {
+    return torch::stable::empty_like(tensor);
+  } catch (const std::runtime_error&) {
+    refuse_memory(tensor.sizes(), scalar_type(tensor), tensor);
+  }
 }
 
 }  // namespace bagua_syncbn

@@ -37,7 +37,7 @@ inline Laid lay_out(const Tensor& input) {
   for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
   const bool planar = is_dense(input, 0);
   if (planar || is_dense(input, 1)) return {input, {!planar || inner == 1, batch, channels, inner}};
-  return {torch::stable::contiguous(input), {inner == 1, batch, channels, inner}};
+  return {contiguous_copy(input), {inner == 1, batch, channels, inner}};
 }
 
 // Returns `tensor` with the strides of `like`, which is of the same size: copied if it has others.
@@ -52,7 +52,7 @@ inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
 // Returns `result`, computed in the layout of `laid`, with the strides that `empty_like(input)` has.
 inline Tensor with_strides_of(const Tensor& result, const Laid& laid, const Tensor& input) {
   if (laid.tensor.get() == input.get()) return result;
-  Tensor output = torch::stable::empty_like(input);
+  Tensor output = allocate_as_torch(input);
   torch::stable::copy_(output, result);
   return output;
 }

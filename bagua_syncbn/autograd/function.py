@@ -113,33 +113,37 @@ class _SyncBatchNorm(torch.autograd.Function):
             else:
                 grad = torch.empty_like(input)
             through = *(mask or (None,)), bias, residual, code, parameter, None if again else grad
-        # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
-        # holds is not, so nothing else decides whether to communicate.
-        fingerprint = sync.fingerprint() if needs[0] else None
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight, fingerprint, *through
-        )
-        grad_input = grad_residual = None
-        if needs[3]:
-            grad_residual = grad if masking is None or activation is not None else masking.clear_outputs(grad)
-        if needs[0] and is_fixed:
-            # The elementwise factors alone: zero sums would make NaN of infinite deviations.
-            grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd, *mask)
-        elif needs[0]:
-            elementwise = ops.reference if torch.compiler.is_compiling() else ops
-            sums = sync.all_reduce(sums)
-            if clamped is not None:
-                ops.clear_clamped(sums, clamped)
-            arguments = grad, input, weight, mean, invstd, sums, count, *sync.of_sums()
-            if masking is not None:
-                positions, zeroes = masking
-                grad_input = elementwise.batch_norm_backward_elemt(*arguments, mask=positions, zeroes=zeroes)
-            elif grad is grad_output or residual is not None:
-                grad_input = elementwise.batch_norm_backward_elemt(*arguments, **again)
-            else:
-                grad_input = grad
-                ops.batch_norm_backward_elemt_(*arguments)
-            sync.check_sums()
+        try:
+            # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
+            # holds is not, so nothing else decides whether to communicate.
+            fingerprint = sync.fingerprint() if needs[0] else None
+            sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+                grad_output, input, mean, invstd, weight, fingerprint, *through
+            )
+            grad_input = grad_residual = None
+            if needs[3]:
+                grad_residual = grad if masking is None or activation is not None else masking.clear_outputs(grad)
+            if needs[0] and is_fixed:
+                # The elementwise factors alone: zero sums would make NaN of infinite deviations.
+                grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd, *mask)
+            elif needs[0]:
+                elementwise = ops.reference if torch.compiler.is_compiling() else ops
+                sums = sync.all_reduce(sums)
+                if clamped is not None:
+                    ops.clear_clamped(sums, clamped)
+                arguments = grad, input, weight, mean, invstd, sums, count, *sync.of_sums()
+                if masking is not None:
+                    positions, zeroes = masking
+                    grad_input = elementwise.batch_norm_backward_elemt(*arguments, mask=positions, zeroes=zeroes)
+                elif grad is grad_output or residual is not None:
+                    grad_input = elementwise.batch_norm_backward_elemt(*arguments, **again)
+                else:
+                    grad_input = grad
+                    ops.batch_norm_backward_elemt_(*arguments)
+                sync.check_sums()
+        except RuntimeError as error:
+            ops.raise_torchs(error)
+            raise
         return grad_input, grad_weight if needs[1] else None, grad_bias if needs[2] else None, grad_residual, *_NONE
 
 

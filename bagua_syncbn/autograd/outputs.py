@@ -140,9 +140,12 @@ class _Recipe(_Remade):
                 "makes the output anew; it was written to in place"
             )
         activation = self._activation or ops.IDENTITY
-        made: Tensor = ops.batch_norm_elemt(
-            self._input, *self._factors, self._zeroed, None, activation.code, activation.parameter
-        )
+        values = self._input, *self._factors, self._zeroed, None, activation.code, activation.parameter
+        try:
+            made: Tensor = ops.batch_norm_elemt(*values)
+        except RuntimeError as error:
+            ops.raise_torchs(error)
+            raise
         return made
 
 

@@ -68,6 +68,7 @@ from .definition import accumulate_dtype, per_channel, reduced_dims
 from .fallback import cuda_problem
 from .layout import laid_out_as
 from .masking import Masking, of_positions
+from .memory import raise_torchs
 from .merge import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
 from .native import KERNELS, prefer_native, recompute_is_cheaper
 from .summing import SUMMED_REST, add_up_stats
@@ -110,6 +111,7 @@ __all__ = [
     "parts_of",
     "per_channel",
     "prefer_native",
+    "raise_torchs",
     "recompute_is_cheaper",
     "reduced_dims",
     "reference",

@@ -17,6 +17,7 @@ from bagua_syncbn import (
     SyncBatchNorm3d,
     accumulate_statistics,
     masked,
+    ops,
     sync_batch_norm,
 )
 
@@ -147,3 +148,28 @@ def test_what_was_right_once_is_checked_again_when_it_changes():
     layer.weight.data = torch.ones(3, dtype=torch.complex64)
     with pytest.raises(TypeError, match="weight: expected a floating point tensor"):
         layer(input)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_memory_that_there_is_not_is_torchs_error(training):
+    layer = SyncBatchNorm(1, activation="relu").train(training)
+    with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
+        layer(torch.ones(1, 1).expand(2**46, 1))
+
+
+def test_memory_that_there_is_not_in_backward_is_torchs_error(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("memory: expected 70368744177664 values of 4 bytes on cpu, got none")
+
+    layer = SyncBatchNorm(1, eps_mode="clamp")
+    output = layer(torch.randn(5, 1, requires_grad=True))
+    monkeypatch.setattr(ops, "batch_norm_backward_elemt", refuse)
+    with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
+        output.sum().backward()
+
+
+def test_memory_that_became_free_is_an_error_of_the_class_of_the_device():
+    message = "memory: expected 8 values of 4 bytes on meta, got none"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        ops.raise_torchs(RuntimeError(message))
+    ops.raise_torchs(RuntimeError("another"))
