@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
@@ -124,9 +125,17 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     if communicator is None:
         raise RuntimeError(DESTROYED)
     packed = packed.contiguous()
-    if sums:
-        return communicator._exchange(_SUM, packed, torch.empty_like(packed))
-    return communicator._exchange(_GATHER, packed, packed.new_empty((ranks, packed.numel())))
+    target = torch.empty_like(packed) if sums else packed.new_empty((ranks, packed.numel()))
+    try:
+        return communicator._exchange(_SUM if sums else _GATHER, packed, target)
+    except RuntimeError as error:  # which nobody else can name: compiled code calls this without its layer
+        members = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))
+        what = "sum" if sums else "gather"
+        raise RuntimeError(
+            f"sync_batch_norm: expected ranks {members} to meet in compiled code, to {what} {packed.numel()} values "
+            f"each, got on rank {communicator.rank} of them {type(error).__name__}: {error}. Another rank has ended, "
+            "raised an error, is in other code until the time-out, or was late; the group cannot be used any more"
+        ) from error
 
 
 _library.impl("exchange", _exchange_by_name, "CPU")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn.communicators import shared
 
 SECONDS = 90.0  # the time-out of the group; what peers see of a death comes long before
 
@@ -107,6 +109,54 @@ def test_peers_of_a_dead_rank_say_where_they_were(context, tmp_path, how, where)
         assert f" of {size}: RuntimeError: " in message
         assert "Another rank has ended" in message
         assert "process_group: expected one that works" in again
+
+
+def rank_in_compiled_code(rank: int, store: str, end: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timeout = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
+    step = torch.compile(model, backend="aot_eager")
+    x = torch.randn(3, 4, requires_grad=True)
+    step(x).sum().backward()
+    output = step(x)
+    if rank == 1:
+        if end == "killed":
+            die(end)
+        time.sleep(2 * SECONDS)
+    messages = []
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    if end == "interrupted":
+        timer.start()
+    begin = time.monotonic()
+    for call in (lambda: output.square().sum().backward(), lambda: step(x)):
+        try:
+            call()
+        except (RuntimeError, KeyboardInterrupt) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    answers.put((time.monotonic() - begin, messages))
+
+
+@pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
+@pytest.mark.parametrize("end", ["killed", pytest.param("interrupted", marks=pytest.mark.slow)])
+def test_a_rank_that_waits_in_compiled_code_ends_soon_and_is_told_why(context, tmp_path, end):
+    answers = context.SimpleQueue()
+    arguments = str(tmp_path / "store"), end, answers
+    ranks = [context.Process(target=rank_in_compiled_code, args=(rank, *arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(2 * SECONDS)
+    for process in ranks:
+        process.kill()
+    took, (first, again) = answers.get()
+    assert took < SECONDS / 4
+    if end == "killed":
+        assert "expected ranks 0, 1 to meet in compiled code, to sum 14 values each, got on rank 0 of them" in first
+        assert "rank 1 of the group has ended" in first
+    else:
+        assert first.startswith("KeyboardInterrupt")
+    assert again.startswith("RuntimeError: sync_batch_norm: expected ranks 0, 1 to meet in compiled code, to gather")
 
 
 # One of two ranks. The other one is there, but does not come to the second call.
