@@ -350,11 +350,11 @@ def run_beside_compiled(program: str) -> str:
     return "finished"
 
 
-def run_compiled_on_one() -> str:
-    """After calls that repeat the last rank compiles a model, the others do not. Returns the message of the error."""
+def run_compiled_on_one(times: int) -> str:
+    """After so many calls the last rank compiles a model, the others do not. Returns the message of the error."""
     group = dist.new_group()
     model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator_of(group))
-    for _ in range(2):
+    for _ in range(times):
         model(torch.randn(4, 8))
     if dist.get_rank() == dist.get_world_size() - 1:
         model = torch.compile(model, backend="eager")

@@ -15,6 +15,7 @@ from programs import REFUSED, Change, Model, run
 from torch import Tensor, nn
 
 import bagua_syncbn
+from bagua_syncbn.communicators import shared
 from bagua_syncbn.sync.protocol import RAISED, _describe
 
 
@@ -209,11 +210,17 @@ def test_what_is_compiled_takes_nothing_from_other_models(pool, program):
 
 
 def test_a_rank_that_compiles_beside_others_is_named(pool):
-    *eager, compiled = pool.run(programs.run_compiled_on_one, 3)
+    *eager, compiled = pool.run(programs.run_compiled_on_one, 3, 2)
     for message in eager:
         assert "rank 0: forward of SyncBatchNorm1d '0' of Judge (8 channels" in message
         assert "rank 2: compiled forward of a layer of Judge" in message or "rank 2: a compiled call" in message
     assert "rank 2: compiled forward of a layer of Judge (8 channels" in compiled
+
+
+@pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
+def test_a_rank_that_compiles_from_the_first_call_on_aborts_nobody_on_one_host(pool):
+    for message in pool.run(programs.run_compiled_on_one, 3, 0):
+        assert "rank 0: gathers 3 float32; rank 1: gathers 3 float32; rank 2: gathers 21 float32" in message
 
 
 def test_compiled_models_that_differ_are_found_out(pool):
