@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from user_layers import BatchNormAct
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.autograd import this_thread
@@ -250,6 +251,20 @@ def test_no_activation_is_stored(name, inplace, last):
 
     torch.manual_seed(0)
     model = nn.Sequential(*block(), *block(), last(4, 4, 3))
+    plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
+    torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
+    with Storages() as storages:
+        loss = model(batch).sum()
+    assert storages.alive(batch.untyped_storage().nbytes()) == 3  # the batch, and the inputs of the layers
+    loss.backward()
+
+
+def test_no_activation_in_a_forward_of_the_layers_own_is_stored():
+    """As in timm, where one module calls F.batch_norm and an activation."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 4, 3, padding=1), BatchNormAct(4), nn.Conv2d(4, 4, 3, padding=1), BatchNormAct(4)]
+    model = convert_sync_batchnorm(nn.Sequential(*layers, nn.Conv2d(4, 4, 3)))
+    model[1].eps_mode = model[3].eps_mode = "clamp"
     plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
     torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
     with Storages() as storages:
