@@ -109,7 +109,7 @@ def compiled_and_data_parallel(sizes):
     return seen
 
 
-def test_a_compiled_step_of_data_parallel_ranks(pool):
+def test_a_compiled_step_of_data_parallel_ranks_has_our_ops(pool):
     for seen in pool.run(compiled_and_data_parallel, 2, (3, 2)):
         assert {"bagua_syncbn.batch_norm_stats.default", "bagua_syncbn.batch_norm_backward_reduce.default"} <= seen
 

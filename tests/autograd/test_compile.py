@@ -132,7 +132,7 @@ def test_changing_batch_sizes_compile_twice_at_most(pool, dynamic, backend, grap
 
 
 @pytest.mark.parametrize(("world_size", "backend"), [(1, "aot_eager"), (3, "eager")])
-def test_other_numbers_of_ranks(pool, world_size, backend):
+def test_compiled_models_equal_eager_on_other_numbers_of_ranks(pool, world_size, backend):
     pool.run(partial(compare, backend), world_size)
 
 
@@ -161,7 +161,7 @@ def test_compiled_data_parallel_models_equal_eager(pool, wrap, wrap_first, backe
 
 
 @pytest.mark.parametrize("kind", [OWN_FORWARD, *CHECKPOINTED])
-def test_compiled_models_of_other_kinds(pool, kind):
+def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
     pool.run(partial(compare, "aot_eager", kind=kind), 2)
 
 
@@ -284,7 +284,7 @@ def test_collectives_and_sums_are_in_the_graph(pool, kind):
         assert backward == {"batch_norm_backward_reduce": 2, MESSAGE_IN_GRAPH: 2}
 
 
-def test_policy_that_saves_what_was_gathered(pool):
+def test_a_policy_that_saves_the_gathered_message_spares_its_repetition(pool):
     """Without it, torch's partitioner repeats the collective in backward, in the same place on all ranks."""
     for forward, backward in pool.run(graphs_of, 2, "selectively checkpointed"):
         assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2

@@ -143,7 +143,7 @@ def shared_weight():
     return grad.detach(), second
 
 
-def test_input_that_depends_on_the_weight(pool):
+def test_derivatives_hold_where_the_input_depends_on_the_weight(pool):
     weight = torch.ones(2, 3, dtype=torch.float64).requires_grad_()  # a copy for each rank
     parts = draw(7, 3, seed=1).split((2, 5))
     normalized = normalize(torch.cat([part * w.exp() for part, w in zip(parts, weight, strict=True)]), "plus")

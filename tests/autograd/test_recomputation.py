@@ -183,7 +183,7 @@ def test_checkpoints_equal_plain_steps_with_each_option(pool, options):
     check(pool, ["reentrant", "non-reentrant", "selective, some"], "plain", **options)
 
 
-def test_many_batches_in_flight(pool):
+def test_checkpoints_of_many_batches_in_flight_equal_plain_steps(pool):
     check(pool, ["reentrant"], "average", microbatches=30)
 
 
@@ -215,7 +215,7 @@ def backward_several_times(how):
     return *grads, *torch.autograd.grad(grad.square().sum(), input), layer.num_batches_tracked
 
 
-def test_backward_several_times(pool):
+def test_a_checkpoint_repeats_in_each_backward_pass(pool):
     torch.testing.assert_close(pool.run(backward_several_times, 2, True), pool.run(backward_several_times, 2, False))
 
 
@@ -246,7 +246,7 @@ def test_a_repetition_that_raises(how):
     interrupted(how)
 
 
-def test_a_repetition_that_calls_more_often():
+def test_a_repetition_that_calls_more_often_is_refused_by_name():
     layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
     calls = iter([1, 2])
     output = checkpoint(

@@ -130,16 +130,16 @@ def check(ranks, exactly):
 
 
 @pytest.mark.parametrize(("sizes", "hows"), [((2, 3), list(HOWS)), ((3, 0, 1), ["context"])], ids=["two", "three"])
-def test_bit_for_bit_over_ranks(pool, sizes, hows):
+def test_recomputed_outputs_are_the_same_bits_over_ranks(pool, sizes, hows):
     check(pool.run(results_of, len(sizes), hows, "readers", sizes), exactly=True)
 
 
 @pytest.mark.parametrize("kind", ["chain", "fused"])
-def test_derivatives_of_derivatives(pool, kind):
+def test_second_derivatives_are_the_same_bits(pool, kind):
     check(pool.run(results_of, 2, ["context"], kind, (2, 3), True), exactly=True)
 
 
-def test_without_a_job():
+def test_recomputed_outputs_equal_stored_ones_without_a_job():
     """Where F.batch_norm would compute, if there is no activation."""
     check([results_of(list(HOWS), "readers", (4,))], exactly=False)
     check([results_of(list(HOWS), "fused", (4,))], exactly=True)
@@ -339,7 +339,7 @@ def test_only_what_was_computed_counts(name):
     torch.testing.assert_close(results, step(plain, batch, getattr(plain, name)), rtol=0, atol=0)
 
 
-def test_what_was_written_to():
+def test_outputs_that_were_written_to_are_refused():
     model = make_model("chain")
     with recompute_outputs():
         middle = model[0](torch.randn(2, 4, 6, 5, dtype=torch.float64))
@@ -386,7 +386,7 @@ def test_transforms_of_functions_have_no_hooks():
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_compiled(inside):
+def test_compiled_models_equal_eager_with_recomputed_outputs(inside):
     batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
     model = make_model("chain")
 
@@ -403,7 +403,7 @@ def test_compiled(inside):
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_compiled_for_good(part):
+def test_a_model_that_always_recomputes_equals_eager_when_compiled(part):
     batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
     model = recompute_outputs(make_model("chain"))
     model = nn.Sequential(model) if part else model
@@ -411,7 +411,7 @@ def test_compiled_for_good(part):
     torch.testing.assert_close(step(model, batch, compiled), step(make_model("chain"), batch))
 
 
-def test_replicas(single_threaded):
+def test_replicas_recompute_the_same_bits(single_threaded):
     layer = next(iter(PAIRS))
     results = []
     for prepare in (recompute_outputs, lambda model: model):

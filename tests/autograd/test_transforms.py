@@ -201,7 +201,7 @@ def test_forward_mode_through_a_repetition_is_refused_by_name():
     assert layer.num_batches_tracked == 1
 
 
-def test_large_input_in_one_process():
+def test_transforms_work_on_large_input_in_one_process():
     """Where our own kernels are faster than F.batch_norm, they must not stand in the way of a transform."""
     input = torch.randn(4, 2, 2**16)
     assert communicator_of().size == 1

@@ -108,5 +108,5 @@ def watch_layer(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_no_wait_of_the_host(one_rank):
+def test_the_host_does_not_wait_for_a_step(one_rank):
     one_rank(watch_layer)

@@ -181,7 +181,7 @@ def train_two_models():
     return start, [model.state_dict() for model in models]
 
 
-def test_a_second_model_in_the_same_process(pool):
+def test_a_second_model_in_the_same_process_trains_like_one_process(pool):
     results = pool.run(train_two_models, 2)
     for start, trained in zip(*results[0], strict=True):
         check_against_one_process(start, trained)

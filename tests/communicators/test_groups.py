@@ -43,7 +43,7 @@ def ranks_of(process_group):
     (((0,), (1, 2, 3)), [[0], [1, 2, 3]]),
     ("node", [[0, 1, 2, 3]]),
 ], ids=str)  # fmt: skip
-def test_ranks_of_each_description(pool, process_group, expected):
+def test_each_description_stands_for_its_ranks(pool, process_group, expected):
     groups_of = {rank: ranks for ranks in expected for rank in ranks}
     assert pool.run(ranks_of, 4, process_group) == [groups_of[rank] for rank in range(4)]
     means = pool.run(mean_over, 4, process_group)
@@ -255,7 +255,7 @@ def on_meshes():
         return means, same, loaded, whole, str(error)
 
 
-def test_meshes(pool):
+def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks(pool):
     for rank, (means, same, loaded, whole, error) in enumerate(pool.run(on_meshes, 4)):
         assert means == [rank % 2 + 1, rank // 2 * 2 + 0.5]
         assert loaded == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
@@ -480,7 +480,7 @@ def exchange_where_single_all_gather_raises(message):
         return [exchange(exactly)[2], exchange(exactly)[2]], len(calls)
 
 
-def test_a_backend_that_gathers_into_a_list_only(pool):
+def test_a_backend_that_gathers_into_lists_only_is_asked_once(pool):
     message = "Backend dummy does not support allgather_into_tensor"
     for rows, calls in pool.run(exchange_where_single_all_gather_raises, 2, message):
         assert rows == [[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]] * 2

@@ -67,7 +67,7 @@ def trained_beside_gradients(width, bucket_cap_mb, kind):
 # Each tensor has a bucket, the block's as large as the norm's message; or torch's, which end behind the wide one.
 @pytest.mark.parametrize(("width", "bucket_cap_mb"), [(CHANNELS, 2 * CHANNELS * 8 / 2**20), (80_000, None)])
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "none"), (3, "none"), (2, "given"), (2, "description")])
-def test_a_block_that_one_rank_skips(pool, world_size, kind, width, bucket_cap_mb):
+def test_a_block_that_one_rank_skips_trains_like_one_process(pool, world_size, kind, width, bucket_cap_mb):
     inputs, grad_outputs = draw(world_size)
     model = make(width)
     hidden = torch.cat([model.before_norm(input, rank == 0) for rank, input in enumerate(inputs)])

@@ -110,7 +110,7 @@ def disagree():
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
-def test_ranks_of_which_one_accumulates(pool):
+def test_a_rank_that_accumulates_alone_raises_on_all(pool):
     pool.forget_job()  # in which such layers may have been compiled, and say less since
     pool.run(disagree, 2)
     pool.forget_job()

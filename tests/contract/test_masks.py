@@ -98,7 +98,7 @@ def check_on_ranks(pool, splits, size, mask, layout="contiguous", lengths=None):
     ((6, 4, 3), "channels_last"),
     ((2, 3, 4, 2), "channels_last_3d"),
 ], ids=str)  # fmt: skip
-def test_ranks_with_masks(pool, size, layout):
+def test_ranks_with_masks_equal_one_process(pool, size, layout):
     for splits, kept in (((2, 3), 0.6), ((4, 1), 0.1)):
         mask = torch.rand(5, 1, *size[1:]) < kept
         mask[splits[0] :] &= kept > 0.5  # nothing but padding on the second rank
@@ -107,7 +107,7 @@ def test_ranks_with_masks(pool, size, layout):
 
 @settings(max_examples=15)
 @given(data=st.data())
-def test_drawn_masks_and_splits(pool, data):
+def test_drawn_masks_and_splits_equal_one_process(pool, data):
     splits = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3), "splits")
     length = data.draw(st.integers(2, 9), "length")
     lengths = data.draw(st.lists(st.integers(0, length), min_size=sum(splits), max_size=sum(splits)), "lengths")
@@ -252,7 +252,7 @@ def test_masked_steps_equal_steps_on_the_kept_values_with_each_option(options):
     torch.testing.assert_close(layer.state_dict(), plain.state_dict())
 
 
-def test_with_activation_and_residual():
+def test_masked_steps_with_activation_and_residual_equal_steps_on_the_kept_values():
     layer = make_layer(3)
     layer.fused_activation = "gelu"
     input, grad_output = draw((4, 3, 9))
@@ -317,7 +317,7 @@ def strided_step(model, input, lengths, grad_output):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_masks_for_a_model(reentrant):
+def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
     model = convert_sync_batchnorm(Strided()).double()
     expected = copy.deepcopy(model)
     input, _ = draw((4, 3, 10))

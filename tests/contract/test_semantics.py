@@ -63,7 +63,7 @@ def few_values(counts, momentum):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
-def test_fewer_than_two_values_in_the_group(pool, counts, momentum):
+def test_fewer_than_two_values_in_the_group_leave_the_buffers(pool, counts, momentum):
     untouched = {"running_mean": [0.0, 0.0], "running_var": [1.0, 1.0], "num_batches_tracked": 0}
     assert pool.run(few_values, 2, counts, momentum) == [(True, untouched)] * 2
 
@@ -97,14 +97,14 @@ def autocast_with_an_empty_rank():
     return output.dtype, output.detach(), expected.detach()
 
 
-def test_empty_rank_under_autocast(pool):
+def test_an_empty_rank_under_autocast_takes_part(pool):
     (dtype, empty, _), (_, output, expected) = pool.run(autocast_with_an_empty_rank, 2)
     assert dtype == torch.bfloat16
     assert empty.shape == (0, 4, 6, 6)
     assert_close(output, expected, "output")
 
 
-def test_a_mean_large_beside_the_deviation(pool):
+def test_a_mean_large_beside_the_deviation_loses_no_accuracy(pool):
     case = Case((8, 8), (3, 10, 10), mean=1e3, std=1e-2, eps=1e-8, steps=1)
     reference = run_reference(case)
     for result, expected in zip(pool.run(run_rank, 2, case), reference["outputs"][0].split(8), strict=True):

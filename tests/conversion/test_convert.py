@@ -334,7 +334,7 @@ def averaged(model):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_file, averaged])
-def test_copies_of_converted_models(copied):
+def test_copies_of_converted_models_are_converted_and_separate(copied):
     model = convert_sync_batchnorm(net())
     input = torch.randn(2, 3, 8, 8)
     model(input)

@@ -259,7 +259,7 @@ def test_traces_have_no_part_of_it():
     assert_same(torch.compile(model.train(), fullgraph=True, backend="aot_eager")(batch), expected[0])
 
 
-def test_replicas_and_recomputed_outputs(single_threaded):
+def test_fusion_with_recomputed_outputs_or_replicas_equals_the_plain_step(single_threaded):
     batch = torch.randn(4, 4, 6, 5, dtype=torch.float64)
     expected = step(make_model("residual"), batch)
     for model in (
@@ -270,7 +270,7 @@ def test_replicas_and_recomputed_outputs(single_threaded):
         assert_same(step(model, batch), expected)
 
 
-def test_what_is_said():
+def test_repr_and_report_name_the_fused_activations():
     model = pair()
     assert repr(model).splitlines()[:2] == ["Sequential(", "  computed together: 0 with 1"]
     assert "SyncBatchNorm2d: synchronized already; computes SiLU at '1'" in str(conversion_report(model))

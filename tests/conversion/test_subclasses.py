@@ -133,13 +133,13 @@ NOTHING = {"affine": False, "track_running_stats": False}
 
 
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, NOTHING], ids=str)
-def test_with_less_to_be_known_by(pool, options):
+def test_layers_without_parameters_and_buffers_are_synchronized_too(pool, options):
     check(BatchNormAct, options, (3, 3), pool.run(run_share, 2, BatchNormAct, options, (3, 3), None))
 
 
 @pytest.mark.parametrize("through", ["deepcopy", "pickle", "compile"])
 @pytest.mark.parametrize("cls", [BatchNormAct, ByHelper, OfTorchsSync])
-def test_copies_and_compiled_ones_too(pool, cls, through):
+def test_copied_and_compiled_layers_are_synchronized_too(pool, cls, through):
     check(cls, {}, (1, 5), pool.run(run_share, 2, cls, {}, (1, 5), through))
 
 
@@ -233,7 +233,7 @@ class InChunks(nn.BatchNorm2d):
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True)
 
 
-def test_a_forward_that_calls_itself():
+def test_a_forward_that_calls_itself_leaves_nothing_behind():
     layer = bagua_syncbn.convert_sync_batchnorm(InChunks(3))
     input = torch.randn(4, 3, 5, 5)
     expected = InChunks(3)(input)
@@ -386,7 +386,7 @@ def test_a_group_is_taken_from_the_attribute_that_has_it(pool):
 
 
 @pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten, ByHelper], ids=lambda cls: cls.__name__)
-def test_replicas_of_one_process(cls):
+def test_replicas_normalize_by_the_whole_batch_in_own_forwards(cls):
     """The redirected call goes to the other replicas, like that of any synchronized layer."""
     torch.manual_seed(0)
     model = nn.Sequential(cls(3)).double()

@@ -97,12 +97,12 @@ def outcomes(row):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("row", ROWS)
-def test_rows_of_one_process(row):
+def test_torchs_converter_gives_what_the_table_says(row):
     assert outcomes(row) == ROWS[row][1:]
 
 
 @pytest.mark.parametrize("row", IN_A_JOB)
-def test_rows_of_a_job(pool, row):
+def test_torchs_converter_gives_what_the_table_says_in_a_job(pool, row):
     assert pool.run(outcomes, 2, row) == [IN_A_JOB[row][1:]] * 2
 
 

@@ -93,7 +93,7 @@ class Varied(nn.Module):
         return self.decode(self.encode(self.recurrent(input)[0])) * self.scale * self.heads[0]
 
 
-def test_replicas_of_other_modules():
+def test_replicas_of_other_modules_train_like_one_process():
     expected = Varied()
     actual = copy.deepcopy(expected)
     batch, grad_output = torch.randn(6, 5, 3), torch.randn(6, 5, 4)

@@ -42,7 +42,7 @@ class Told(nn.Module):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_callbacks_of_any_module(place):
+def test_callbacks_reach_any_module_once_for_each_replica(place):
     calls = []
     shared = Told(calls)
     model = nn.Sequential(shared, nn.Sequential(Told(calls), shared))
@@ -159,7 +159,7 @@ def test_replicas_on_a_side_stream_wait_for_their_input(place):
     check_equal(result, reference)
 
 
-def test_copies_and_pickles_of_wrapped_models():
+def test_copies_and_pickles_of_wrapped_models_compute_the_same():
     model = parallel(build(SynchronizedBatchNorm1d, eps_mode="clamp"), "cpu", 2)
     model(inputs_of(nn.BatchNorm1d, 4))
     for twin in (copy.deepcopy(model), through_file(model)):

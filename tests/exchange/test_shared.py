@@ -178,7 +178,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("namespace", "way"), [("mount", "SharedCommunicator"), ("process", "TorchCommunicator")])
-def test_a_rank_in_another_namespace(tmp_path, namespace, way):
+def test_ranks_in_other_namespaces_find_a_way_together(tmp_path, namespace, way):
     enter = NAMESPACES[namespace]
     if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to make namespaces")
@@ -382,7 +382,7 @@ def jobs_in_one_process(store):
     return ways
 
 
-def test_a_job_that_begins_again_over_the_same_store(pool, tmp_path):
+def test_a_job_that_begins_again_over_the_same_store_shares_memory_anew(pool, tmp_path):
     pool.forget_job()
     try:
         assert pool.run(jobs_in_one_process, 2, str(tmp_path / "store")) == [[("SharedCommunicator", 2.0)] * 3] * 2

@@ -77,7 +77,7 @@ def test_one_rank_over_nccl(nccl, dtype, layout, momentum):
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (4, 8, 56, 56)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_launches_collectives_and_waits(nccl, shape, layout, momentum):
+def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape, layout, momentum):
     layer = bagua_syncbn.SyncBatchNorm2d(shape[1], momentum=momentum, process_group=nccl, device="cuda")
     input, grad_output = (laid_out(torch.randn(shape).half().cuda(), layout) for _ in range(2))
     input.requires_grad_()
@@ -109,7 +109,7 @@ def test_nothing_waits_for_the_device(nccl):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_side_stream(nccl):
+def test_a_step_on_a_side_stream_waits_for_its_input(nccl):
     """A step on a stream of its own, input and all, beside a long kernel on the default stream."""
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=nccl, device="cuda")
     input, grad_output = torch.randn(2, 8, 6, 100, 100).pin_memory().unbind()
@@ -136,7 +136,7 @@ def little_model(momentum):
 
 
 @pytest.mark.parametrize(("momentum", "fused"), [(0.1, False), (None, False), (None, True)])
-def test_a_captured_training_step(nccl, momentum, fused):
+def test_a_captured_training_step_ends_where_eager_steps_end(nccl, momentum, fused):
     """Forward, backward and optimizer under one graph, replayed, end where the same steps end without one; with an
     activation of the layer and outputs that are made anew too.
     """

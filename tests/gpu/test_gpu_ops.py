@@ -33,7 +33,7 @@ def test_the_library_has_cuda_kernels():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients(shape, dtype):
+def test_values_and_gradients_equal_the_reference(shape, dtype):
     check_ops(ops, *tensors(shape, dtype))
     if len(shape) == 4:
         check_ops(ops, *tensors(shape, dtype, "channels_last"), torch.float32)
@@ -47,7 +47,7 @@ def test_more_than_two_to_the_31_elements(shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_gradients_with_each_activation(dtype):
+def test_values_and_gradients_with_each_activation_equal_the_reference(dtype):
     inputs = ((8, 64, 28, 28), "contiguous"), ((8, 64, 28, 28), "channels_last"), ((70, 33), "contiguous")
     for activation, (shape, layout) in zip(
         (ops.IDENTITY, *map(ops.activation_of, ACTIVATIONS)), cycle(inputs), strict=False
@@ -59,7 +59,7 @@ def test_values_and_gradients_with_each_activation(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_with_a_mask(shape, dtype):
+def test_values_and_gradients_with_a_mask_equal_the_reference(shape, dtype):
     for layout in ["contiguous"] + ["channels_last"] * (len(shape) == 4):
         input, grad_output = tensors(shape, dtype, layout)
         masks = [torch.rand(input.select(1, 0).shape) < 0.5]

@@ -78,7 +78,7 @@ def test_the_former_name_of_check_ranks():
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
-def test_one_value_per_channel(shape):
+def test_one_value_per_channel_is_refused_in_training_only(shape):
     layer = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="expected more than 1 value per channel when training, got input size"):
         layer(torch.randn(shape))
@@ -131,7 +131,7 @@ def refused_in_a_job():
     return errors
 
 
-def test_distributed_tensors_and_traces_of_training(pool):
+def test_distributed_tensors_and_traces_of_training_are_refused(pool):
     pool.forget_job()
     (sharded, traced, exported), _ = pool.run(refused_in_a_job, 2, timeout=60)
     assert "got a DTensor; if it is sharded over samples, pass its to_local()" in sharded

@@ -76,7 +76,7 @@ def test_traced_models_hold_torchs_operations_alone():
     torch.testing.assert_close(traced(input[:1]), model(input[:1]))
 
 
-def test_fuse_conv_bn_eval():
+def test_fuse_conv_bn_eval_keeps_the_output():
     model, input = evaluated()
     fused = fuse_conv_bn_eval(model[0], model[1])
     torch.testing.assert_close(fused(input), model[:2](input), rtol=1e-4, atol=1e-5)
@@ -137,7 +137,7 @@ def average(process_group):
     return ema.state_dict()
 
 
-def test_averaged_models_on_ranks(pool):
+def test_averaged_models_agree_on_all_ranks(pool):
     for process_group in (None, "node", [[0, 1]]):
         first, second = pool.run(average, 2, process_group)
         assert first["n_averaged"] == STEPS

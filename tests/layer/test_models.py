@@ -100,7 +100,7 @@ def run_share(package, name):
     ("torchvision", "resnet18"),
     ("torchvision", "mobilenet_v3_small"),
 ])  # fmt: skip
-def test_models_of_other_packages(pool, package, name):
+def test_models_of_other_packages_equal_one_process(pool, package, name):
     pytest.importorskip(package)
     model = make(package, name)
     expected, buffers, _ = run(model, batch())

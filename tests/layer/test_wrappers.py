@@ -209,7 +209,7 @@ def train_with_bagua(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 3)], ids=str)
-def test_with_bagua_on_torch(pool, sizes):
+def test_with_bagua_on_torch_trains_like_one_process(pool, sizes):
     check(pool.run(train_with_bagua, len(sizes), sizes), sizes)
 
 
@@ -299,7 +299,7 @@ def test_evaluation_of_a_wrapped_model_waits_for_nobody(pool):
     pool.run(evaluate_alone, 2, timeout=20)
 
 
-def test_with_bagua_without_a_job():
+def test_with_bagua_without_a_job_changes_nothing():
     model = make_model()
     optimizer = make_optimizer(model)
     assert with_bagua(convert_sync_batchnorm(model), [optimizer], "gradient_allreduce") is model

@@ -87,14 +87,14 @@ def test_every_memory_layout_equals_the_reference(shape, layout, dtype):
 
 @pytest.mark.parametrize("parameter_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parameters_of_any_dtype(dtype, parameter_dtype):
+def test_parameters_of_any_dtype_equal_the_reference(dtype, parameter_dtype):
     check((4, 5, 33), dtype, parameter_dtype=parameter_dtype)
 
 
 @pytest.mark.parametrize(
     "layouts", [("contiguous", "channels_last"), ("channels_last", "sliced"), ("sliced", "contiguous")]
 )
-def test_grad_output_of_another_layout(layouts):
+def test_a_grad_output_of_another_layout_equals_the_reference(layouts):
     tensors = torch.randn(2, 3, 4, 5, 6).unbind()
     check_ops(*(laid_out(tensor, layout) for tensor, layout in zip(tensors, layouts, strict=True)))
     check_ops(tensors[0], torch.ones(()).expand(3, 4, 5, 6))
@@ -134,7 +134,7 @@ def test_every_activation_equals_the_reference(activation):
 
 
 @pytest.mark.parametrize("name", [None, "relu", "gelu"])
-def test_an_activation_and_a_mask(name):
+def test_an_activation_with_a_mask_equals_the_reference(name):
     for dtype, (shape, layout) in product(DTYPES[:2], [
         ((3, 4, 33), "contiguous"),
         ((2, 3, 700), "contiguous"),

@@ -89,7 +89,7 @@ def test_the_peak_falls_with_what_is_stored():
     assert 2**20 < recomputed < plain
 
 
-def test_parts_of_a_step(smoke):
+def test_the_parts_of_a_step_are_no_longer_than_the_step(smoke):
     for case in of_section(smoke[0], "layers"):
         times = case["microseconds"]
         for name in ("ours", "local", "naive"):

@@ -60,7 +60,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_of_one_process(page, tmp_path, monkeypatch):
+def test_each_block_of_the_docs_runs_in_one_process(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
@@ -92,7 +92,7 @@ def scripts() -> list[Block]:
     return [block for page in PAGES for block in read_blocks(page) if block.marker == TWO_RANKS]
 
 
-def test_scripts_of_two_ranks(pool, tmp_path):
+def test_each_script_of_the_docs_runs_on_two_ranks(pool, tmp_path):
     stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in scripts()]
     done = pool.run(run_scripts, 2, [store.port for store in stores], str(tmp_path))
     pool.forget_job()
