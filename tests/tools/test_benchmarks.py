@@ -35,7 +35,8 @@ def smoke(tmp_path_factory):
     """Results of a run on tiny inputs, their file, and what was printed."""
     output, threads = tmp_path_factory.mktemp("bench") / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "fused", "host", "stored", "anew", "layers", "--output", str(output)]
+    arguments += ["--sections", "ops", "local", "fused", "host", "stored", "anew", "exchange", "layers"]
+    arguments += ["--output", str(output)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments])
         benchmarks.__main__.main()
