@@ -1,4 +1,4 @@
-"""A call of the step beside its tensors: by which options, with which buffers and mask, over which ranks."""
+"""Calls of the step: options, buffers, mask and ranks of a call, without the tensors that may have gradients."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..sync import Sync
 
 
 class Call:
-    """A call beside the tensors that may have gradients."""
+    """Options, buffers, mask and ranks of a call, and later its statistics."""
 
     __slots__ = ("buffers", "layer", "masking", "options", "statistics", "sync")
 
@@ -24,7 +24,7 @@ class Call:
         masking: ops.Masking | None = None,
     ) -> None:
         self.options, self.buffers, self.sync, self.layer, self.masking = options, buffers, sync, layer, masking
-        self.statistics: ops.MergedStats | None = None  # once they are there
+        self.statistics: ops.MergedStats | None = None  # set by the forward pass
 
     def gather(self, input: Tensor) -> ops.MergedStats:
         """Returns the statistics of all ranks' inputs, and moves the buffers by them."""
@@ -38,7 +38,7 @@ class Call:
         gathered = sync.gather(stats, counter)
         record = None if sync.record is None else sync.record.tensor
         if torch.compiler.is_compiling():
-            # Apart from the buffers: what a graph repeats in backward must not depend on what changed in forward.
+            # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
             merged = ops.merge_stats(gathered, ops.NO_BUFFERS, self.options)
             ops.merge_stats(gathered, self.buffers, self.options, record)
         else:
@@ -55,7 +55,7 @@ class Call:
         return Call(options, self.buffers, self.sync, self.layer, self.masking)
 
     def after(self, residual: Tensor | None) -> tuple[Any, ...]:
-        """Returns what follows the normalization, as arguments of ``batch_norm_elemt``."""
+        """Returns mask, residual and activation as trailing arguments of ``batch_norm_elemt``."""
         mask = None if self.masking is None else self.masking.output_mask
         activation = self.options.activation
         if activation is not None:
@@ -64,7 +64,7 @@ class Call:
 
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:
-    """Returns what becomes of the normalized ``output``, in operations of torch."""
+    """Returns ``output`` with residual, activation and mask applied, in operations of torch."""
     if residual is not None:
         residual = residual if masking is None else masking.clear_outputs(residual)
         output = output + residual.to(output.dtype)

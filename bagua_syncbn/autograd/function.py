@@ -22,7 +22,7 @@ from .outputs import note_output, this_thread
 def synchronized_batch_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor:
-    """Training of :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``call``."""
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` in training over the ranks of ``call``."""
     if torch.compiler.is_compiling():  # the compiler plans what to fuse, and what to repeat in backward
         merged = call.gather(input.detach())
         output: Tensor = _SyncBatchNorm.apply(input, weight, bias, None, call.without_activation(), *merged)
@@ -43,7 +43,7 @@ def synchronized_batch_norm(
 
 
 def cached_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """:func:`synchronized_batch_norm` where :func:`is_untouched`, of tensors that are :func:`unwrapped`."""
+    """Computes :func:`synchronized_batch_norm` if :func:`is_untouched`, for :func:`unwrapped` tensors only."""
     output: Tensor = _apply(input, weight, bias, None, call)
     return output
 
@@ -57,7 +57,7 @@ def evaluated_batch_norm(
     mean: Tensor,
     invstd: Tensor,
 ) -> Tensor:
-    """Evaluation of :func:`~bagua_syncbn.sync_batch_norm`: ``mean`` and ``invstd`` are constants."""
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` in evaluation, with constant ``mean`` and ``invstd``."""
     count = torch.ones((), dtype=torch.int64, device=input.device)
     output: Tensor = _SyncBatchNorm.apply(input, weight, bias, residual, call, mean, invstd, count, None)
     return output
@@ -87,7 +87,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(input, weight, *saved, mean, invstd, count, clamped)
         is_plain = activation is None and masking is None and residual is None
         after = () if is_plain else call.after(residual)
-        # Under torch.compile in operations of torch, which the compiler fuses with what is around them.
+        # torch.compile gets operations of torch, which the compiler fuses with neighbouring ones.
         elementwise = ops.reference if torch.compiler.is_compiling() else ops
         output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
         return output
@@ -99,7 +99,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or is_transformed(grad_output):  # create_graph=True, is_grads_batched=True
             tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
             return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *_NONE
-        ctx.recipe = None  # whoever saves the output has come before
+        ctx.recipe = None  # all operations that save the output ran before
         sync, masking, activation = call.sync, call.masking, call.options.activation
         is_fixed = isinstance(sync, FixedStatistics)
         mask = () if masking is None else (masking.output_mask,)
@@ -124,7 +124,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             if needs[3]:
                 grad_residual = grad if masking is None or activation is not None else masking.clear_outputs(grad)
             if needs[0] and is_fixed:
-                # The elementwise factors alone: zero sums would make NaN of infinite deviations.
+                # Elementwise factors alone, because zero sums would make NaN of infinite deviations.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd, *mask)
             elif needs[0]:
                 elementwise = ops.reference if torch.compiler.is_compiling() else ops

@@ -77,7 +77,7 @@ def convert_sync_batchnorm(
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
     spec: Any = spec_of(process_group)
-    # All the classes first: one layer that is refused leaves all as they were.
+    # All classes are found before any layer changes, so that a refused layer leaves the model unchanged.
     targets: dict[nn.Module, type[SyncBatchNorm]] = {}
     findings = examine(module, filter)
     for finding in findings:
