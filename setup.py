@@ -9,14 +9,15 @@ BAGUA_SYNCBN_BUILD=cuda           CUDA kernels too; needs nvcc besides
 unset                             the last of these for which the tools are there and there are sources
 ================================  ==================================================================================
 
-Further variables: CXX, NVCC (or CUDA_HOME), BAGUA_SYNCBN_CUDA_ARCHS ("75;80;86;90;100;120"), and BAGUA_SYNCBN_CXXFLAGS,
-which come last. The decision and its reason are recorded in bagua_syncbn/build_info.json, which
-``python -m bagua_syncbn.info`` prints.
+Further variables: CXX, NVCC (or CUDA_HOME), BAGUA_SYNCBN_CUDA_ARCHS (of "75;80;86;90;100;120" those that nvcc knows),
+and BAGUA_SYNCBN_CXXFLAGS, which come last. The decision and its reason are recorded in bagua_syncbn/build_info.json,
+which ``python -m bagua_syncbn.info`` prints.
 """
 
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 KINDS = ("python", "cpu", "cuda")
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
-CUDA_ARCHS = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "75;80;86;90;100;120").split(";")
+CUDA_ARCHS = "75;80;86;90;100;120"
 # LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after.
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
 # Without contraction to fused multiply-adds all instruction sets give the same bits.
@@ -90,6 +91,27 @@ def version_of(tool: str | None) -> str | None:
     return next((line for line in lines if "release" in line), lines[0] if lines else tool)
 
 
+def choose_archs(nvcc: str | None) -> list[str]:
+    """The cards that there is machine code for."""
+    chosen = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS")
+    if chosen is None and nvcc is not None:
+        known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+        chosen = ";".join(arch for arch in CUDA_ARCHS.split(";") if f"sm_{arch}" in known)
+    return (chosen or CUDA_ARCHS).split(";")
+
+
+def nvcc_flags(archs: list[str], version: str) -> list[str]:
+    """The flags of nvcc, for machine code of ``archs`` and code that drivers compile for other cards.
+
+    That is PTX of compute_90: PTX of a newer card leaves out those between. Before CUDA 13, libraries compressed for
+    size do not load on all of its drivers.
+    """
+    ptx = min(archs[-1], "90", key=lambda arch: int(arch.rstrip("af")))
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    compressed = [] if re.search(r"release 1[0-2]\.", version) else ["-compress-mode=size"]
+    return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}", *compressed]
+
+
 class BuildKernels(build_ext):
     """Compiles the sources of the extension side by side, .cpp by the C++ compiler and .cu by nvcc, and links them."""
 
@@ -101,9 +123,7 @@ class BuildKernels(build_ext):
 
         def compile(source: str) -> str:
             if source.endswith(".cu"):
-                codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS]
-                codes.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}")
-                command = [TOOLS["nvcc"], *NVCC_FLAGS, *codes]
+                command = [TOOLS["nvcc"], *nvcc_flags(INFO["build_cuda_archs"], INFO["build_nvcc"])]
             else:
                 kernels = ["-DBAGUA_SYNCBN_CUDA"] if KIND == "cuda" else []
                 command = [*cxx, *CXX_FLAGS, *STABLE_ABI, *kernels, *includes, *extra]
@@ -147,7 +167,7 @@ INFO = {
     "build_torch": next((line.split("'")[1] for line in torch_version.splitlines() if "__version__ =" in line), None),
     "build_compiler": version_of(TOOLS["compiler"]) if KIND != "python" else None,
     "build_nvcc": version_of(TOOLS["nvcc"]) if KIND == "cuda" else None,
-    "build_cuda_archs": CUDA_ARCHS if KIND == "cuda" else [],
+    "build_cuda_archs": choose_archs(TOOLS["nvcc"]) if KIND == "cuda" else [],
 }
 print(f"bagua_syncbn: {KIND} build: {REASON}")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 _KERNEL = re.compile(r"\n//-+ \.text\.(\S+) -+\n")
 _LINE = re.compile(r"^(?:(?P<label>\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(?P<code>.*?)\s*;)", re.MULTILINE)
 _BRANCH = re.compile(r"(?P<guard>@\S+ )?\s*(?:BRA|BRX)\b.*`\((?P<target>\.L_x_\d+)\)")
-_LOAD = re.compile(r"\bLDG\.E\.128(?:\.CONSTANT)? R\d+")
+_LOAD = re.compile(r"\bLDG\.E(?:\.EF)?\.128(?:\.CONSTANT)? R\d+")
 _ANY_LOAD = re.compile(r"\bLDG\.E(?P<kind>(?:\.\w+)*) R(?P<first>\d+)")
 # A value takes one at least; ways that take more are not told apart.
 _ENOUGH = 64

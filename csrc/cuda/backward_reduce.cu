@@ -14,9 +14,9 @@ namespace {
 // as the compiler sees fit.
 template <typename T, int W, typename Plan, typename Where, typename Epilogue>
 constexpr int kResident = Epilogue::kActivates            ? (sizeof(T) == 4 ? 3 : 2)
-                          : std::is_same_v<Where, Masked> ? (W == 8 ? 2 : 3)
+                          : std::is_same_v<Where, Masked> ? (W == 8 || sizeof(T) == 8 ? 2 : 3)
                           : std::is_same_v<Plan, Planar>  ? 0
-                          : W < 8                         ? 4
+                          : sizeof(T) == 8                ? 2
                           : std::is_same_v<Plan, Grouped> ? 2
                                                           : 3;
 

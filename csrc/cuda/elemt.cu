@@ -12,13 +12,12 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card. 0: as it sees fit.
+// Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
 template <typename T, int W, typename Plan, typename Where, typename Epilogue>
-constexpr int kResident = sizeof(T) == 8                      ? (Epilogue::kActivates ? 2 : 0)
-                          : Epilogue::kActivates              ? 3
-                          : std::is_same_v<Where, Everywhere> ? 4
+constexpr int kResident = Epilogue::kActivates                ? (sizeof(T) == 8 ? 2 : 3)
+                          : std::is_same_v<Where, Everywhere> ? (sizeof(T) == 8 ? 3 : 4)
                           : std::is_same_v<Plan, Planar>      ? 1
-                          : W == 8                            ? 2
+                          : W == 8 || sizeof(T) == 8          ? 2
                                                               : 3;
 
 template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>

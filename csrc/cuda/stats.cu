@@ -123,7 +123,7 @@ __device__ __forceinline__ A add_columns(InterleavedWalk<W>& walk, const T* x, A
 
 // One count and one division serve all W channels of a thread.
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 0)
     interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
   InterleavedWalk<W> walk(plan, false);
   const int64_t channel = walk.tile_begin + thread_index();
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, W == 8 ? 3 : 4)
 // Columns become sums about a center for each of the two channels that a thread may have, and then about the first
 // value of the channel.
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, W == 8 ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, 2)
     grouped_stats(Grouped plan, const T* x, A* packed, Words words, Scratch) {
   GroupedWalk<W> walk(plan, false);
   const int64_t channel = walk.first_channel() + thread_index();

@@ -18,9 +18,21 @@ NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 # Blocks of 256 threads of which a multiprocessor with 65536 registers holds two still.
 MOST_REGISTERS = 128
-# Of machine code, for all kernels of a file. What W-fold inlining can do to it: 1.7 MB of elemt.cu once, 30000
-# instructions in one kernel, where 500 do.
-MOST_BYTES = 800_000
+# Of machine code, for each kernel of a file. What W-fold inlining can do to it: 30000 instructions in one kernel, where
+# 500 do.
+MOST_BYTES = 50_000
+# Bytes of local memory at most of kernels that have any: a few registers, on some cards.
+SPILLS = {
+    (100, "interleaved_stats float16 x 8"): 16,
+    (120, "interleaved_backward_reduce float16 x 8"): 8,
+    (120, "interleaved_backward_reduce bfloat16 x 8"): 8,
+}
+# Of rare ones, a load of the residual is waited for before the last load of a batch.
+WAITS = {
+    "planar_act_elemt float64 x 2",
+    "planar_masked_act_elemt float64 x 2",
+    "planar_act_backward_reduce float64 x 2",
+}
 
 REPORT = re.compile(
     r"Compiling entry function '(?P<name>[^']+)'.*?"
@@ -32,12 +44,15 @@ TYPES = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32", "
 
 
 def short_name(demangled):
-    """``planar_stats float16 x 8`` for planar_stats<__half, 8, float>(...), and for stats<__half, 8, cuda::Planar>."""
-    name, arguments = re.search(r"(\w+)<([^>]*)>", demangled).groups()
+    """``planar_stats float16 x 8`` for planar_stats<__half, 8, float>(...).
+
+    And ``planar_masked_act_elemt float16 x 8`` for elemt<__half, 8, Planar, Masked, Activated<__half>, float>(...).
+    """
+    name, arguments = re.search(r"(\w+)<(.*)>\(", demangled).groups()
     dtype, *width = re.sub(r"\(\w+\)", "", arguments).split(", ")
     layout = re.search(r"::(Planar|Interleaved|Grouped)\b", arguments)
-    if layout:
-        name = f"{layout[1].lower()}_{name.removeprefix('interleaved_')}"
+    policies = [short for policy, short in (("::Masked", "masked"), ("::Activated", "act")) if policy in arguments]
+    name = "_".join([*([layout[1].lower()] if layout else []), *policies, name])
     return " ".join([name, TYPES[dtype], *(f"x {w}" for w in width[:1])])
 
 
@@ -52,34 +67,52 @@ def read_report(text):
     }
 
 
-def compile_cubin(source):
-    command = [NVCC, "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-cubin"]
-    return compile_once(command, source, [ROOT / "csrc"])
+def compile_cubins(arch):
+    def compile(source):
+        command = [NVCC, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin"]
+        return compile_once(command, source, [ROOT / "csrc"])
+
+    if NVCC is None:
+        pytest.skip("needs nvcc")
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compile, SOURCES))
 
 
 def report_on(cubin):
     report = cubin.with_suffix(".txt").read_text()
     assert "warning" not in report, report
-    assert cubin.stat().st_size <= MOST_BYTES, f"{cubin.name}: too much machine code"
-    return read_report(report)
+    kernels = read_report(report)
+    assert cubin.stat().st_size <= MOST_BYTES * len(kernels), f"{cubin.name}: too much machine code"
+    return kernels
+
+
+def in_memory(kernels):
+    """The bytes that each of them keeps in local memory, where there are any."""
+    bytes_of = {name: max(report["stack"], report["stores"]) for name, report in kernels.items()}
+    return {name: found for name, found in bytes_of.items() if found}
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """The machine code of each file, and the reports on all kernels. For sm_90."""
-    if NVCC is None:
-        pytest.skip("needs nvcc")
-    with ThreadPoolExecutor(2) as pool:
-        compiled = list(pool.map(compile_cubin, SOURCES))
+    compiled = compile_cubins(90)
     return compiled, {name: report for cubin in compiled for name, report in report_on(cubin).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_local_memory_on_other_cards(arch):
+    spilled = {}
+    for cubin in compile_cubins(arch):
+        spilled |= in_memory(report_on(cubin))
+    assert {name: found for name, found in spilled.items() if found > SPILLS.get((arch, name), 0)} == {}
 
 
 @pytest.mark.slow
 def test_registers_and_local_memory(compiled):
     """The budget is what CUDA 13.0 takes and a margin of 8, which other versions may need."""
     _, kernels = compiled
-    in_memory = {name: report for name, report in kernels.items() if report["stack"] + report["stores"] > 0}
-    assert in_memory == {}
+    assert in_memory(kernels) == {}
     budget = json.loads(BUDGET.read_text())
     assert sorted(kernels) == sorted(budget), "kernels have come or gone: record their registers"
     over = {name: report["registers"] for name, report in kernels.items() if report["registers"] > budget[name] + 8}
@@ -100,7 +133,7 @@ def test_loops(compiled):
         mangled |= machine_code.vector_kernels(cubin)
     names = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
     kernels = dict(zip(map(short_name, names.splitlines()), mangled.values(), strict=True))
-    assert [name for name, work in kernels.items() if work.waits] == []
+    assert {name for name, work in kernels.items() if work.waits} <= WAITS
     recorded = {name: machine_code.Work(*work) for name, work in json.loads(LOOPS.read_text()).items()}
     assert {name: work.loads for name, work in kernels.items()} == {name: work.loads for name, work in recorded.items()}
     for what in ("begin", "loop", "end", "again"):

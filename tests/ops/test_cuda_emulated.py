@@ -351,7 +351,7 @@ def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
     """No card has the memory for them. Nothing is read: the buffers hold less than is said here."""
     header = emulated._header(0, {"input": torch.ones(2, 3, 8)})
     header[3:6] = sizes
-    with pytest.raises(EmulationError, match="more than 2\\^30 values or samples"):
+    with pytest.raises(EmulationError, match="more than 2\\^30 values, samples or rows"):
         emulated._call([*header, 0, 0, 0], [0.0], [(torch.ones(8), 0), NO_BUFFER, (torch.zeros(8), 0)])
 
 
@@ -364,7 +364,7 @@ PLANTED = {
     "values of other channels where there are no more rows": ("stats", "stats.cu",
         "offsets[u] < 0 ? own : offsets[u]", "offsets[u] < 0 ? 0 * own : offsets[u]", None),
     "one row too many": ("backward_elemt", "walk.cuh",
-        "return row_ >= row_end_;", "return row_ > row_end_;", "heap-buffer-overflow"),
+        "begin_of(part + 1) - row)", "begin_of(part + 1) - row + 1)", "heap-buffer-overflow"),
     "no barrier before factors are used": ("elemt", "walk.cuh",
         "factors = read();\n  __syncthreads();", "factors = read();", None),
     "values of the next row": ("stats", "walk.cuh",
@@ -387,16 +387,18 @@ PLANTED = {
     "a wrong derivative at the kink": ("backward_elemt with an activation", "../activations.inl",
         "z > of<V>(0) ? of<V>(1) : of<V>(0)", "z < of<V>(0) ? of<V>(0) : of<V>(1)", None),
     "no gradient of the residual": ("backward_reduce with an activation", "backward_reduce.cu",
-        "grad != nullptr) batch.store", "grad != nullptr && epilogue.residual == nullptr) batch.store", None),
+        "grad != nullptr) slot.store", "grad != nullptr && epilogue.residual == nullptr) slot.store", None),
     "a factor of another channel": ("elemt with an activation", "act.cuh",
         "factors[w % kLanes].normalize", "factors[0].normalize", None),
     "a mask read as if it were aligned": ("elemt with a mask", "batch.cuh",
         "reinterpret_cast<uintptr_t>(valid) % W == 0", "true", "misaligned address"),
-    "lengths of other lines": ("elemt with a mask", "batch.cuh", "if (++place == mask.length) place = 0;", "++place;", None),
+    "lengths of other lines": ("elemt with a mask", "batch.cuh",
+        "if (++place == mask.length) place = 0;", "++place;", None),
     "the mask of another sample": ("backward_elemt with a mask", "batch.cuh",
-        "samples_end_ - walk.left()", "samples_end_ - walk.left() - 1", "heap-buffer-overflow"),
+        "places_[u] = end_ - walk.left();", "places_[u] = end_ - walk.left() - kPlanar;", "heap-buffer-overflow"),
     "the mask of another row": ("backward_reduce with a mask", "batch.cuh",
-        "places_[u] = walk.row();", "places_[u] = walk.row() + blockDim.y;", "heap-buffer-overflow"),
+        "places_[u] = end_ - walk.left();", "places_[u] = end_ - walk.left() + (kPlanar ? 0 : blockDim.y);",
+        "heap-buffer-overflow"),
     "a center that does not count": ("masked_stats with a mask", "masked_stats.cu",
         "if (batch.counts(w, u)) centers[lane]", "centers[lane]", None),
     "parts that all weigh the same": ("masked_stats with a mask", "masked_stats.cu",

@@ -89,6 +89,17 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
     assert "expected to find compiler" in output
 
 
+def test_machine_code_is_for_the_cards_that_nvcc_knows(checkout, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\n[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_90 sm_90a || echo release 12.4\n')
+    nvcc.chmod(0o755)
+    cuda = {"NVCC": str(nvcc), "BAGUA_SYNCBN_BUILD": "cuda"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("BAGUA_SYNCBN_CUDA_ARCHS", raising=False)
+        assert decide(checkout, **cuda)[2]["build_cuda_archs"] == ["80", "90"]
+    assert decide(checkout, **cuda, BAGUA_SYNCBN_CUDA_ARCHS="70;120")[2]["build_cuda_archs"] == ["70", "120"]
+
+
 def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
     package = checkout / "bagua_syncbn"
     (package / "_C.abi3.so").touch()
