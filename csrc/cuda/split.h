@@ -208,9 +208,10 @@ inline Grouped split_grouped(const Geometry& g, int64_t width) {
   const int64_t group = width / std::gcd(width, g.inner), columns = group * g.inner / width;
   const int64_t batches = ceil_div(g.batch, kBatch * std::max<int64_t>(1, kThreads / columns));
   const int64_t rows = ceil_div(g.batch, kBatch * batches);
-  return {{g.batch, g.channels * g.inner, g.channels / group, 1, columns, rows, {g.batch, 1}, rows * g.channels * g.inner},
-          group,
-          g.inner};
+  return {
+      {g.batch, g.channels * g.inner, g.channels / group, 1, columns, rows, {g.batch, 1}, rows * g.channels * g.inner},
+      group,
+      g.inner};
 }
 
 // Whether a reduction takes groups: of rows that are not aligned by themselves, where a block has room for a group, and
