@@ -275,6 +275,7 @@ def test_a_forked_child_is_refused_by_name(pool):
 
 def interrupted():
     """Returns what the other rank learns; and what another thread is told, and the seconds from Ctrl-C to its end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
     group = dist.new_group()
     communicator, store = communicator_of(group), backend_and_store(group)[1]
     if dist.get_rank() == 0:
