@@ -61,7 +61,7 @@ inline Tensor contiguous_copy(const Tensor& tensor) {
   return copy;
 }
 
-// What empty_like gives, for any strides.
+// empty_like, for any strides.
 inline Tensor allocate_as_torch(const Tensor& tensor) {
   try {
     return torch::stable::empty_like(tensor);

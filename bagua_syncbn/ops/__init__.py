@@ -1,4 +1,4 @@
-r"""What is computed, knowing nothing of ranks: the six ops of ``torch.ops.bagua_syncbn``.
+r"""The six ops, which compute and know nothing of ranks: those of ``torch.ops.bagua_syncbn``.
 
 Shapes and dtypes. ``input`` is (N, C, \*) in float16, bfloat16, float32 or float64. The *accumulate dtype* is float64
 for float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.

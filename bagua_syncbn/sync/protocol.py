@@ -50,7 +50,7 @@ _TEXT = 480  # bytes in which a rank says what it does
 
 
 class SharedOptions(NamedTuple):
-    """What a call must have in common on all ranks."""
+    """Options, sizes and dtype that a call must have in common on all ranks."""
 
     channels: int
     is_double: bool
@@ -385,7 +385,7 @@ class Probe:
 
 
 class PendingError(NamedTuple):
-    """What this rank has sent in place of a call in which it raised an error."""
+    """A probe that this rank has sent in place of a call in which it raised an error."""
 
     probe: Probe
     answer: AsyncCollective
@@ -465,7 +465,7 @@ def _differ(calls: Sequence[str]) -> str:
 
 
 class CallSite(NamedTuple):
-    """What calls have in common that all ranks make alike."""
+    """The parts of a call that all ranks have alike, and that its next calls share."""
 
     signature: CallSignature
     communicator: Communicator

@@ -1,8 +1,8 @@
-// What a kernel does besides normalizing: nothing; or y = act(z), z = (x - mean) * invstd * weight + bias + residual.
+// The epilogues of a kernel that normalizes: none; or y = act(z), z = (x - mean) * invstd * weight + bias + residual.
 //
-// One kernel with an activation for each dtype, width and layout computes all activations: which one it is, is decided once for
-// all values of a slot, after all loads of a batch. A kernel for each activation would be as fast, in ten times the
-// machine code.
+// One kernel with an activation for each dtype, width and layout computes all activations: which one it is, is decided
+// once for all values of a slot, after all loads of a batch. A kernel for each activation would be as fast, in ten
+// times the machine code.
 #pragma once
 
 #include "../activations.h"

@@ -14,8 +14,8 @@ namespace {
 
 // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
 template <typename T, int W, typename Where, typename Epilogue>
-constexpr int kResident = Epilogue::kActivates ? (sizeof(T) == 4 ? 3 : 2)
-                                               : (std::is_same_v<Where, Masked> && W == 8 ? 2 : 3);
+constexpr int kResident =
+    Epilogue::kActivates ? (sizeof(T) == 4 ? 3 : 2) : (std::is_same_v<Where, Masked> && W == 8 ? 2 : 3);
 
 template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, kResident<T, W, Where, Epilogue>)

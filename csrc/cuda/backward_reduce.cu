@@ -10,8 +10,8 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as many
-// as the compiler sees fit.
+// Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as
+// many as the compiler sees fit.
 template <typename T, int W, typename Plan, typename Where, typename Epilogue>
 constexpr int kResident = Epilogue::kActivates            ? (sizeof(T) == 4 ? 3 : 2)
                           : std::is_same_v<Where, Masked> ? (W == 8 || sizeof(T) == 8 ? 2 : 3)
@@ -76,9 +76,7 @@ struct BackwardReduce {
   struct Kernels {
     static constexpr auto planar = backward_reduce<T, W, Planar, Where, Epilogue<T>>;
     static constexpr auto interleaved = backward_reduce<T, W, Interleaved, Where, Epilogue<T>>;
-    static constexpr bool groups() {
-      return W > 1 && std::is_same_v<Where, Everywhere> && !Epilogue<T>::kActivates;
-    }
+    static constexpr bool groups() { return W > 1 && std::is_same_v<Where, Everywhere> && !Epilogue<T>::kActivates; }
     static constexpr auto grouped() { return backward_reduce<T, W, Grouped, Where, Epilogue<T>>; }
   };
 };

@@ -1,5 +1,5 @@
-// Slots that a thread loads at once, and which of their values count: for kernels that are written once for both layouts,
-// with a mask and without.
+// Slots that a thread loads at once, and which of their values count: for kernels that are written once for both
+// layouts, with a mask and without.
 #pragma once
 
 #include "../mask.h"
@@ -93,7 +93,8 @@ class Batch {
     Slot<W> slot;
     unsigned valid;
 
-    // Whether value w counts. An interleaved slot that is not there is all zeros, which add nothing to a sum of gradients.
+    // Whether value w counts. An interleaved slot that is not there is all zeros, which add nothing to a sum of
+    // gradients.
     __device__ __forceinline__ bool counts(int w) const {
       if (!kMasked && !kPlanar) return true;
       return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
@@ -148,7 +149,6 @@ class Batch {
   }
 
  private:
-
   __device__ __forceinline__ unsigned valid(int u) const {
     if constexpr (!kMasked) {
       return kPlanar ? slots[u].mask() : 0;
@@ -166,7 +166,7 @@ class Batch {
   unsigned valid_;     // a bit for each value, or row, that counts
 };
 
-// What a batch has of a tensor, as it was loaded.
+// A batch's values of one tensor, as they were loaded.
 template <typename T, int W, int K, Read kRead>
 struct Loaded {
   Bits<T, W> bits[K];

@@ -1,4 +1,4 @@
-// What torch/ needs of the CUDA runtime, so that it needs no CUDA headers.
+// The CUDA runtime for torch/, which then needs no CUDA headers.
 
 #include <cuda_runtime_api.h>
 

@@ -1,11 +1,11 @@
 // batch_norm_elemt: y = act((x - mean) * invstd * weight + bias + residual); where a mask says that a position does not
 // count, 0, whatever x is there.
 //
-// Planar: a block takes a part of a channel, so that the factors are read once by each block. Interleaved: a block takes
-// a range of rows of a tile of channels, a thread the factors of its W channels, by way of shared memory. See walk.cuh
-// for both. Blocks go over the tensor from its end: the statistics went over it from its beginning, and what they read
-// last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large beside the
-// deviation.
+// Planar: a block takes a part of a channel, so that the factors are read once by each block. Interleaved: a block
+// takes a range of rows of a tile of channels, a thread the factors of its W channels, by way of shared memory. See
+// walk.cuh for both. Blocks go over the tensor from its end: the statistics went over it from its beginning, and what
+// they read last is still cached. The mean is subtracted first: folded into the bias it would cancel where it is large
+// beside the deviation.
 
 #include "act.cuh"
 

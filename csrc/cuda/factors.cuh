@@ -1,4 +1,4 @@
-// What the kernels read and write of a channel: the factors of its values, and the results of its sums.
+// A channel for the kernels: the factors of its values, and the results of its sums.
 #pragma once
 
 #include "reduce.cuh"
@@ -12,8 +12,7 @@ struct Center {
 
   Center() = default;
   template <typename Arguments>
-  __device__ __forceinline__ Center(const Arguments& arguments, int64_t c)
-      : mean(read_channel<A>(arguments.mean, c)) {}
+  __device__ __forceinline__ Center(const Arguments& arguments, int64_t c) : mean(read_channel<A>(arguments.mean, c)) {}
 };
 
 template <typename A>
@@ -81,7 +80,7 @@ struct GradientFactors {
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
 };
 
-// Those of the gradient, and of z.
+// Factors of the gradient, and of z.
 template <typename A>
 struct ShiftedGradientFactors : GradientFactors<A> {
   A shift;
@@ -106,7 +105,7 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
   write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.invstd, c));
 }
 
-// What the threads have becomes the result: of the one channel of the block, and of those of its tile.
+// The threads' sums become results: of the one channel of the block, and of the channels of its tile.
 template <int W, typename A>
 __device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[1], const Planar& plan, const PlanarWalk<W>& walk,
                                                 const BackwardReduceArguments& arguments, const Scratch& scratch) {

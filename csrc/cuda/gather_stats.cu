@@ -26,7 +26,7 @@ namespace {
 template <typename A>
 constexpr int kAhead = 32 / sizeof(A);
 
-// What the ranks have sent.
+// The messages of the ranks.
 template <typename A>
 struct Rows {
   const A* first;
@@ -54,7 +54,7 @@ class RankShares {
   bool valid;
   int64_t total;  // values, none if not valid
 
-  // Of the last tile. All threads of the block must call this, and move().
+  // Ends the last tile. All threads of the block must call this, and move().
   __device__ __forceinline__ RankShares(const Rows<A>& rows, double (&shares)[kThreads])
       : rows_(rows), shares_(shares) {
     Sums<int64_t> found{0, 0};  // values, and rows that are wrong
@@ -86,7 +86,7 @@ class RankShares {
     __syncthreads();
   }
 
-  // Of rank `u` of this group.
+  // The values of rank `u` of this group.
   __device__ __forceinline__ double operator[](int u) const { return shares_[kAhead<A> * threadIdx.y + u]; }
 
  private:
@@ -110,7 +110,7 @@ __device__ __forceinline__ double add_groups(double value) {
   return sum;
 }
 
-// What the ranks of this group have sent of a channel; zeros where there are no more.
+// The values of a channel from the ranks of this group; zeros where there are no more.
 template <typename A>
 struct Values {
   A means[kAhead<A>], vars[kAhead<A>];

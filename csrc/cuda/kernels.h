@@ -32,7 +32,8 @@ const char* set_device(int32_t device);
 enum class Support : int32_t { kRuns, kOldDriver, kNoImage };
 Support support_of(int32_t device);
 
-// Of CUDA, as 1000 * major + 10 * minor: what the library was built with, and what the driver is for (0: no driver).
+// Versions of CUDA, as 1000 * major + 10 * minor: what the library was built with, and what the driver is for (0: no
+// driver).
 struct Versions {
   int32_t runtime;
   int32_t driver;
@@ -68,7 +69,7 @@ const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Ma
 // Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
 const char* zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Stream stream);
 
-// What has the accumulate dtype is `accumulate`. `running_mean` and `running_var`: both null, or neither. `batches` may
+// `accumulate` is the accumulate dtype. `running_mean` and `running_var`: both null, or neither. `batches` may
 // be null unless `averages`, which means a factor of 1 / batches in place of `momentum`. `fault` may be null, and is in
 // the memory of the host.
 struct GatherArguments {

@@ -148,9 +148,8 @@ const char* launch_reduction(DType dtype, const Geometry& g, std::initializer_li
     const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
     return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
   };
-  return dispatch(dtype, [&](auto value) {
-    return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kReduction, start);
-  });
+  return dispatch(
+      dtype, [&](auto value) { return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kReduction, start); });
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -11,7 +11,7 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// What a thread has found, from sums about a center.
+// The moments of a thread, from sums about a center.
 template <typename A>
 __device__ __forceinline__ Moments<double> moments_about(double center, const Sums<A>& sums, double count) {
   if (count == 0) return {0, 0};
@@ -64,8 +64,8 @@ __device__ __forceinline__ bool merge(Moments<double>& moments, double& count, M
   return first;
 }
 
-// Of the last block of a tile: merges what the parts have left. The result for channel t of the tile is that of thread
-// t, as in merge_parts.
+// Ends the last block of a tile: merges the moments of all parts. The result for channel t of the tile is that of
+// thread t, as in merge_parts.
 __device__ inline void take_tile(Moments<double>& moments, double& count, const Interleaved& plan, int64_t tile_begin,
                                  int tile, const Scratch& scratch) {
   const int thread = thread_index(), group = thread / tile, groups = blockDim.x * blockDim.y / tile;

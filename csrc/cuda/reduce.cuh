@@ -75,7 +75,7 @@ __device__ __forceinline__ void reduce_warp(S (&values)[W], A& count, int stride
   for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// The same of all lanes, in less machine code: for sums that divide in double.
+// Merges all lanes in less machine code: for sums that divide in double.
 template <typename S, typename A>
 __device__ __forceinline__ void reduce_warp_in_a_loop(S (&values)[1], A& count) {
 #pragma unroll 1
@@ -145,7 +145,7 @@ __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   return last;
 }
 
-// What the parts of a channel have left: those from `first` on, every `step`-th. The last block does this while all
+// The sums of the parts of a channel: those from `first` on, every `step`-th. The last block does this while all
 // others are done, so nothing hides how long a load takes but other loads.
 template <int kAhead>
 __device__ __forceinline__ Sums<double> add_partials(const double2* partials, int64_t channels, int64_t channel,

@@ -62,7 +62,7 @@ struct Ranges {
   }
 };
 
-// Of blocks. They run in about the order of x, then y, then z, which is that of memory.
+// Blocks run in about the order of x, then y, then z, which is that of memory.
 struct Grid {
   int64_t x, y, z;
 };

@@ -20,7 +20,7 @@ __device__ __forceinline__ Sums<B> sums_about_origin(const Sums<A>& sums, B dist
   return {first, sums.second + distance * (sums.first + first)};
 }
 
-// The same from mean and sum of squared deviations.
+// Moments from mean and sum of squared deviations.
 __device__ __forceinline__ Sums<double> sums_about(double origin, double mean, double m2, double count) {
   const double difference = mean - origin;
   return {count * difference, m2 + count * difference * difference};

@@ -11,7 +11,7 @@ __device__ __forceinline__ int thread_index() {
   return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-// Of the W values at `offset`, those from `first` to before `last` belong to the row. `last` <= 0: none.
+// The W values at `offset` belong to the row from `first` to before `last`. `last` <= 0: none.
 template <int W>
 struct Slot {
   int64_t offset;
@@ -168,7 +168,7 @@ class PlanarWalk {
   const Planar& plan_;
   bool whole_;
   int64_t first_value_;
-  // What does not fit 32 bits is in the offset of the part in the row alone: next() is most of what a thread does.
+  // Only the offset of the part in the row does not fit 32 bits: next() is most of what a thread does.
   int64_t offset_;
   int row_begin_, row_end_;  // of its values, from where the part begins
   int slot_, slots_, left_;  // rows that are left
@@ -219,7 +219,7 @@ class InterleavedWalk {
   int left_;
 };
 
-// Of the columns of a thread the first `columns` are of one channel of a group, the rest of the next one, if there is.
+// The first `columns` of a thread's columns are of one channel of a group, the rest of the next one, if there is.
 struct Border {
   int channel, next;
   int columns;
@@ -264,7 +264,7 @@ __device__ __forceinline__ void share_factors(F (&factors)[W], const Interleaved
   for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
 }
 
-// The same of a group, of channels that begin and end in the W columns of a thread.
+// A walk over a group, of channels that begin and end in the W columns of a thread.
 template <int W, typename F, typename Read>
 __device__ __forceinline__ void share_factors(F (&factors)[W], const GroupedWalk<W>& walk, const Read& read) {
   __shared__ F group[W];
@@ -295,7 +295,7 @@ __device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<
 template <int W>
 constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
 
-// Of two tensors at once, half as many of each.
+// Two tensors at once, half as many values of each.
 template <int W>
 constexpr int kPairs = kSlots<W> / 2;
 

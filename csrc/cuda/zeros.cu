@@ -1,4 +1,4 @@
-// What a rank without values sends: zeros, which weigh nothing, and its words.
+// The message of a rank without values: zeros, which weigh nothing, and its words.
 
 #include "../packed_stats.h"
 #include "launch.cuh"

@@ -36,7 +36,7 @@ class PerChannelTensor {
 
   operator PerChannel() const { return channels_; }
 
-  // What the kernel wrote, if it wrote to a copy.
+  // Copies the result back, if the kernel wrote to a copy.
   void copy_back(Tensor tensor) const {
     if (copy_) torch::stable::copy_(tensor, *copy_);
   }
@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
 
 namespace {
 
-// What follows the normalization, which outlives this.
+// The epilogue, whose tensors outlive this.
 Options options_of(const std::optional<Mask>& mask, const std::optional<Tensor>& residual, int64_t activation,
                    double parameter) {
   return {mask ? &*mask : nullptr, data_of(residual), {activation, parameter}};
@@ -181,8 +181,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
                                           weights,
                                           biases};
   check_cuda(backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), g ? g->mutable_data_ptr() : nullptr,
-                             dtype_of(input), laid.geometry, arguments,
-                             options_of(where, added, activation, parameter), workspace, context.stream()));
+                             dtype_of(input), laid.geometry, arguments, options_of(where, added, activation, parameter),
+                             workspace, context.stream()));
   if (g && g->get() != grad->get()) torch::stable::copy_(*grad, *g);
   return {sums, grad_weight, grad_bias};
 }

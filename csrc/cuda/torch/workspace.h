@@ -7,7 +7,7 @@
 
 namespace bagua_syncbn::cuda {
 
-// What it gives is freed on the host while the kernel may still be running; the allocator gives it out again for later
+// Its memory is freed on the host while the kernel may still be running; the allocator gives it out again for later
 // work on the same stream only.
 class TorchWorkspace final : public Workspace {
  public:

@@ -124,11 +124,11 @@ const char* run(const std::vector<int64_t>& integers, const std::vector<double>&
                              GivenOptions(integers, doubles, b[10], b[11], g), workspace, nullptr);
     case 4:
     case 5:  // in place
-      return backward_elemt(b[0].data, b[1].data, b[integers[0] == 4 ? 2 : 0].data, dtype, g,
-                            {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(),
-                             integers[10], integers[11], integers[12], b[8].integers(), b[9].channels(),
-                             integers[13] != 0},
-                            GivenOptions(integers, doubles, b[10], {}, g), nullptr);
+      return backward_elemt(
+          b[0].data, b[1].data, b[integers[0] == 4 ? 2 : 0].data, dtype, g,
+          {b[3].channels(), b[4].channels(), b[5].channels(), b[6].channels(), b[7].integers(), integers[10],
+           integers[11], integers[12], b[8].integers(), b[9].channels(), integers[13] != 0},
+          GivenOptions(integers, doubles, b[10], {}, g), nullptr);
     default:
       return "no such op";
   }
