@@ -8,6 +8,7 @@ version or another node.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -56,7 +57,7 @@ class Recomputed(AbstractContextManager[None]):
             hooks.__exit__(*error)
 
 
-class _Remade:
+class _Remade(ABC):
     """A tensor that backward makes anew, once for all operations that have packed it."""
 
     def __init__(self) -> None:
@@ -83,8 +84,9 @@ class _Remade:
             self._made = None
         return made
 
+    @abstractmethod
     def _make(self) -> Tensor:
-        raise NotImplementedError
+        """Returns the values."""
 
 
 class _Recipe(_Remade):

@@ -28,7 +28,7 @@ def together(case: Case, side: str, names: Iterable[str]) -> float:
 
 
 def targets(results: Results) -> Iterator[list[str]]:
-    """What the kernels set out to reach on a card of the H100's class, beside what was measured."""
+    """The times that the kernels set out to reach on a card of the H100's class, beside what was measured."""
     ops, cache = of_kind(results, "ops"), results["machine"].get("l2_bytes", inf)
     copying = max((c["bytes"] / c["times"]["copy"] for c in of_kind(results, "copy")), default=nan)
 

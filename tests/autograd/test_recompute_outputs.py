@@ -243,7 +243,7 @@ def test_all_activations_are_tried():
 @pytest.mark.parametrize(("name", "inplace"), CASES, ids=str)
 @pytest.mark.parametrize("last", [nn.Conv2d, nn.Identity])
 def test_no_activation_is_stored(name, inplace, last):
-    """What reads it stores nothing, and an activation that stores its own result does not either."""
+    """Readers of the output store nothing, and an activation that stores its own result does not either."""
 
     def block():
         activation = ACTIVATIONS[name][0](**({"inplace": True} if inplace else {}))
@@ -274,7 +274,7 @@ def test_no_activation_in_a_forward_of_the_layers_own_is_stored():
 
 
 class Forwards(nn.Module):
-    """What nobody can know before a call."""
+    """Facts that nobody can know before a call."""
 
     def __init__(self):
         super().__init__()

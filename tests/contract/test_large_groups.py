@@ -335,7 +335,7 @@ def test_many_ranks_equal_one_process(ranks, single_threaded):
         assert communicator.messages[-2:] == [("sum", 8 * (2 * 3 + 13)), ("sum", 4 * (2 * 3 + 6))]
 
 
-# What a message costs.
+# The cost of a message.
 
 
 class Alike:

@@ -94,7 +94,7 @@ def assert_same(results, expected):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the op was called with, where it computed an activation too."""
+    """The calls of the op in which it computed an activation too."""
     found, op = [], ops.batch_norm_elemt
 
     def noted(*args):

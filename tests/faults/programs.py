@@ -284,7 +284,7 @@ def run_swapped(kind: str) -> str:
     return message
 
 
-# What the last rank has besides the model that all train: more models, of which it trains none in this group.
+# The last rank has, besides the model that all train: more models, of which it trains none in this group.
 MORE: dict[str, Callable[[nn.Sequential, TorchCommunicator], Any]] = {
     "a norm that nothing calls": lambda model, _: model.add_module("unused", nn.BatchNorm1d(8)),
     "a head of its own": lambda model, _: model.add_module(

@@ -27,7 +27,7 @@ SPILLS = {
     (120, "interleaved_backward_reduce float16 x 8"): 8,
     (120, "interleaved_backward_reduce bfloat16 x 8"): 8,
 }
-# Of rare ones, a load of the residual is waited for before the last load of a batch.
+# In rare kernels a load of the residual is waited for before the last load of a batch.
 WAITS = {
     "planar_act_elemt float64 x 2",
     "planar_masked_act_elemt float64 x 2",
