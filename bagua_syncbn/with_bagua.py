@@ -1,5 +1,6 @@
 """Data parallelism in one call: Bagua's where Bagua runs the job, torch's own in place where torch does."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -21,6 +22,9 @@ _composable: Any = import_module("torch.distributed._composable.replicate") if d
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _GRADIENT_ALLREDUCE = "gradient_allreduce"
+
+# Modules with a GradientAllReduceAlgorithm: Bagua's, and the one to import without Bagua.
+_MODULES = ("bagua.torch_api.algorithms.gradient_allreduce", f"{__package__}.contrib.algorithms.gradient_allreduce")
 
 # Attributes of a model in which Bagua looks for the names of parameters and buffers to ignore.
 _IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
@@ -51,9 +55,10 @@ def with_bagua(
     Args:
         module: the model, converted already, on its device.
         optimizers: the optimizers of its parameters.
-        algorithm: how gradients are exchanged: one of Bagua's algorithm objects, or the name that Bagua registers it
-            under, for ``"qadam"`` with one of its QAdamOptimizers in ``optimizers``; None for ``"gradient_allreduce"``,
-            the only one where torch runs the job.
+        algorithm: how gradients are exchanged: one of Bagua's algorithm objects or classes, or the name that Bagua
+            registers it under, for ``"qadam"`` with one of its QAdamOptimizers in ``optimizers``; None for
+            ``"gradient_allreduce"``, the only one without Bagua: by this name, or as a ``GradientAllReduceAlgorithm``
+            of Bagua or :mod:`bagua_syncbn.contrib.algorithms`, with ``average=True``.
         process_group: the ranks among which ``module`` is data parallel: a :class:`torch.distributed.ProcessGroup`,
             under Bagua a ``BaguaProcessGroup`` too, elsewhere a description too, as :func:`~bagua_syncbn.sync_group`
             takes it, whose groups all ranks of the job make here; None for all.
@@ -64,8 +69,8 @@ def with_bagua(
     Raises:
         TypeError: ``module`` is no module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of
             none of these kinds.
-        ValueError: Bagua has no ``algorithm`` of that name; Bagua does not run the job, and ``algorithm`` is not
-            ``"gradient_allreduce"``; this rank is not in ``process_group``.
+        ValueError: Bagua has no ``algorithm`` of that name; Bagua does not run the job, and ``algorithm`` is none that
+            averages gradients in each step; this rank is not in ``process_group``.
         RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
             ``process_group`` is Bagua's, and Bagua is not initialized.
 
@@ -84,15 +89,27 @@ def with_bagua(
     if bagua.is_initialized():
         _train_with_bagua(module, optimizers, algorithm or _GRADIENT_ALLREDUCE, spec)
         return module
-    if algorithm not in (None, _GRADIENT_ALLREDUCE):
-        raise ValueError(
-            f'algorithm: expected None or "{_GRADIENT_ALLREDUCE}", the only one without Bagua, got {algorithm!r}; '
-            "any other needs bagua.torch_api.init_process_group() first"
-        )
+    _check_torch_has(algorithm)
     if dist.is_available() and dist.is_initialized():
         _replicate(module, optimizers, spec.torch_group())
         _give_group_to_layers(module, spec)
     return module
+
+
+def _check_torch_has(algorithm: Any) -> None:
+    """Raises ValueError unless ``algorithm`` averages gradients in each step, which is what torch's engine does."""
+    if algorithm in (None, _GRADIENT_ALLREDUCE):
+        return
+    known = [sys.modules[name].GradientAllReduceAlgorithm for name in _MODULES if name in sys.modules]
+    if algorithm in known or (type(algorithm) in known and algorithm.average):
+        return
+    got = repr(algorithm) if isinstance(algorithm, str) else getattr(algorithm, "__name__", type(algorithm).__name__)
+    if type(algorithm) in known:
+        got += " with average=False"
+    raise ValueError(
+        f'algorithm: expected None, "{_GRADIENT_ALLREDUCE}" or a GradientAllReduceAlgorithm with average=True, all '
+        f"that torch's engine does, got {got}; any other needs bagua.torch_api.init_process_group() first"
+    )
 
 
 def _checked_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -199,13 +199,13 @@ def broadcast(tensor: Tensor, group: Any) -> Tensor:
 
 
 def resolve_algorithm(algorithm: Any, optimizers: Sequence[Any]) -> Any:
-    """Returns Bagua's algorithm object for a name in Bagua's registry; returns an algorithm object unchanged.
+    """Returns Bagua's algorithm object for a class, or a name in Bagua's registry; returns an object unchanged.
 
     Raises:
         ValueError: no algorithm has this name, or the name is ``"qadam"`` and ``optimizers`` is not one QAdamOptimizer.
     """
     if not isinstance(algorithm, str):
-        return algorithm
+        return algorithm() if isinstance(algorithm, type) else algorithm
     from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
     from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 

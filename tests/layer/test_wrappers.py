@@ -307,12 +307,6 @@ def test_with_bagua_without_a_job_changes_nothing():
     check([state], (4,))
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", 3])
-def test_without_bagua_there_is_one_algorithm(algorithm):
-    with pytest.raises(ValueError, match='algorithm: expected None or "gradient_allreduce"'):
-        with_bagua(make_model(), [], algorithm)
-
-
 def test_with_bagua_checks_its_arguments(pool):
     model = make_model()
     with pytest.raises(TypeError, match=r"optimizers: expected a list of torch\.optim\.Optimizer, got SGD"):

@@ -1,0 +1,101 @@
+"""Bagua's lines in an installation without Bagua; tests/bagua_job/test_bagua_contrib.py has those with it."""
+
+import sys
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import check, make_model, make_optimizer, train
+
+import bagua_syncbn
+
+
+class NoBagua:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "bagua":
+            raise ModuleNotFoundError("No module named 'bagua'", name="bagua")
+
+
+@contextmanager
+def imported(**bagua):
+    """bagua_syncbn.contrib as its first import makes it, where ``bagua`` is all there is of Bagua."""
+    with patch.dict(sys.modules), patch.object(sys, "meta_path", [NoBagua, *sys.meta_path]):
+        for name in [name for name in sys.modules if f"{name}.".startswith(("bagua.", "bagua_syncbn.contrib."))]:
+            del sys.modules[name]
+        sys.modules.update(bagua)
+        contrib = import_module("bagua_syncbn.contrib")
+        try:
+            yield contrib
+        finally:
+            contrib.restore()
+
+
+def follow_baguas_pages():
+    rank = dist.get_rank()
+    model = make_model(seed=rank)  # rank 0's parameters are to reach the other ranks
+    optimizer = make_optimizer(model)
+    with imported():
+        from bagua_syncbn.contrib.algorithms import gradient_allreduce
+        from bagua_syncbn.contrib.sync_batchnorm import SyncBatchNorm
+
+        model = SyncBatchNorm.convert_sync_batchnorm(model)
+        model = model.with_bagua([optimizer], gradient_allreduce.GradientAllReduceAlgorithm(), do_flatten=False)
+    return train(model, optimizer, (1, 3), rank)
+
+
+def test_lines_of_baguas_pages_train_like_one_process(pool):
+    check(pool.run(follow_baguas_pages, 2), (1, 3))
+
+
+def test_the_method_comes_with_the_import_and_can_be_taken_away():
+    with imported() as contrib:
+        model = nn.Linear(2, 2)
+        assert model.with_bagua([], "gradient_allreduce") is model
+        contrib.restore()
+        contrib.restore()
+        assert not hasattr(model, "with_bagua")
+        contrib.replace()
+        assert model.with_bagua([]) is model
+    assert not hasattr(model, "with_bagua")
+
+
+def test_an_installation_of_bagua_that_is_not_whole_is_not_taken_for_none():
+    with pytest.raises(ModuleNotFoundError, match=r"bagua\.torch_api"), imported(bagua=ModuleType("bagua")):
+        pass
+    assert not hasattr(nn.Module, "with_bagua")
+
+
+class ByteGradAlgorithm:
+    pass
+
+
+def algorithms():
+    """GradientAllReduceAlgorithm as it is imported without Bagua, and Bagua's own, a class of the same shape."""
+    ours = import_module("bagua_syncbn.contrib.algorithms.gradient_allreduce").GradientAllReduceAlgorithm
+    theirs = type("GradientAllReduceAlgorithm", (), {"__init__": ours.__init__})
+    sys.modules["bagua.torch_api.algorithms.gradient_allreduce"] = SimpleNamespace(GradientAllReduceAlgorithm=theirs)
+    return ours, theirs
+
+
+def test_algorithms_are_taken_for_what_they_are():
+    model = nn.Linear(2, 2)
+    with imported():
+        for cls in algorithms():
+            for algorithm in (cls, cls(), cls(hierarchical=True), "gradient_allreduce", None):
+                assert bagua_syncbn.with_bagua(model, [], algorithm) is model
+            for algorithm, name in [
+                (cls(average=False), "GradientAllReduceAlgorithm with average=False"),
+                (type("MyAllReduce", (cls,), {})(), "MyAllReduce"),
+                (ByteGradAlgorithm, "ByteGradAlgorithm"),
+                (ByteGradAlgorithm(), "ByteGradAlgorithm"),
+                ("bytegrad", "'bytegrad'"),
+                (3, "int"),
+            ]:
+                with pytest.raises(ValueError, match=f'algorithm: expected None, "gradient_allreduce" .*, got {name};'):
+                    model.with_bagua([torch.optim.SGD(model.parameters())], algorithm)
