@@ -1,7 +1,7 @@
 """Layers with the names and arguments of Synchronized-BatchNorm-PyTorch, and conversion to them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -50,7 +50,9 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, SyncBatchNorm3d):
     local_class = nn.BatchNorm3d
 
 
-_SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
+Classes = dict[type[nn.Module], type[SyncBatchNorm]]
+
+_SYNCHRONIZED: Classes = {
     SyncBatchNorm1d: SynchronizedBatchNorm1d,
     SyncBatchNorm2d: SynchronizedBatchNorm2d,
     SyncBatchNorm3d: SynchronizedBatchNorm3d,
@@ -75,17 +77,21 @@ def convert_model(module: _Module) -> _Module:
 
     If it raises, ``module`` is unchanged.
     """
+    return convert_to(_SYNCHRONIZED, module)
+
+
+def convert_to(classes: Classes, module: _Module) -> _Module:
+    """Works as :func:`convert_model`, with ``classes`` for those that conversion gives to torch's layers."""
     convert_sync_batchnorm(module)
     for child in module.modules():
-        if type(child) in _SYNCHRONIZED:
-            child.__class__ = _SYNCHRONIZED[type(child)]
+        if type(child) in classes:
+            child.__class__ = classes[type(child)]
         elif isinstance(child, nn.DataParallel):
             patch_replication_callback(child)
     return module
 
 
-@contextmanager
-def patch_sync_batchnorm() -> Iterator[None]:
+def patch_sync_batchnorm() -> AbstractContextManager[None]:
     """Makes ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` stand for the synchronized classes while it is entered.
 
     Code that builds its layers as ``nn.BatchNorm2d(...)`` then builds synchronized ones. Only these three attributes of
@@ -97,7 +103,13 @@ def patch_sync_batchnorm() -> Iterator[None]:
         >>> with patch_sync_batchnorm():
         ...     model = torchvision.models.resnet18()
     """
-    patched = {cls.local_class.__name__: cls for cls in _SYNCHRONIZED.values()}
+    return stand_for_torchs(_SYNCHRONIZED)
+
+
+@contextmanager
+def stand_for_torchs(classes: Classes) -> Iterator[None]:
+    """Works as :func:`patch_sync_batchnorm`, with the values of ``classes``."""
+    patched = {cls.local_class.__name__: cls for cls in classes.values()}
     saved = {name: getattr(nn, name) for name in patched}
     try:
         for name, cls in patched.items():
