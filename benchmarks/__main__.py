@@ -1,4 +1,4 @@
-"""What synchronization costs on this machine, and what the alternatives would cost.
+"""Costs of synchronization on this machine, and of the alternatives.
 
     python -m benchmarks                       # everything: build/bench/results.json, tables, charts
     python -m benchmarks --quick               # a first impression, in two minutes

@@ -1,4 +1,4 @@
-"""What all tests share: the pool of worker processes."""
+"""Fixtures of all tests: the pool of worker processes, the emulated CUDA library, seeds."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ import torch
 from emulated import build_library, find_headers, load_library
 from workers import WorkerPool
 
-# What fails in them says what it compared, as in the files of tests.
+# Assertions in helpers say what they compared, as in the files of tests.
 pytest.register_assert_rewrite("cases", "comparison", "observed", "replicated", "training")
 
 # For `benchmarks`. Last, so that the package that is tested is the one that was installed or built for it.
@@ -23,7 +23,7 @@ try:
 except ImportError:  # a machine with a GPU, whose tests do without
     pass
 else:
-    # The same examples on every run: a failure that comes and goes helps nobody.
+    # Equal examples on every run: a failure that comes and goes helps nobody.
     hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("project")
 

@@ -1,1 +1,1 @@
-"""What all benchmarks share: timing, statistics and tables, inputs, counters, and facts about the machine."""
+"""Parts that all benchmarks share: timing, statistics and tables, inputs, counters, facts about the machine."""

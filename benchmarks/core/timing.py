@@ -26,7 +26,7 @@ _FAULTS = 2
 
 
 class Round(NamedTuple):
-    seconds: dict[str, float]  # of one call
+    seconds: dict[str, float]  # for one call
     faults: int
 
 

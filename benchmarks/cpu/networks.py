@@ -12,7 +12,7 @@ CHANNELS = 16
 
 
 class Bottleneck(nn.Module):
-    """Of ResNet-50: the sum at its end is stored in any case."""
+    """The block of ResNet-50: the sum at its end is stored in any case."""
 
     def __init__(self, channels: int, narrow: int, stride: int = 1) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Of MobileNetV3 and EfficientNet; ``squeezed`` of 0 for none."""
+    """The block of MobileNetV3 and EfficientNet; ``squeezed`` of 0 for none."""
 
     def __init__(
         self, channels: int, wide: int, out: int, kernel: int, stride: int, squeezed: int, *kinds: type[nn.Module]
@@ -58,7 +58,7 @@ class InvertedResidual(nn.Module):
 
 
 class CrossStage(nn.Module):
-    """Of the detectors with CSP blocks: half of the channels pass residual blocks."""
+    """The block of CSP detectors: half of the channels pass residual blocks."""
 
     def __init__(self, channels: int, blocks: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Network(NamedTuple):
     needs: str | None = None  # a package
 
     def shape(self, most: int | None = None) -> tuple[int, ...]:
-        """Of a batch, of images of at most ``most`` pixels a side."""
+        """Returns the shape of a batch, of images of at most ``most`` pixels a side."""
         channels, *sides = self.sample
         return self.batch, channels, *(min(most or side, side) for side in sides)
 

@@ -78,7 +78,7 @@ def host_table(results: Results) -> str:
 
 
 def stored_table(results: Results) -> str:
-    """What a forward pass stores for the backward pass, and the peak of what is resident in a step: MiB with torch's
+    """Memory that a forward pass stores for the backward pass, and the peak of a step: MiB with torch's
     layers, and shares of it with activations in place, with those that the layers compute, and with outputs that are
     made anew.
     """

@@ -27,7 +27,7 @@ import bagua_syncbn
 from ..core import machine, records, timing
 from .networks import NETWORKS, QUICK, TIMED
 
-GIGABYTES = 16  # of a GPU, in which samples are to fit
+GIGABYTES = 16  # memory of a GPU, in which samples are to fit
 QUICK_SIDE = 48
 
 
@@ -97,7 +97,7 @@ def _resident(name: str) -> int:
 
 
 def _print_peak(network: str, variant: str) -> None:
-    """What a second step adds to what is resident: the first has made gradients, and what libraries keep."""
+    """Prints the resident memory that a second step adds: the first has made gradients, and caches of libraries."""
     torch.set_num_threads(1)
     batch, model = torch.randn(NETWORKS[network].shape()), VARIANTS[variant](NETWORKS[network].make())
     _step(model, batch)
@@ -113,7 +113,7 @@ def peak_bytes(network: str, variant: str) -> int | None:
         return None
     command = [sys.executable, "-m", "benchmarks.cpu.stored", network, variant]
     environment = {name: value for name, value in os.environ.items() if name not in machine.KEEP_MEMORY}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is larger goes back to the system when it is freed
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # larger blocks go back to the system when they are freed
     return int(subprocess.run(command, env=environment, cwd=records.ROOT, stdout=-1, text=True, check=True).stdout)
 
 

@@ -154,7 +154,7 @@ def environment(part: str, machine: dict[str, Any], dry: bool) -> dict[str, str]
     if part == "build":
         kind = {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": machine.get("architecture", "")}
         return {"BAGUA_SYNCBN_BUILD": "cpu", "CXX": "true"} if dry else kind  # a compiler that does nothing
-    # What was built comes before the checkout, which may have kernels of another build.
+    # The build comes before the checkout, which may have kernels of another build.
     always = {"PYTHONPATH": f"{BUILT}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **LOOPBACK}
     if part in TOOLS:  # each tensor an allocation of its own, so that the first value after its end is seen
         always["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -180,7 +180,7 @@ def run_stage(programs: dict[str, Any], limit: float, tick: Callable[[], None], 
         tick()
     for part, (output, process) in running.items():
         status = process.poll()
-        with suppress(ProcessLookupError):  # what it has started too
+        with suppress(ProcessLookupError):  # and its children
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         with output:
@@ -266,7 +266,7 @@ def disagreements(case: Case, results: dict[str, Any]) -> Iterator[str]:
     atens = results["aten stats"][0], torch.cat(results["aten backward_reduce"][:2])
     pairs = {op: (results[f"ours {op}"], results[f"aten {op}"], 1.0) for op in ("elemt", "backward_elemt")}
     pairs["stats"] = ours[0], atens[0], 1.0
-    pairs["backward_reduce"] = ours[1], atens[1], case.values / case.channels / 100  # of terms of size 1 that cancel
+    pairs["backward_reduce"] = ours[1], atens[1], case.values / case.channels / 100  # terms of size 1 cancel
     for op, (actual, expected, scale) in pairs.items():
         allowed = AGREEMENT[case.dtype] * max(scale, float(expected.abs().max()))
         if not (actual.float() - expected.float()).abs().max() <= allowed:

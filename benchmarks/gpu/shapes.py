@@ -1,4 +1,4 @@
-"""What is measured: inputs of batch norm layers as people train them, in two layouts and three dtypes."""
+"""Inputs that are measured: of batch norm layers as people train them, in two layouts and three dtypes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 
-# Of ours and of ATen's.
+# Ours and ATen's have these names.
 OPS = ("stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt")
 # Sizes of the input that each op that touches every value must read or write.
 PASSES = {"stats": 1, "elemt": 2, "backward_reduce": 2, "backward_elemt": 3}

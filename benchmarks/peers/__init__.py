@@ -34,7 +34,7 @@ MAKERS: dict[str, Maker] = {
     "torch_sync": lambda channels, dimensions: nn.SyncBatchNorm(channels),
 }
 
-# What each is, in tables. The first two are compared with all.
+# Descriptions for tables. The first two are compared with all.
 PEERS = {
     "ours": "bagua_syncbn",
     "local": "torch.nn.BatchNorm (not synchronized)",

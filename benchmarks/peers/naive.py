@@ -1,4 +1,4 @@
-"""What one writes in an afternoon: sums and counts through a differentiable all-reduce, the rest left to autograd.
+"""A peer as one writes it in an afternoon: sums and counts through a differentiable all-reduce, autograd does the rest.
 
 Two things are wrong with it on purpose, as in what is found in the field: the variance is E[x^2] - E[x]^2, which
 cancels, and autograd keeps every intermediate tensor.

@@ -21,7 +21,7 @@ from ..core.timing import digits
 from ..peers import Maker
 from .gathering import gather
 
-BATCH_SIZE = 64  # of all ranks together
+BATCH_SIZE = 64  # all ranks together
 BOUT = 10  # steps of one peer before the next has its turn
 # The loss counts as reached when the mean over as many steps as a bout has is down to it.
 TARGET = 0.1

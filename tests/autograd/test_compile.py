@@ -46,7 +46,7 @@ class SelectivelyCheckpointed(nn.Sequential):
         return checkpoint(super().forward, input, use_reentrant=False, context_fn=contexts)
 
 
-# What torch 2.10 does not trace, in a layer with a forward of its own: properties of tuples, vars() of a module.
+# Properties of tuples and vars() of a module, in a layer with a forward of its own, are not traced by torch 2.10.
 OWN_FORWARD = pytest.param(
     "own forward",
     marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile traces the redirection from 2.13 on"),
@@ -98,7 +98,7 @@ def compare(
     counters.clear()
     eager = make_model(kind).to(memory_format=layout)
     original = copy.deepcopy(eager)
-    if wrap_first:  # what wrappers do around the forward breaks the graph
+    if wrap_first:  # wrappers' work around the forward breaks the graph
         original = wrap(original)
     compiled = torch.compile(original, backend=backend, fullgraph=not wrap_first, dynamic=dynamic)
     if wrap is not None:

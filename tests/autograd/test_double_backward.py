@@ -34,7 +34,7 @@ def derivatives(outputs, ranks, first_rank, differentiable, order):
             values, wanted, seeds, create_graph=derivative < order, allow_unused=True, materialize_grads=True
         )
         results.append([grad.detach() for grad in grads])
-        # The same seed for the same tensor, whether its rank is alone in this process or not.
+        # A tensor's seed does not depend on whether its rank is alone in this process.
         first = 100 * derivative + first_rank * (len(differentiable) + 1)
         pairs = [(grad, draw(*grad.shape, seed=first + i)) for i, grad in enumerate(grads) if grad.requires_grad]
         values, seeds = [grad for grad, _ in pairs], [seed for _, seed in pairs]
@@ -123,7 +123,7 @@ def local(input, weight, bias):
 
 
 def test_derivatives_equal_numerical_ones():
-    # Of the channels' variances the first is below EPS.
+    # Variances of the channels, the first below EPS.
     scale = torch.tensor([0.2, 2, 3], dtype=torch.float64).view(-1, 1)
     tensors = [draw(5, 3, 2, seed=1) * scale, draw(3, seed=2), draw(3, seed=3)]
     for tensor in tensors:
@@ -174,7 +174,7 @@ def counted_backward(create_graph):
 def test_a_second_derivative_takes_two_collectives(pool):
     for first, second in pool.run(counted_backward, 2, True):
         assert first == {MESSAGE: 1}
-        assert second == {MESSAGE: 2}  # of the sums, and of the moments
+        assert second == {MESSAGE: 2}  # the sums, and the moments
     for first, second in pool.run(counted_backward, 2, False):
         assert (first, second) == ({MESSAGE: 1}, {})
 

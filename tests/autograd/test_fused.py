@@ -214,7 +214,7 @@ def test_values_and_derivatives_are_those_of_torch(activation):
 
 
 def second_derivatives(normalize, residual, grad_output, vector):
-    """Of a block, whose input depends on its residual: gradients of a function of the gradient of the residual."""
+    """Returns gradients of a function of the gradient of the residual, in a block whose input depends on it."""
     leaves = residual.clone().requires_grad_(), grad_output.clone().requires_grad_()
     output = normalize(leaves[0].sin() * 2, leaves[0])
     (grad,) = torch.autograd.grad(output, leaves[0], leaves[1], create_graph=True)
@@ -253,7 +253,7 @@ def test_fused_second_derivatives_equal_one_process(pool):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_fused_derivatives_equal_numerical_ones(training):
-    """Of all activations; forward mode too."""
+    """All activations, forward mode too."""
     tensors = [draw(3, 2, 2, seed=seed).requires_grad_() for seed in (1, 2)]
     for activation in (*ACTIVATIONS, None):
         layer = layer_of(activation, LOCAL, track_running_stats=not training).train(training)

@@ -159,7 +159,7 @@ def train_with(hows, kind, options):
 
 
 def check(pool, hows, kind, **options):
-    """What plain training gives, :mod:`test_contract` compares with one process."""
+    """Compares with plain training, which :mod:`test_contract` compares with one process."""
     for rank in pool.run(train_with, len(options.get("splits", SPLITS)), hows, kind, options):
         expected = rank.pop(None)
         for how, results in rank.items():

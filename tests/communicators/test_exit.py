@@ -14,7 +14,7 @@ import bagua_syncbn
 
 
 def groups_of_each_kind():
-    """What a layer may be given, and the group that stands behind it."""
+    """Returns process groups as a layer may be given them, each with the group behind it."""
     everyone, again = dist.new_group(), dist.new_group()
     return {
         "default": (None, dist.group.WORLD),
@@ -59,7 +59,7 @@ def destroy_while_everything_lives(kind, compiles):
     ("default", True), ("explicit", True),
 ])  # fmt: skip
 def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(pool, kind, compiles):
-    pool.forget_job()  # what ran before may hold the group of its job
+    pool.forget_job()  # tests before this one may hold the group of its job
     results = pool.run(destroy_while_everything_lives, 2, kind, compiles)
     pool.forget_job()
     for messages, _ in results:
@@ -103,4 +103,4 @@ def test_no_thread_of_gloo_is_the_last_to_hold_a_message(pool):
     # One that was would ask for the GIL, and that aborts a process whose interpreter ends at that time.
     for held, held_later in pool.run(messages_that_outlive_their_callers, 2):
         assert held == [True, True, True]
-        assert held_later == [False, False, True]  # of the ones that have ended, only the last ones are kept
+        assert held_later == [False, False, True]  # only the last messages that have ended are kept

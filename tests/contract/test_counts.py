@@ -1,4 +1,4 @@
-"""What a layer may cost, in counts that no noise can change: ops, collectives, bytes on the wire, reads, allocations.
+"""Costs of a layer in counts that no noise can change: ops, collectives, bytes on the wire, reads, allocations.
 
 A count that grows fails here, whatever a clock would say. One that shrinks fails too: lower what is expected, so that
 it cannot grow back unseen.
@@ -28,7 +28,7 @@ SUMS = 4 * (2 * CHANNELS + 6)
 
 
 class Pass(NamedTuple):
-    """What is expected of a forward or a backward pass on each rank."""
+    """Expected counts of a forward or a backward pass on each rank."""
 
     ops: int  # dispatched; a kernel is one
     payload: tuple[int, ...]  # bytes of each collective
@@ -129,7 +129,7 @@ def test_no_count_grows(pool, name, world_size):
         assert not complain(name, counted)
 
 
-# Of this package, from the layer to the wait for the answer of each collective, and back.
+# Calls of this package's functions, from the layer to the wait for the answer of each collective, and back.
 CALLS = 35 if SHARES else 37
 
 
@@ -157,7 +157,7 @@ def test_a_step_calls_few_functions(pool):
 
 
 def count_averaging():
-    """What each batch weighs is another number in each step."""
+    """Each step has another weight for its batch."""
     layer = bagua_syncbn.convert_sync_batchnorm(BatchNormAct(CHANNELS, momentum=None))
     x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
     for _ in range(3):

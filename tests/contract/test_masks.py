@@ -328,7 +328,7 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
             output = model(input)
         else:
             output = checkpoint(model, input.requires_grad_(), use_reentrant=reentrant)
-    output.backward(grad_output)  # what is repeated here takes the masks of the first run
+    output.backward(grad_output)  # a repetition takes the masks of the first run
     results = output.detach(), [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(results, strided_step(expected, input.detach(), lengths, grad_output))
     torch.testing.assert_close(model.state_dict(), expected.state_dict())

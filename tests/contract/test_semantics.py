@@ -1,4 +1,4 @@
-"""What the layer promises beside the contract, on ranks: collectives and edge cases."""
+"""Promises of the layer beside the contract, on ranks: collectives and edge cases."""
 
 import pytest
 import torch

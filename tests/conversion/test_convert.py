@@ -45,7 +45,7 @@ def net():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(BatchNormReLU(4), nn.ReLU()))
 
 
-# What becomes of layers
+# Converted layers
 
 
 @pytest.mark.parametrize(("local", "synced", "shape"), STANDARD)
@@ -153,7 +153,7 @@ def test_the_classmethod_converts_a_model_in_place():
     assert type(model[1]) is SyncBatchNorm2d
 
 
-# What is refused, and says why
+# Refusals
 
 
 class Slotted(nn.BatchNorm2d):
@@ -392,7 +392,7 @@ def groups_of_torchs_layers():
 def test_torchs_layers_get_their_group_back(pool):
     for (first, second, *copied), kept in pool.run(groups_of_torchs_layers, 2):
         assert first == second == 0
-        assert set(copied) <= {0, 1}  # of the same ranks
+        assert set(copied) <= {0, 1}  # both have the same ranks
         assert not kept
 
 

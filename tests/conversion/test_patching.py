@@ -13,7 +13,7 @@ from user_layers import BatchNormReLU
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, patch_torch_converter, revert_sync_batchnorm
 
-# What trainers do, in their order.
+# Steps of trainers, in their order.
 
 
 def of_nnunet(model):

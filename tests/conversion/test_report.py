@@ -1,4 +1,4 @@
-"""What conversion leaves out on demand, and what it tells of itself."""
+"""Layers that conversion leaves out on demand, and its report."""
 
 import warnings
 

@@ -338,7 +338,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "switching.md"
 
 @pytest.fixture
 def recipe_for_apex(monkeypatch):
-    """That of docs/switching.md, which has them all; tests/tools/test_docs.py runs them."""
+    """Runs the recipe of docs/switching.md; tests/tools/test_docs.py runs all of its recipes."""
     monkeypatch.setattr(registry, "_converters", {})
     recipe = re.search(r"^class FromApex.*?: FromApex\)\n", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     exec(

@@ -63,7 +63,7 @@ def keeps_its_group(convert):
     return convert(model_of(nn.SyncBatchNorm(2, process_group=group)))[0].process_group is group
 
 
-# What comes of them with torch's converter, and with ours; or the name of the error that is raised.
+# Results with torch's converter and with ours, or the name of the error that is raised.
 ROWS = {
     "references, hooks and attributes": (identity, (False, 0, False), (True, 2, True)),
     "a subclass": (lambda convert: isinstance(convert(model_of(BatchNormAct(2)))[0], BatchNormAct), False, True),

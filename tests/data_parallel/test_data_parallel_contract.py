@@ -39,7 +39,7 @@ def check(place, count, samples, cls, eps_mode="plus", steps=2, **options):
         assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
 
 
-# Of 4 replicas, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
+# For 4 devices, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
 @pytest.mark.parametrize(("count", "samples"), [(1, 7), (2, 7), (3, 8), (4, 9), (4, 7), (4, 3)])
 @pytest.mark.parametrize("place", PLACES)
 def test_replicas_equal_the_full_batch(place, count, samples):

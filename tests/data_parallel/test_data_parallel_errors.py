@@ -1,4 +1,4 @@
-"""What goes wrong in a replica ends in an error in all of them: nothing waits for ever."""
+"""A fault in a replica ends in an error in all of them: nothing waits for ever."""
 
 import sys
 import time
@@ -144,7 +144,7 @@ def test_replicas_that_run_twice():
 
 
 def test_no_wakeup_is_lost_in_many_meetings():
-    # What a lost wakeup would hang in.
+    # So many meetings that a lost wakeup would show as a hang.
     def script(module, copy_id, input):
         for _ in range(300):
             input = module.early(input)

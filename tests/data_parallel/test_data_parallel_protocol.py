@@ -1,4 +1,4 @@
-"""What tells replicas of each other: callbacks, wrappers, users' subclasses of them, streams and copies."""
+"""Replicas are told of each other: callbacks, wrappers, users' subclasses of them, streams and copies."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

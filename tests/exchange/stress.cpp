@@ -40,7 +40,7 @@ double value_of(int rank, uint32_t message, int64_t i) {
   return static_cast<double>((message * 31 + rank * 7 + i) % 1000);
 }
 
-// What all ranks send as a message, each knows by its number.
+// Each rank knows the messages of all ranks by their numbers.
 Header header_of(uint32_t message) {
   std::minstd_rand random(message * 2654435761u + 1);
   random.discard(4);

@@ -29,7 +29,7 @@ Change = Callable[["Model"], Any]
 
 
 class SwallowedError(Exception):
-    """What a program raises and catches."""
+    """An exception that a program raises and catches."""
 
 
 class Model(nn.Module):
@@ -126,7 +126,7 @@ def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
         return layer(x)  # type: ignore[no-any-return]
 
 
-# What a rank is refused because of its own data, by a word of the error.
+# Calls that a rank is refused because of its own data, by a word of the error.
 REFUSED = {
     "int64": lambda layer, x: layer(x.long()),
     "2D or 3D input": lambda layer, x: layer(x[0]),

@@ -21,7 +21,7 @@ from bagua_syncbn.sync.protocol import RAISED, _describe
 
 @dataclass(frozen=True)
 class Row:
-    """What the last rank does: ``program`` in place of ``base``, after ``change``; and what errors must tell."""
+    """Calls of the last rank, ``program`` in place of ``base`` after ``change``, and words of the errors."""
 
     program: str = "abc<"
     change: Change | None = None

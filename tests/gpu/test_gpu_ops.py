@@ -169,7 +169,7 @@ def test_graphs_replay_beside_eager_work():
 
 
 def test_the_first_use_of_a_stream_may_be_in_a_graph():
-    """What is made during capture belongs to the graph, and is not there for work that comes after it."""
+    """Counters that are made during capture belong to the graph, and are not there for work that comes after it."""
     input, _ = tensors((4, 8, 200, 200), torch.float32)
     expected = ops.batch_norm_stats(input)
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""What torch's allocator is asked for, as its own profiler reports it. Memory that bypasses it is not seen."""
+"""Requests to torch's allocator, as its own profiler reports them. Memory that bypasses it is not seen."""
 
 import os
 from collections.abc import Callable, Iterator

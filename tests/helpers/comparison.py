@@ -122,7 +122,7 @@ def check_not_finite(ops: Any, input: Tensor, grad_output: Tensor, value: float,
 
 
 def check_last_of_many(ops: Any, shape: tuple[int, ...], device: str) -> None:
-    """Of a constant input with one other value at the very end: for one that is too large to be compared."""
+    """Checks a constant input with another value at the very end, which is too large to be compared."""
     input = torch.ones(shape, dtype=torch.bfloat16, device=device)
     input.view(-1)[-1] = 2
     channels, count = shape[1], input.numel() // shape[1]
@@ -201,7 +201,7 @@ def check_act_ops(
 def check_activations(
     ops: Any, activations: Iterable[Activation], shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Of each shape an activation, with and without a residual; weight and bias are there every other time."""
+    """Checks an activation on each shape, with and without a residual; every other time with weight and bias."""
     for number, (shape, activation) in enumerate(zip(shapes, cycle(activations), strict=False)):
         input, grad_output = (torch.randn(shape).to(dtype) for _ in range(2))
         for residual in (None, torch.randn(shape).to(dtype)):

@@ -1,4 +1,4 @@
-"""What tests compile lies in build/tests, by the contents of what it was made of: the next run finds it there."""
+"""A cache of compiled objects in build/tests, by the contents of their sources: the next run finds them there."""
 
 import fcntl
 import hashlib

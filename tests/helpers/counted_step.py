@@ -12,7 +12,7 @@ from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
 
 class Counts(NamedTuple):
-    """Of a forward or a backward pass on this rank."""
+    """Counts of a forward or a backward pass on this rank."""
 
     ops: list[str]  # dispatched from Python and autograd
     collectives: int

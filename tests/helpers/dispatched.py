@@ -1,4 +1,4 @@
-"""What Python code hands to torch's dispatcher: ops, collectives with their payload, values that the host reads."""
+"""Ops, collectives and reads of the host that Python code hands to torch's dispatcher."""
 
 from collections.abc import Iterator
 from typing import Any

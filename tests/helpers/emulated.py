@@ -23,7 +23,7 @@ from bagua_syncbn.ops.words import parts_of, words_in, words_of_row
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 KERNELS = ("stats", "masked_stats", "gather_stats", "elemt", "backward_reduce", "backward_elemt", "zeros")
-# Of those for undefined behaviour the ones that a kernel can run into: all of them take half as long again to compile.
+# Checks for undefined behaviour that a kernel can run into: all of them take half as long again to compile.
 SANITIZERS = (
     "-fsanitize=address,alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
     "-fno-sanitize-recover=all",
@@ -64,7 +64,7 @@ def include_emulator(command: Sequence[str], headers: Path) -> list[str]:
 
 
 def keep_dtypes(csrc: Path, *kept: str) -> None:
-    """What is compiled from ``csrc``, a copy, has kernels of these dtypes alone: it takes less time."""
+    """Leaves kernels of these dtypes alone in ``csrc``, a copy: compiling it takes less time."""
     values = csrc / "cuda" / "values.cuh"
     text, dispatched = values.read_text(), "return body(Stored());"
     assert dispatched in text
@@ -134,7 +134,7 @@ def build_library(directory: Path, headers: Path) -> Path:
 
 
 class Library(NamedTuple):
-    """What :func:`build_library` has built, loaded.
+    """The library of :func:`build_library`, loaded.
 
     Attributes:
         ops: all by name, which are torch.ops.bagua_syncbn_emulated.

@@ -1,4 +1,4 @@
-"""What a step does beside computing: collectives, and reads of device values on the host."""
+"""Collectives of a step, and reads of device values on the host."""
 
 from contextlib import contextmanager
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bagua_syncbn.communicators import shared
 from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
-# What a forward and a backward pass of few channels call: an exchange through shared memory, or c10d's method, by the
+# The call of a forward or backward pass of few channels: an exchange through shared memory, or c10d's method, by the
 # name that this torch has for it.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
 MESSAGE = GATHER if shared.problem() else EXCHANGE

@@ -51,7 +51,7 @@ def build(batch_norm, wrap=lambda layer: layer, **options):
         width(5, 2, 1),
     ).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # those of normalization layers are 1 and 0 otherwise, and hide mistakes
+        for parameter in model.parameters():  # 1 and 0, as normalization layers begin, hide mistakes
             parameter.copy_(torch.randn_like(parameter))
     return model
 

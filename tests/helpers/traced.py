@@ -1,4 +1,4 @@
-"""What a call makes a device do, and where it makes the host wait: counted in a trace of torch's profiler."""
+"""Work of the device and waits of the host in a call, counted in a trace of torch's profiler."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def count(recorded: dict[str, Any]) -> dict[str, Any]:
     events = [event for event in recorded["traceEvents"] if event.get("ph") == "X"]
     (counted,) = (e for e in events if e.get("cat") == "user_annotation" and e["name"] == _RANGE)
     begin, end = counted["ts"], counted["ts"] + counted["dur"]
-    # What waits for the end of the call itself comes after it. All work of the device in the trace is the call's.
+    # The wait for the end of the call itself comes after it. All work of the device in the trace is the call's.
     during = [event for event in events if begin <= event["ts"] <= end]
     result: dict[str, Any] = dict.fromkeys((*_ON_DEVICE.values(), "collectives", "waits", "runtime"), 0)
     names = []

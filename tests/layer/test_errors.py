@@ -114,7 +114,7 @@ def test_wrong_arguments_of_the_function_are_refused_by_name(arguments, error, m
 
 
 def refused_in_a_job():
-    """What rank 0 alone is refused, before the ranks make their group."""
+    """Returns the errors of calls of rank 0 alone, before the ranks make their group."""
     if dist.get_rank():
         return [str(dist.get_rank())] * 3
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)

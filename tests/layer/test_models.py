@@ -95,7 +95,7 @@ def run_share(package, name):
     ("transformers", "ResNet"),
     ("transformers", "MobileNetV2"),
     ("timm", "resnet10t"),
-    ("timm", "efficientnet_lite0"),  # of BatchNormAct2d, which calls F.batch_norm by itself
+    ("timm", "efficientnet_lite0"),  # its BatchNormAct2d calls F.batch_norm by itself
     ("timm", "regnetx_002"),
     ("torchvision", "resnet18"),
     ("torchvision", "mobilenet_v3_small"),

@@ -267,7 +267,7 @@ def wrap_by_description(kind):
     nn.init.zeros_(model[0].bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(dist.get_rank()))
     with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
-    # Of a mesh layers keep what it stands for.
+    # Layers keep the group that a mesh stands for.
     assert model[1].process_group == (process_group.get_group() if kind == "mesh" else process_group)
     weight = model[0].weight.item()
     nn.init.ones_(model[0].weight)

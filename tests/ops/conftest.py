@@ -1,4 +1,4 @@
-"""What tests of the ops share."""
+"""The emulated CUDA kernels, which tests of the ops share."""
 
 import pytest
 from emulated import build, find_headers

@@ -1,4 +1,4 @@
-"""What stands between torch and the CUDA kernels: the files of csrc/cuda/torch, run on CPU tensors.
+"""Files between torch and the CUDA kernels, csrc/cuda/torch, run on CPU tensors.
 
 The kernels below are emulated (``tests/ops/emulator``). context.cpp, which asks for device and stream, is replaced:
 a test says which stream it is, and whether a graph is captured on it.
@@ -46,12 +46,12 @@ def tensors(shape, dtype):
     ((2, 8, 3, 4, 5), "channels_last_3d"),
     (SPLIT, "contiguous"),
 ])  # fmt: skip
-def test_ops(ops, shape, layout, dtype):
+def test_ops_called_by_torch_equal_the_reference(ops, shape, layout, dtype):
     check_ops(ops, *(laid_out(tensor, layout) for tensor in tensors(shape, dtype)), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ops_with_an_activation(ops, dtype):
+def test_ops_with_an_activation_equal_the_reference(ops, dtype):
     for shape, layout, activation in (
         ((3, 4, 33), "transposed", "silu"),
         ((2, 16, 5, 6), "channels_last", "gelu"),
@@ -64,7 +64,7 @@ def test_ops_with_an_activation(ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masked(ops, dtype):
+def test_ops_with_a_mask_equal_the_reference(ops, dtype):
     for shape, layout in (((7, 5), "contiguous"), ((3, 4, 33), "transposed"), ((2, 16, 5, 6), "channels_last")):
         masks = [torch.rand(shape[0], *shape[2:]) < 0.5]
         masks += [torch.randint(shape[-1] + 1, shape[:1])] * (len(shape) > 2)
@@ -90,18 +90,18 @@ def test_the_gradient_is_written_where_it_is_asked_for(ops, layout):
         torch.testing.assert_close(grad, grad_output.where(input > 1, 0), rtol=0, atol=0)
 
 
-def test_gradients_of_another_layout(ops):
+def test_a_grad_output_of_another_layout_equals_the_reference(ops):
     input, grad_output = tensors((2, 16, 5, 6), torch.float32)
     check_ops(ops, input, laid_out(grad_output, "channels_last"))
     check_ops(ops, laid_out(input, "channels_last"), laid_out(grad_output, "sliced"))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0)])
-def test_empty_input(ops, shape):
+def test_empty_input_gives_zeros_and_its_own_shape(ops, shape):
     input, ones = torch.ones(shape), torch.ones(3)
     assert ops.batch_norm_stats(input).tolist() == [0] * 8
     assert ops.batch_norm_stats(input.double(), 7, 9).tolist() == [0] * 8 + [0, 7, 9]
-    assert set(aten_calls(ops.batch_norm_stats, input, 7, 9)) <= {"aten::copy_"}  # of nothing: launches nothing
+    assert set(aten_calls(ops.batch_norm_stats, input, 7, 9)) <= {"aten::copy_"}  # an empty copy launches nothing
     assert ops.batch_norm_elemt(input, None, None, ones, ones).shape == shape
     sums, *_ = ops.batch_norm_backward_reduce(input, input, ones, ones, None, 5 * 2**24 + 3)
     assert sums.tolist() == [0] * 6 + [3, 9, 0, 0, 5, 25]
@@ -133,7 +133,7 @@ def test_running_statistics_that_are_strided_views_are_updated(ops, dtype, momen
 
 
 @pytest.mark.parametrize("rows", [torch.rand(8, 2).T, torch.rand(2, 16)[:, ::2]], ids=["transposed", "sliced"])
-def test_gathered_rows_that_are_strided_views(ops, rows):
+def test_gathered_rows_may_be_strided_views(ops, rows):
     rows[:, -2:] = torch.tensor([[3.0, 0.0], [5.0, 1.0]])
     results = ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)
     expected = reference.batch_norm_gather_stats(rows.double(), None, None, None, None, 1e-5)
@@ -142,7 +142,7 @@ def test_gathered_rows_that_are_strided_views(ops, rows):
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
-def test_arguments_are_checked(ops, call, message):
+def test_wrong_arguments_are_refused_by_name(ops, call, message):
     check_refused(ops, call, message)
 
 
@@ -238,6 +238,7 @@ def test_where_the_kernels_do_not_run_torch_computes_and_says_so_once(ops, libra
     monkeypatch.setattr(fallback, "cuda_problem", lambda device: fallback.describe(support, 13000, 12080))
     monkeypatch.setattr(fallback, "_warned", set())
     input, grad_output = tensors(SPLIT, torch.float16)
+    ops.batch_norm_stats(input)  # makes the counters of the stream
     expected = torch.ops.bagua_syncbn.batch_norm_stats.default(input.double())
     library.emulate_support(support)
     try:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the CUDA kernels: registers and loops within what is recorded, nothing in local memory."""
+"""The machine code of the CUDA kernels: registers and loops within what is recorded, nothing in local memory."""
 
 import json
 import re
@@ -102,7 +102,7 @@ def compiled():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 100, 120])
-def test_local_memory_on_other_cards(arch):
+def test_no_kernel_spills_registers_on_other_cards(arch):
     spilled = {}
     for cubin in compile_cubins(arch):
         spilled |= in_memory(report_on(cubin))
@@ -110,7 +110,7 @@ def test_local_memory_on_other_cards(arch):
 
 
 @pytest.mark.slow
-def test_registers_and_local_memory(compiled):
+def test_no_kernel_takes_more_registers_than_recorded_or_spills_them(compiled):
     """The budget is what CUDA 13.0 takes and a margin of 8, which other versions may need."""
     _, kernels = compiled
     assert in_memory(kernels) == {}
@@ -123,7 +123,7 @@ def test_registers_and_local_memory(compiled):
 
 @pytest.mark.slow
 @pytest.mark.skipif(machine_code.find_nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-def test_loops(compiled):
+def test_no_load_waits_for_another_and_no_loop_grows(compiled):
     """No load of a batch waits for one before it, and instructions are at most a tenth more than recorded.
 
     Of kernels with an activation: of a short one.

@@ -91,14 +91,14 @@ def tensors(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_planar(emulated, dtype):
+def test_planar_rows_of_every_length_equal_the_reference(emulated, dtype):
     for shape in PLANAR:
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_groups_of_channels(emulated, dtype):
-    """Of as many channels as end at a multiple of 16 bytes together; half of that, as 14 x 14 does, and odd rows."""
+def test_groups_of_channels_equal_the_reference(emulated, dtype):
+    """Rows of which a group ends at a multiple of 16 bytes, or half of that, as 14 x 14 does, and odd rows."""
     width = 16 // dtype.itemsize
     few = 132  # groups from which on they are taken
     check_ops(emulated, *tensors((9, few * width, 4 * width + 1), dtype), torch.float32)
@@ -109,7 +109,7 @@ def test_groups_of_channels(emulated, dtype):
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_interleaved(emulated, dtype):
+def test_interleaved_rows_of_every_width_equal_the_reference(emulated, dtype):
     for shape in [*INTERLEAVED, MANY_PARTS] if dtype == torch.float32 else INTERLEAVED:
         check_ops(emulated, *tensors(shape, dtype), torch.float32)
 
@@ -120,7 +120,7 @@ def test_interleaved(emulated, dtype):
     ((3, 3, 40, 30), torch.channels_last),
     ((2, 3, 4, 5, 6), torch.channels_last_3d),
 ])  # fmt: skip
-def test_channels_last(emulated, shape, memory_format, dtype):
+def test_channels_last_equals_the_reference(emulated, shape, memory_format, dtype):
     input, grad_output = (t.contiguous(memory_format=memory_format) for t in tensors(shape, dtype))
     check_ops(emulated, input, grad_output)
 
@@ -145,7 +145,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_masked(emulated, dtype):
+def test_ops_with_a_mask_equal_the_reference(emulated, dtype):
     for shape in [*MASKED, MANY_PARTS] if dtype == torch.float32 else MASKED:
         for mask in masks(shape):
             check_masked_ops(emulated, *tensors(shape, dtype), mask)
@@ -171,7 +171,7 @@ def test_masked_statistics_are_the_same_bits_in_any_order_and_survive_a_large_me
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_pointers_that_are_not_aligned(emulated, dtype, offset):
+def test_tensors_at_any_address_equal_the_reference(emulated, dtype, offset):
     """All tensors alike, which planar kernels read 16 bytes at a time still, and not alike."""
     emulated.offset = offset
     for grad_offset in (None, 0, 1):
@@ -182,13 +182,13 @@ def test_pointers_that_are_not_aligned(emulated, dtype, offset):
 
 @pytest.mark.parametrize("parameter_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_parameters_of_any_dtype(emulated, dtype, parameter_dtype):
+def test_parameters_of_any_dtype_equal_the_reference(emulated, dtype, parameter_dtype):
     check_ops(emulated, *tensors((4, 5, 33), dtype), parameter_dtype)
     check_ops(emulated, *tensors((40, 16), dtype), parameter_dtype)
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 9), (7, 8)])
-def test_without_weight_and_bias(emulated, shape):
+def test_ops_without_weight_and_bias_equal_the_reference(emulated, shape):
     input, grad_output = tensors(shape, torch.float32)
     mean, invstd = torch.randn(shape[1]), torch.rand(shape[1]) + 0.5
     output = emulated.batch_norm_elemt(input, None, None, mean, invstd)
@@ -203,7 +203,7 @@ def test_without_weight_and_bias(emulated, shape):
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_activations(emulated, dtype):
+def test_ops_with_an_activation_equal_the_reference(emulated, dtype):
     given = GIVEN[DTYPES.index(dtype) * 3 :] + GIVEN
     check_activations(emulated, given, [(3, 3, 5), (3, 3, 33), (2, 1, 257), (2, 2, 8200), (70, 3, 7)], dtype)
     check_activations(emulated, given[5:], [(7, 5), (33, 9), (257, 8), (2049, 8), (530, 40)], dtype)
@@ -215,7 +215,7 @@ def test_activations(emulated, dtype):
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
-def test_activations_and_masks_together(emulated, dtype):
+def test_ops_with_an_activation_and_a_mask_equal_the_reference(emulated, dtype):
     for shape, activation in zip(((3, 3, 33), (2, 2, 8200), (3, 2, 7, 9), (33, 9), (2049, 8)), GIVEN[1:], strict=False):
         for mask in masks(shape):
             for residual in (None, torch.randn(shape).to(dtype)):
@@ -240,7 +240,7 @@ def test_values_and_derivatives_are_those_of_torch(emulated, activation, dtype):
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 128 * 128), (4 * 128 * 128, 3), (2 * 128 * 128, 8)])
-def test_statistics_of_data_that_drifts_and_has_outliers(emulated, shape):
+def test_statistics_survive_data_that_drifts_and_has_outliers(emulated, shape):
     input = torch.randn(shape) * 1e-2 + 1e3
     input.view(-1)[: input.numel() // 32] = 0  # the first rows are far off
     input.view(-1)[1] = 1e6
@@ -257,7 +257,7 @@ def test_values_that_are_not_finite_stay_in_their_channel(emulated, shape, value
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 30000), (5000, 16)])
-def test_same_bits_in_any_order(emulated, shape):
+def test_sums_have_the_same_bits_in_any_order(emulated, shape):
     input, grad_output = tensors(shape, torch.float32)
     ones = torch.ones(shape[1])
     results = set()
@@ -275,7 +275,7 @@ def test_same_bits_in_any_order(emulated, shape):
     ("sizes", "channels"),
     [((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4), (range(67), 37)],
 )
-def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
+def test_the_merge_of_ranks_equals_the_reference(emulated, sizes, channels, momentum, buffer_dtype, dtype):
     rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels, dtype=dtype)) for n in sizes])
     for tracked in (True, False):
         running = [torch.rand(channels).to(buffer_dtype) for _ in range(2)] if tracked else [None, None]
@@ -294,7 +294,7 @@ def test_gather_stats(emulated, sizes, channels, momentum, buffer_dtype, dtype):
 
 
 def check_merge(ops, ranks):
-    """Of ranks around those of a group and of a tile. Channels of the same values get the same bits, in any order."""
+    """Around the sizes of a group and a tile; channels of equal values get the same bits, in any order of threads."""
     rows = torch.randn(ranks, 42).double()
     rows[:, 20:40].abs_()
     rows[:, 40], rows[:, 41] = torch.randint(0, 9, (ranks,)), torch.randint(0, 2, (ranks,))
@@ -309,7 +309,7 @@ def check_merge(ops, ranks):
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 9, 256, 257, 600])
-def test_the_merge_of_many_ranks(emulated, ranks):
+def test_the_merge_of_many_ranks_has_the_same_bits_in_any_order(emulated, ranks):
     check_merge(emulated, ranks)
 
 

@@ -103,7 +103,7 @@ def test_a_grad_output_of_another_layout_equals_the_reference(layouts):
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3])
-def test_pointers_that_are_not_aligned(offset):
+def test_tensors_at_any_address_equal_the_reference(offset):
     for dtype, shape in product(DTYPES, [(3, 2, 64), (9, 64), (2, 1, 2**16)]):
         values = torch.randn(2, 3 * 2**17).to(dtype)
         size = torch.Size(shape).numel()
@@ -201,7 +201,7 @@ def test_values_that_are_not_finite_stay_in_their_channel(shape, dtype, value):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_statistics_of_data_that_drifts_and_has_outliers(layout):
+def test_statistics_survive_data_that_drifts_and_has_outliers(layout):
     """The pivots of the sums are means of a few of the values: no choice of those may spoil the variance."""
     input = torch.randn(4, 3, 128, 128) * 1e-2 + 1e3
     input[:, 0, :8] = 0  # the first rows are far off
@@ -302,7 +302,7 @@ def test_same_bits_with_any_instruction_set_and_number_of_threads():
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_no_temporaries_of_the_size_of_the_input(layout):
+def test_no_op_allocates_temporaries_of_the_size_of_the_input(layout):
     input, grad_output = (laid_out(torch.randn(4, 64, 64, 64), layout) for _ in range(2))
     size = input.numel() * input.element_size()
     mean = torch.ones(64)
@@ -358,7 +358,7 @@ def test_small_inputs_are_left_to_torch(shape, layout):
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
-def test_arguments_are_checked(call, message):
+def test_wrong_arguments_are_refused_by_name(call, message):
     check_refused(ops, call, message)
 
 

@@ -32,7 +32,7 @@ def form(request):
 
 
 def speaker_of(said):
-    """What a message of the words for layer, terms and call is made from."""
+    """Returns the arguments of an op that make the words for layer, terms and call."""
     if not said:
         return ()
     layer, terms, call = said
@@ -115,7 +115,7 @@ def test_words_in_a_sum_are_found_where_they_differ(form, shape):
         grad, fault = gradient(form, words, len(words), input)
         assert not grad.isnan().any()
         assert not any(fault)
-    # Of the same sum, and of the same sum but for one rank of three.
+    # Words of the same sum, and of the same sum but for one rank of three.
     for words in ([[2, 4], [4, 16]], [[3, 9, 2, 4], [3, 9, 1, 1]], [[3, 9], [2, 4], [4, 16]]):
         grad, fault = gradient(form, words, len(words), input)
         assert grad.isnan().all()
@@ -127,7 +127,7 @@ def test_words_in_a_sum_are_found_where_they_differ(form, shape):
 @pytest.mark.parametrize("which", ["mean", "var"])
 def test_buffers_stay_where_statistics_are_not_finite(form, which, value, momentum):
     rows = gathered(form, SAID, SAID)
-    rows[1, (CHANNELS if which == "var" else 0) + CHANNELS - 1] = value  # of the last channel
+    rows[1, (CHANNELS if which == "var" else 0) + CHANNELS - 1] = value  # the last channel's
     tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
     form.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault, True)
     assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
@@ -162,8 +162,9 @@ def test_a_fingerprint_is_exact_in_a_sum(ranks):
 
     hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
     said = {
-        tuple(ops.parts_of(number & exact_bits(ranks))) for number in (*hashes, -1)
-    }  # of which the last has all bits
+        tuple(ops.parts_of(number & exact_bits(ranks)))
+        for number in (*hashes, -1)  # -1 has all bits
+    }
     assert len(said) == 4
     for parts in map(torch.tensor, said):
         total = torch.zeros(6)

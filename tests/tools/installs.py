@@ -28,7 +28,7 @@ import torch, bagua_syncbn
 model = bagua_syncbn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 before = model[1].weight.clone()
-for size in (2, 4096):  # of the second the native kernels are faster than torch's
+for size in (2, 4096):  # on the second the native kernels are faster than torch's
     model(torch.randn(size, 3, 5, 5)).square().mean().backward()
     model[1].weight.grad += 1
     optimizer.step()

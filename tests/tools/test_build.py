@@ -1,4 +1,4 @@
-"""What setup.py decides to build, by the tools that are there. What comes of each way of installing: installs.py."""
+"""Decisions of setup.py on what to build, by the tools that are there. Ways of installing: installs.py."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What an installation says of itself, and what importing it brings."""
+"""The facts that an installation tells, and the weight of importing it."""
 
 import json
 import subprocess

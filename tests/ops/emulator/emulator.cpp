@@ -64,7 +64,7 @@ struct Fiber {
   int distance = 0;
 };
 
-// Of the block on this system thread.
+// The block on this system thread.
 thread_local std::vector<Fiber> fibers;
 thread_local std::vector<size_t> ready;
 thread_local size_t running = 0;
@@ -74,7 +74,7 @@ thread_local void* scheduler = nullptr;
 thread_local const void* scheduler_stack = nullptr;
 thread_local size_t scheduler_stack_size = 0;
 
-// Of the launch. Used by the worker whose turn it is, so that the same seed gives the same order.
+// The launch's. Used by the worker whose turn it is, so that the same seed gives the same order.
 constexpr size_t kWorkers = 3;
 std::mt19937_64 random_bits;
 const std::function<void()>* body = nullptr;

@@ -23,7 +23,7 @@
 
 namespace emulator {
 
-// Of the thread that runs.
+// State of the thread that runs.
 struct Place {
   uint3 thread;
   uint3 block;

@@ -1,4 +1,4 @@
-// What the kernels include before all else: parsing it can take longer than compiling one of them.
+// Included by the kernels before all else: parsing it can take longer than compiling one of them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -81,7 +81,7 @@ Words words_of(const std::vector<int64_t>& integers, size_t begin) {
   return words;
 }
 
-// What integers 7 to 9 and a double say: whether the mask has lengths, the length of a line, the activation.
+// Integers 7 to 9 and a double: whether the mask has lengths, the length of a line, the activation.
 class GivenOptions {
  public:
   GivenOptions(const std::vector<int64_t>& integers, const std::vector<double>& doubles, const Buffer& mask,
