@@ -10,7 +10,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,7 +50,7 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class _Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):
     """Notes what is allocated, and can say how much of it there still is."""
 
     def __init__(self) -> None:
@@ -65,18 +65,18 @@ class _Storages(TorchDispatchMode):
                 self._noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return results
 
-    def bytes_alive(self, known: list[Tensor]) -> int:
-        """Returns the bytes in memory, less those of tensors that were there before."""
+    def sizes_alive(self, known: Iterable[Tensor] = ()) -> list[int]:
+        """Returns the bytes of each storage in memory, but for those of tensors that were there before."""
         before = {tensor.untyped_storage()._cdata for tensor in known}
         noted = self._noted.items()
-        return sum(size for key, (storage, size) in noted if key not in before and not storage.expired())
+        return [size for key, (storage, size) in noted if key not in before and not storage.expired()]
 
 
 def stored_bytes(model: nn.Module, batch: Tensor) -> int:
     """Returns the bytes that a forward pass leaves, as long as its loss is there."""
-    with _Storages() as storages:
+    with Storages() as storages:
         loss = model(batch).square().mean()
-        alive = storages.bytes_alive([batch, *model.parameters(), *model.buffers()])
+        alive = sum(storages.sizes_alive([batch, *model.parameters(), *model.buffers()]))
     del loss
     return alive
 

@@ -16,8 +16,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad
 from torch.fx import symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from user_layers import BatchNormAct
 
@@ -25,6 +23,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_o
 from bagua_syncbn.autograd import this_thread
 from bagua_syncbn.ops import activations
 from bagua_syncbn.torch_internals import saving_hooks
+from benchmarks.cpu.stored import Storages
 
 
 class Readers(nn.Module):
@@ -200,26 +199,6 @@ def test_two_who_wait_for_an_output_share_it(monkeypatch):
     assert len(made) == 2
 
 
-class Storages(TorchDispatchMode):
-    """Notes what operations make."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def alive(self, size):
-        """How many of ``size`` bytes still are there."""
-        return sum(nbytes == size and not storage.expired() for storage, nbytes in self.made.values())
-
-
 # Each with whether it can work in place.
 ACTIVATIONS = {
     "relu": (nn.ReLU, True),
@@ -255,7 +234,7 @@ def test_no_activation_is_stored(name, inplace, last):
     torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
     with Storages() as storages:
         loss = model(batch).sum()
-    assert storages.alive(batch.untyped_storage().nbytes()) == 3  # the batch, and the inputs of the layers
+    assert storages.sizes_alive().count(batch.nbytes) == 3  # the batch, and the inputs of the layers
     loss.backward()
 
 
@@ -269,7 +248,7 @@ def test_no_activation_in_a_forward_of_the_layers_own_is_stored():
     torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
     with Storages() as storages:
         loss = model(batch).sum()
-    assert storages.alive(batch.untyped_storage().nbytes()) == 3  # the batch, and the inputs of the layers
+    assert storages.sizes_alive().count(batch.nbytes) == 3  # the batch, and the inputs of the layers
     loss.backward()
 
 

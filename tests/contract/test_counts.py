@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from counted_step import count_step
+from dispatched import count_step
 from observed import MESSAGE
 from torch import nn
 from user_layers import BatchNormAct

@@ -1,11 +1,14 @@
-"""Ops, collectives and reads of the host that Python code hands to torch's dispatcher."""
+"""Costs of a step as torch's dispatcher sees them: ops, collectives and their payload, memory, reads of the host."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
 # The arguments of c10d's ops that hold what this rank contributes.
 _PAYLOAD = ("input", "input_tensor", "input_tensors", "inputs", "tensor", "tensors")
@@ -17,25 +20,54 @@ _READS = (
 )  # fmt: skip
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+class Counts(NamedTuple):
+    """Counts of a forward or a backward pass on this rank."""
+
+    ops: list[str]  # dispatched from Python and autograd
+    collectives: int
+    payload: int  # bytes contributed to the collectives
+    waits: int  # times that the host waited for a collective
+    reads: int  # times that the host needs a value or a shape from the device
+    large: int  # allocations of at least the size of the input
+
+
+def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts, Counts, int]:
+    """Returns the counts of forward and backward, and the peak in bytes of what both allocate beyond their input."""
+    inputs = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    for _ in range(2):  # buffers that live on, such as thread pools and lazily made groups
+        torch.autograd.grad(layer(x), inputs, grad_output)
+    counter = DispatchCounter()
+    y, forward = counter.count(lambda: layer(x), x.nbytes)
+    _, backward = counter.count(lambda: torch.autograd.grad(y, inputs, grad_output), x.nbytes)
+    return forward, backward, counter.peak
 
 
 class DispatchCounter(TorchDispatchMode):
     """Lists what is dispatched while it is entered, autograd's backward included.
 
-    What ops dispatch inside themselves is not seen: a kernel counts as one.
+    Work inside an op is not seen: a kernel counts as one, and its memory is that of its results.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.peak = 0  # bytes that were there at once, at most
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self.ops: list[str] = []
         self.payloads: list[int] = []  # bytes that this rank contributes to each collective
+        self.sizes: list[int] = []  # bytes of each allocation
         self.reads = 0
+
+    def count(self, function: Callable[[], Any], large: int) -> tuple[Any, Counts]:
+        """Returns the result of ``function``, and its counts with allocations of at least ``large`` bytes."""
+        self._begin()
+        with CollectiveClock().installed() as clock, self:
+            result = function()
+        messages, payload = len(self.payloads) + clock.collectives[EXCHANGE], sum(self.payloads) + clock.shared_bytes
+        allocations = sum(size >= large for size in self.sizes)
+        return result, Counts(self.ops, messages, payload, clock.waits, self.reads, allocations)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,7 +76,22 @@ class DispatchCounter(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
             self.payloads.append(_payload(function, args, kwargs))
         self.reads += reads_on_host(function, args, kwargs)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors([args, [*kwargs.values()]])}
+        for storage in (tensor.untyped_storage() for tensor in _tensors(result)):
+            if storage._cdata not in given:
+                self.sizes.append(storage.nbytes())
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for made, size in self._made.values() if not made.expired()))
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _payload(function: Any, args: Any, kwargs: Any) -> int:
