@@ -6,11 +6,13 @@ from .communicators import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
+    freeze_statistics,
     fuse_activations,
     patch_torch_converter,
     recompute_outputs,
     register_converter,
     revert_sync_batchnorm,
+    unfreeze_statistics,
 )
 from .functional import sync_batch_norm
 from .masks import masked
@@ -31,6 +33,7 @@ __all__ = [
     "check_ranks",
     "conversion_report",
     "convert_sync_batchnorm",
+    "freeze_statistics",
     "fuse_activations",
     "masked",
     "patch_torch_converter",
@@ -39,5 +42,6 @@ __all__ = [
     "revert_sync_batchnorm",
     "sync_batch_norm",
     "sync_group",
+    "unfreeze_statistics",
     "with_bagua",
 ]

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 _Class = TypeVar("_Class", bound=nn.Module)
@@ -56,6 +57,19 @@ def change_and_class(cls: type[nn.Module]) -> tuple[Change | None, type[nn.Modul
     return found
 
 
+def class_before_changes(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that ``cls`` was made from by all its changes; ``cls`` where it has none."""
+    while (made_from := change_and_class(cls))[0] is not None:
+        cls = made_from[1]
+    return cls
+
+
+def class_with_changes_of(cls: type[nn.Module], base: type[_Class]) -> type[_Class]:
+    """Returns ``base`` with all changes that ``cls`` has."""
+    change, before = change_and_class(cls)
+    return base if change is None else cast(type[_Class], class_with(class_with_changes_of(before, base), change))
+
+
 def has(cls: type[nn.Module], change: Change) -> bool:
     """Whether modules of ``cls`` have the methods of ``change``."""
     return any(vars(base).get("change_and_class", (None,))[0] is change for base in cls.__mro__)
@@ -71,6 +85,16 @@ def undo(module: nn.Module, change: Change) -> None:
     cls = type(module)
     if has(cls, change):
         object.__setattr__(module, "__class__", class_without(cls, change))
+
+
+def forget_compiled_code(module: nn.Module) -> None:
+    """Makes the next call of a compiled model compile it with the classes that its layers have now."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second
+    if dynamo is not None and any(
+        part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
+    ):
+        # torch's guards would see that a class has changed, but options of torch.compile can leave them out.
+        torch.compiler.reset()
 
 
 def _new_module(change: Change, function: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:

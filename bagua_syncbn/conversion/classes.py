@@ -16,7 +16,7 @@ from ..sync_batchnorm import (
     SyncBatchNorm3d,
     state_to_travel,
 )
-from .changes import change_and_class, class_with, is_sharded_class, sharded_class
+from .changes import change_and_class, class_before_changes, class_with, is_sharded_class, sharded_class
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -166,7 +166,7 @@ def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
     state = reduced[2]
     if isinstance(state, dict):
         state = state_to_travel(state)  # for a __getstate__ of the layer's own class that does not call ours
-    cls = type(layer)
+    cls = cast(type[SyncBatchNorm], class_before_changes(type(layer)))
     made_from = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
     return _new_layer, made_from, state, *reduced[3:]
 

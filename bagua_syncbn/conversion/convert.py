@@ -5,13 +5,11 @@ stay. Only ``layer.__class__`` changes, to a class that inherits from the old cl
 that order, so that method resolution finds ``SyncBatchNorm.forward`` in the place of torch's.
 """
 
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from ..communicators import EVERYONE, GroupSpec, spec_of
@@ -94,7 +92,7 @@ def convert_sync_batchnorm(
             if skip_nonfinite:
                 vars(layer)["skip_nonfinite"] = True
         _name_layers(module)
-    forget_compiled_code(module)
+    changes.forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
         print(told)
@@ -137,7 +135,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             vars(layer).update(attributes)
         for part, cls in changed.items():
             object.__setattr__(part, "__class__", cls)
-    forget_compiled_code(module)
+    changes.forget_compiled_code(module)
     return module
 
 
@@ -162,16 +160,6 @@ def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
         if changes.has(cls, change):
             cls = changes.class_without(cls, change)
     return class_before_conversion(cls) if issubclass(cls, SyncBatchNorm) else cls
-
-
-def forget_compiled_code(module: nn.Module) -> None:
-    """Makes the next call of a compiled model compile it with the classes that its layers have now."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second
-    if dynamo is not None and any(
-        part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
-    ):
-        # torch's guards would see that a class has changed, but options of torch.compile can leave them out.
-        torch.compiler.reset()
 
 
 def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:

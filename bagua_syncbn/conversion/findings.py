@@ -46,11 +46,10 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
         TypeError: ``module`` is no module, or ``filter`` is not callable.
     """
     check_module(module)
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
+    check_filter(filter)
     return [
         finding
-        for found, names in _modules_with_names(module).items()
+        for found, names in modules_with_names(module, is_closed=_is_closed).items()
         if (finding := _examine_one(found, names, filter)) is not None
     ]
 
@@ -61,14 +60,20 @@ def check_module(module: object) -> None:
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
 
 
+def check_filter(filter: object) -> None:
+    """Raises TypeError unless ``filter`` is a filter or None."""
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
+
+
 def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
     error = _error_if_closed(module, names[0])
     if error is None and not is_candidate(module):
         reason = _why_not_concerned(module)
-        if reason == BY_ITSELF and _is_left_out(module, names, filter):
+        if reason == BY_ITSELF and is_left_out(module, names, filter):
             reason = _LEFT_OUT
         return Finding(names, module, "skipped", reason) if reason else None
-    if _is_left_out(module, names, filter):
+    if is_left_out(module, names, filter):
         return Finding(names, module, "skipped", _LEFT_OUT)
     if error is None:
         try:
@@ -85,7 +90,8 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
     return Finding(names, module, "converted", reason, target)
 
 
-def _is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
+def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
+    """Whether ``filter`` returns False for all ``names`` of ``module``."""
     return filter is not None and not any(filter(name, module) for name in names)
 
 
@@ -100,8 +106,13 @@ def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     return target
 
 
-def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """Returns all modules in the order of ``named_modules``, each with all its names; shared modules have several."""
+def modules_with_names(
+    root: nn.Module, is_closed: Callable[[nn.Module, str], bool] = lambda module, name: False
+) -> dict[nn.Module, list[str]]:
+    """Returns all modules in the order of ``named_modules``, each with all its names; shared modules have several.
+
+    Children of modules for which ``is_closed`` is True are left out.
+    """
     found: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -109,13 +120,17 @@ def _modules_with_names(root: nn.Module) -> dict[nn.Module, list[str]]:
             found[module].append(name)
             return
         found[module] = [name]
-        if _error_if_closed(module, name) is None:
+        if not is_closed(module, name):
             for child_name, child in module._modules.items():
                 if child is not None:
                     visit(child, f"{name}.{child_name}" if name else child_name)
 
     visit(root, "")
     return found
+
+
+def _is_closed(module: nn.Module, name: str) -> bool:
+    return _error_if_closed(module, name) is not None
 
 
 def _error_if_closed(module: nn.Module, name: str) -> Exception | None:

@@ -109,9 +109,7 @@ def fusing(cls: Any) -> dict[str, Any]:
 
 def pairs_in(container: nn.Module) -> Iterator[Pair]:
     """Yields the pairs that ``container`` computes together, or could; none unless it has nn.Sequential's forward."""
-    cls = type(container)
-    while changes.change_and_class(cls)[0] is not None:
-        cls = changes.change_and_class(cls)[1]
+    cls = changes.class_before_changes(type(container))
     if not _is_sequential(cls) or "forward" in vars(container):
         return
     names, modules = list(container._modules), list(container._modules.values())

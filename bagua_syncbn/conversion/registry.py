@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..communicators import bagua
 from ..sync_batchnorm import SyncBatchNorm
+from .changes import class_before_changes, class_with_changes_of
 from .classes import full_name, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
@@ -52,7 +53,11 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether conversion concerns ``module``."""
-    return isinstance(module, _BatchNorm) or type(module) in _converters
+    return isinstance(module, _BatchNorm) or _converter_of(module) is not None
+
+
+def _converter_of(module: nn.Module) -> Converter | None:
+    return _converters.get(class_before_changes(type(module)))
 
 
 def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
@@ -61,10 +66,10 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
     Raises:
         TypeError: the converter of ``layer`` returned something else than a synchronized class.
     """
-    cls = type(layer)
-    if cls not in _converters:
+    cls, converter = type(layer), _converter_of(layer)
+    if converter is None:
         return synchronized_class(cls)
-    target = _converters[cls](layer)
+    target = converter(layer)
     if target is None:
         return None
     if not isinstance(target, type) or not issubclass(target, SyncBatchNorm):
@@ -72,7 +77,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
         )
-    return replacing_class(cls, target)
+    return class_with_changes_of(cls, replacing_class(class_before_changes(cls), target))
 
 
 def groups_of(layer: nn.Module) -> dict[str, Any]:
@@ -87,7 +92,7 @@ def groups_of(layer: nn.Module) -> dict[str, Any]:
     attributes = vars(layer)
     if "process_group" in attributes:
         return {"process_group": attributes["process_group"]}
-    if type(layer) not in _converters:
+    if _converter_of(layer) is None:
         return {}
     groups = {name: value for name, value in attributes.items() if _is_group(value)}
     if len({id(group) for group in groups.values()}) > 1:

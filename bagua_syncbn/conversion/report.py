@@ -9,6 +9,7 @@ from torch import nn
 from ..sync_batchnorm import SyncBatchNorm
 from . import changes
 from .findings import Action, Filter, Finding, examine
+from .freezing import is_frozen
 from .fusing import fusing, pairs_in
 from .recomputing import recomputing
 
@@ -35,7 +36,8 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
 
     The report has a line for each batch normalization layer; for each module that is refused with all its children,
     such as a wrapped one; and for each skipped module that resembles batch normalization. The line of a synchronized
-    layer also says what :func:`fuse_activations` and :func:`recompute_outputs` have done.
+    layer also says what :func:`fuse_activations` and :func:`recompute_outputs` have done, and that of a frozen layer
+    that :func:`freeze_statistics` has frozen it.
 
     Args:
         module: the model, converted or not.
@@ -61,9 +63,11 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
 
 
 def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Returns for each layer notes on activations that follow it, and on outputs that are made anew."""
+    """Returns for each layer notes on activations that follow it, outputs that are made anew, and frozen statistics."""
     notes: dict[nn.Module, list[str]] = {}
     for name, container in model.named_modules():
+        if is_frozen(container):
+            notes.setdefault(container, []).append("statistics frozen")
         is_fused = changes.has(type(container), fusing)
         for layer, activation, (_, child) in pairs_in(container):
             where = f"{type(activation).__name__} at {f'{name}.{child}'.lstrip('.')!r}"

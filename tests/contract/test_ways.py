@@ -10,6 +10,7 @@ from bagua_syncbn import (
     SyncBatchNorm2d,
     accumulate_statistics,
     convert_sync_batchnorm,
+    freeze_statistics,
     masked,
     recompute_outputs,
     sync_batch_norm,
@@ -25,6 +26,7 @@ OPTIONS = {
     "eps_mode": "clamp",
     "skip_nonfinite": True,
     "activation": ("leaky_relu", 0.2),
+    "frozen": True,
 }
 
 
@@ -48,7 +50,8 @@ class ByFunction(nn.BatchNorm2d):
 def given(name):
     """The options of a layer of which one is not torch's."""
     options = {"eps": 1e-5, "momentum": 0.1, "eps_mode": "plus", "skip_nonfinite": False, "activation": None}
-    options["momentum" if name == "average" else name] = OPTIONS[name]
+    if name != "frozen":
+        options["momentum" if name == "average" else name] = OPTIONS[name]
     return options | ({"eps": 2.0} if name == "eps_mode" else {})  # above some of the variances
 
 
@@ -63,7 +66,9 @@ def make_layer(name, cls=None):
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([1.5, -0.5, 1.0]))
         layer.bias.copy_(torch.tensor([0.1, 0.2, -0.3]))
-    return layer.double()
+        layer.running_mean.copy_(torch.tensor([0.5, -1.0, 2.0]))
+        layer.running_var.copy_(torch.tensor([0.5, 2.0, 4.0]))
+    return (freeze_statistics(layer) if name == "frozen" else layer).double()
 
 
 def as_function(layer):
@@ -138,7 +143,7 @@ def test_every_option_holds_by_every_way_in(way, option, single_threaded):
         own = input.clone().requires_grad_()
         output = call(own)
         actual = output.detach(), *torch.autograd.grad(output, (own, layer.weight, layer.bias), grad_output)
-        expected = expected_step(model, input, grad_output, training)
+        expected = expected_step(model, input, grad_output, training and option != "frozen")
         for name, one, other in zip(("output", "input", "weight", "bias"), actual, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
         torch.testing.assert_close(list(layer.buffers()), list(model.buffers()), rtol=1e-9, atol=1e-9)

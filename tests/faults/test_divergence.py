@@ -101,6 +101,7 @@ NAMED = {
     "evaluation of the first layer": Row(change=lambda model: model.a.eval(), told=(A, B)),
     "evaluation of a layer": Row(change=lambda model: model.b.eval(), told=(B, C)),
     "evaluation of the last layer": Row(change=lambda model: model.c.eval(), told=(C, "backward of", B)),
+    "frozen statistics of a layer": Row(change=lambda model: bagua_syncbn.freeze_statistics(model.b), told=(B, C)),
     # exceptions that are swallowed
     "exception between two layers": Row("a!", told=(A, B)),
     "exception before the last layer": Row("ab!", told=(A, C)),
@@ -129,6 +130,7 @@ NAMED = {
 # Nothing is sent that others could compare: they wait until the time-out.
 ABSENT = {
     "evaluation of the model": Row(change=nn.Module.eval, told=(A,)),
+    "frozen statistics of the model": Row(change=bagua_syncbn.freeze_statistics, told=(A,)),
     "step left out": Row("", told=(A,)),
     "exception before the first layer": Row("!", told=(A,)),
     "last step ends early": Row("ab", told=("of SyncBatchNorm1d 'c'",)),
@@ -136,6 +138,9 @@ ABSENT = {
 
 LEGITIMATE = {
     "the same": Row(),
+    "statistics that all freeze": Row(
+        "ac<", base="ac<", prepare=lambda model: bagua_syncbn.freeze_statistics(model.b), change=nn.Module.train
+    ),
     "a bias of another dtype": Row(change=setter("a", "bias", nn.Parameter(torch.zeros(8, dtype=torch.float64)))),
     "no affine": Row(change=setter("a", "bias", None)),
     "a layer that is not synchronized, evaluated": Row(change=lambda model: nn.BatchNorm1d(8).eval()(torch.ones(2, 8))),

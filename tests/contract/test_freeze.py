@@ -1,0 +1,305 @@
+"""freeze_statistics: layers that normalize by their running statistics in training too, and send nothing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from observed import collectives
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import update_bn
+from user_layers import BatchNormAct, BatchNormReLU, Doubled
+
+from bagua_syncbn import (
+    SyncBatchNorm2d,
+    conversion_report,
+    convert_sync_batchnorm,
+    freeze_statistics,
+    fuse_activations,
+    register_converter,
+    revert_sync_batchnorm,
+    unfreeze_statistics,
+)
+from bagua_syncbn.conversion import registry
+
+SPLITS = {1: (5,), 2: (2, 3), 3: (1, 4, 0), 4: (2, 1, 3, 1)}
+
+
+class ByConstants(nn.Module):
+    """What a frozen layer computes, written out."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.mean, self.var = (buffer.clone().view(1, -1, 1) for buffer in (layer.running_mean, layer.running_var))
+        self.weight, self.bias = nn.Parameter(layer.weight.detach().clone()), nn.Parameter(layer.bias.detach().clone())
+        self.eps = layer.eps
+
+    def forward(self, input):
+        normalized = (input - self.mean) / (self.var + self.eps).sqrt()
+        return normalized * self.weight.view(1, -1, 1) + self.bias.view(1, -1, 1)
+
+
+def step(model, input, grad_output):
+    model.zero_grad()
+    input = input.clone().requires_grad_()
+    output = model(input)
+    output.backward(grad_output)
+    return [output.detach(), input.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def freeze_on_ranks(split):
+    """Trains, freezes the first layer, trains, unfreezes it, trains; beside one process on all samples."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)).double()
+    nn.init.uniform_(plain[0].weight)
+    model = convert_sync_batchnorm(copy.deepcopy(plain))
+    begin = sum(split[: dist.get_rank()])
+    own = slice(begin, begin + split[dist.get_rank()])
+    messages = []
+    for action in (nn.Module.train, freeze_statistics, unfreeze_statistics):
+        action(model[0])
+        model.train()
+        for _ in range(3):
+            whole, grad_output = torch.randn(2, sum(split), 3, 4, dtype=torch.float64)
+            reference = nn.Sequential(*plain)
+            if action is freeze_statistics:
+                reference[0] = ByConstants(plain[0])
+            with collectives() as seen:
+                actual = step(model, whole[own], grad_output[own])
+            expected = step(reference, whole, grad_output)
+            for gradient in actual[2:]:
+                dist.all_reduce(gradient)
+            torch.testing.assert_close(actual[:2], [tensor[own] for tensor in expected[:2]])
+            torch.testing.assert_close(actual[2:], expected[2:])
+            torch.testing.assert_close(model.state_dict(), plain.state_dict())
+        messages.append(seen.total())  # of the last step, in which no call is probed
+    return messages
+
+
+@pytest.mark.parametrize("ranks", SPLITS)
+def test_frozen_layers_send_nothing_and_the_others_stay_synchronized(pool, ranks):
+    assert pool.run(freeze_on_ranks, ranks, SPLITS[ranks]) == [[4, 2, 4] if ranks > 1 else [0, 0, 0]] * ranks
+
+
+def converted(layer):
+    return convert_sync_batchnorm(nn.Sequential(layer))[0]
+
+
+KINDS = {
+    "torch's": lambda: nn.BatchNorm2d(3),
+    "synchronized": lambda: SyncBatchNorm2d(3, activation="relu"),
+    "a subclass": lambda: BatchNormReLU(3),
+    "a converted subclass": lambda: converted(BatchNormAct(3)),
+    "nn.SyncBatchNorm": lambda: nn.SyncBatchNorm(3),
+    "a converted nn.SyncBatchNorm": lambda: converted(nn.SyncBatchNorm(3)),
+}
+
+
+def trained(layer):
+    layer(torch.randn(4, 3, 2, 2) * 3 + 1) if not isinstance(layer, nn.SyncBatchNorm) else layer.running_mean.add_(1)
+    return layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_stays_frozen_whatever_happens_to_it(kind):
+    layer = trained(KINDS[kind]())
+    input = torch.randn(4, 3, 2, 2)
+    expected, state, name = copy.deepcopy(layer).eval()(input), copy.deepcopy(layer.state_dict()), type(layer).__name__
+    model = nn.Sequential(layer)
+    assert freeze_statistics(model) is model
+    copied = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    for own in (model, copied, loaded):
+        assert "statistics frozen" in str(own)
+        for change in (nn.Module.train, nn.Module.eval, nn.Module.train):
+            change(own)
+            assert type(own[0]).__name__ == name
+            assert not own[0].training
+            torch.testing.assert_close(own(input), expected)
+        own.load_state_dict(own.state_dict())
+        convert_sync_batchnorm(own)
+        assert "synchronized already; statistics frozen" in str(conversion_report(own))
+        torch.testing.assert_close(pickle.loads(pickle.dumps(own)).train()(input), expected)
+        if kind != "synchronized":  # which has an activation
+            assert not revert_sync_batchnorm(own).train()[0].training
+        torch.testing.assert_close(own(input), expected)
+        torch.testing.assert_close(own[0].state_dict(), state, rtol=0, atol=0)
+    assert unfreeze_statistics(model)[0] is layer
+    assert layer.training
+    assert "frozen" not in str(model)
+
+
+def test_converting_a_frozen_layer_is_freezing_a_converted_one():
+    layer = trained(nn.BatchNorm2d(3))
+    unfreeze_statistics(convert_sync_batchnorm(freeze_statistics(layer)))
+    assert type(layer) is SyncBatchNorm2d
+    freeze_statistics(layer)
+    revert_sync_batchnorm(layer)
+    unfreeze_statistics(layer)
+    assert type(layer) is nn.BatchNorm2d
+
+
+def test_a_registered_converter_is_found_for_frozen_layers(monkeypatch):
+    monkeypatch.setattr(registry, "_converters", {})
+    register_converter(BatchNormReLU, lambda layer: SyncBatchNorm2d)
+    model = convert_sync_batchnorm(freeze_statistics(nn.Sequential(BatchNormReLU(3))))
+    assert not isinstance(pickle.loads(pickle.dumps(model)).train()[0], BatchNormReLU)
+    assert not model.train()[0].training
+    assert not isinstance(unfreeze_statistics(model)[0], BatchNormReLU)
+    assert type(revert_sync_batchnorm(model)[0]) is BatchNormReLU
+
+
+def test_freezing_and_unfreezing_leaves_no_trace():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), SyncBatchNorm2d(3))
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+
+    def facts():
+        parts = [(type(part), part.training, vars(part).keys()) for part in model.modules()]
+        return str(model), parts, [parameter.requires_grad for parameter in model.parameters()]
+
+    before = facts()
+    freeze_statistics(freeze_statistics(model), parameters=True)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    unfreeze_statistics(model)
+    assert facts() == before
+
+
+def test_an_unfrozen_layer_gets_the_mode_of_what_holds_it():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3)))
+    freeze_statistics(model)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    for module, mode in modes.items():  # as trainers put them back after validation
+        module.training = mode
+    model[1].eval()
+    unfreeze_statistics(model)
+    assert [model[0].training, model[1][0].training] == [True, False]
+    layer = freeze_statistics(nn.BatchNorm2d(3).eval())
+    assert not unfreeze_statistics(layer).training
+    assert unfreeze_statistics(freeze_statistics(layer).train()).training
+
+
+def test_modules_within_a_frozen_layer_train():
+    layer = BatchNormAct(3)
+    layer.drop = nn.Dropout()
+    freeze_statistics(nn.Sequential(layer)).train()
+    assert layer.drop.training
+    assert not layer.training
+
+
+def test_frozen_parameters_get_no_gradient_until_they_are_unfrozen():
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    model[1].weight.requires_grad_(False)
+    input = torch.randn(4, 3, 2, 2)
+    model(input).mean().backward()
+    model.zero_grad()
+    freeze_statistics(model, parameters=True)
+    copied = copy.deepcopy(model)
+    model(input).square().mean().backward()
+    assert model[1].weight.grad is model[1].bias.grad is None
+    assert model[0].weight.grad.abs().sum() > 0
+    for own in (model, copied):
+        unfreeze_statistics(own)
+        assert (own[1].weight.requires_grad, own[1].bias.requires_grad) == (False, True)
+
+
+def test_filters_choose_what_is_frozen_and_unfrozen():
+    model = nn.ModuleDict({"a": nn.BatchNorm2d(3), "b": nn.BatchNorm2d(3), "c": nn.BatchNorm2d(3)})
+    model["again"] = model["a"]
+    freeze_statistics(model, lambda name, layer: name != "a")
+    assert str(model).count("frozen") == 4
+    unfreeze_statistics(model, lambda name, layer: name == "b")
+    assert ["frozen" in str(model[name]) for name in ("a", "b", "c")] == [True, False, True]
+    with pytest.warns(UserWarning, match="found no layer to freeze in Conv2d") as caught:
+        freeze_statistics(nn.Conv2d(1, 1, 1))
+    assert caught[0].filename == __file__
+
+
+def test_layers_fused_with_an_activation_and_masked_ones_are_frozen():
+    model = fuse_activations(convert_sync_batchnorm(nn.Sequential(trained(nn.BatchNorm2d(3)), nn.ReLU())))
+    freeze_statistics(model)
+    input = torch.randn(4, 3, 2, 2)
+    expected = copy.deepcopy(revert_sync_batchnorm(copy.deepcopy(model))).eval()(input)
+    torch.testing.assert_close(model.train()(input), expected)
+    torch.testing.assert_close(model[0](input, lengths=torch.tensor([1, 2, 0, 2]), residual=input).relu(),
+                               (model[0](input) + input).relu())  # fmt: skip
+
+
+def test_compiled_models_freeze():
+    torch._dynamo.reset()
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    input = torch.randn(4, 3, 2, 2)
+    compiled(input)
+    freeze_statistics(compiled).train()
+    before = copy.deepcopy(model.state_dict())
+    torch.testing.assert_close(compiled(input), copy.deepcopy(model)(input))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    unfreeze_statistics(compiled)
+    compiled(input)
+    assert model[0].num_batches_tracked == before["0.num_batches_tracked"] + 1
+
+
+def parametrized():
+    layer = nn.BatchNorm2d(3)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+REFUSED = {
+    "no running statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), ValueError, "none in BatchNorm2d"),
+    "parametrized": (parametrized, TypeError, "without parametrizations, got ParametrizedBatchNorm2d at '1'"),
+    "lazy": (nn.LazyBatchNorm2d, TypeError, "have seen an input, got LazyBatchNorm2d at '1'"),
+    "scripted": (lambda: torch.jit.script(nn.BatchNorm2d(3)), TypeError, "got a TorchScript .* at '1'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_layers_that_cannot_be_frozen_are_refused_by_name(kind):
+    make, error, told = REFUSED[kind]
+    model = nn.Sequential(nn.BatchNorm2d(3), make())
+    with pytest.raises(error, match=told):
+        freeze_statistics(model)
+    assert model[0].training
+    freeze_statistics(model, lambda name, layer: name == "0")
+    assert not model.train()[0].training
+
+
+def test_what_would_undo_or_ignore_the_freezing_is_refused():
+    model = freeze_statistics(nn.Sequential(trained(nn.BatchNorm2d(3))))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="got a frozen BatchNorm2d"):
+        update_bn([torch.randn(4, 3, 2, 2)], model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="got a frozen BatchNorm2d"):
+        torch.jit.script(model)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    with pytest.raises(TypeError, match="derived from that"):
+        unfreeze_statistics(model)
+    for function in (freeze_statistics, unfreeze_statistics):
+        with pytest.raises(TypeError, match="module: expected"):
+            function(model[0].weight)
+        with pytest.raises(TypeError, match="filter: expected"):
+            function(model, "0")
+
+
+def refuse_wrapped():
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"not data parallel yet .* got DistributedDataParallel"):
+        freeze_statistics(wrapped, parameters=True)
+    assert model[0].training
+    freeze_statistics(wrapped)
+    unfreeze_statistics(wrapped)
+    freeze_statistics(model, parameters=True)
+    with pytest.raises(RuntimeError, match="not data parallel yet"):
+        unfreeze_statistics(wrapped)
+    assert not model.train()[0].training
+
+
+def test_parameters_of_a_wrapped_model_are_refused(pool):
+    pool.run(refuse_wrapped, 1)
