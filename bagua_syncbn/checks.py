@@ -1,5 +1,6 @@
 """Checks of a call, made before its rank waits for another rank."""
 
+import sys
 from typing import Any
 
 import torch
@@ -59,6 +60,17 @@ def check_tensors(
     _check_residual(residual, input)
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor, without the import of torch.distributed.tensor, which takes a second."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # absent where nobody has made a DTensor
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def _check_is_local(name: str, tensor: Tensor) -> None:
+    if is_distributed(tensor):
+        raise TypeError(f"{name}: expected a tensor of this rank, as input is, got {type(tensor).__name__}")
+
+
 def check_is_tensor(name: str, value: Any) -> None:
     """Raises TypeError unless ``value``, of the argument ``name``, is a tensor."""
     if not isinstance(value, Tensor):
@@ -68,6 +80,7 @@ def check_is_tensor(name: str, value: Any) -> None:
 def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
     if tensor is None:
         return
+    _check_is_local(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
     if not is_tracing() and tensor.size() != input.shape[1:2]:  # a comparison would become part of the trace
@@ -81,6 +94,7 @@ def _check_residual(residual: Tensor | None, input: Tensor) -> None:
     if residual is None:
         return
     check_is_tensor("residual", residual)
+    _check_is_local("residual", residual)
     if residual.dtype != input.dtype:
         raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
     if not is_tracing() and residual.size() != input.size():
@@ -88,23 +102,18 @@ def _check_residual(residual: Tensor | None, input: Tensor) -> None:
     _check_device("residual", residual, input)
 
 
-def check_kind(input: Tensor, process_group: Any) -> None:
-    """Raises for input that a group of several ranks does not accept, before this rank makes the group."""
-    is_sharded = type(input) is not Tensor and hasattr(input, "to_local")
+def check_tracer(process_group: Any) -> None:
+    """Raises RuntimeError under a tracer that a group of several ranks does not accept, before it is made."""
     tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
-    if not (is_sharded or tracer) or isinstance(process_group, Replica) or spec_of(process_group).size() == 1:
+    if tracer is None or isinstance(process_group, Replica) or spec_of(process_group).size() == 1:
         return
-    if is_sharded:
-        raise TypeError(
-            "input: expected the samples of this rank in training, got a DTensor; if it is sharded over samples, pass "
-            "its to_local() and give its mesh as process_group"
-        )
     raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
 
 
 def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:
     if num_batches_tracked is None:
         return
+    _check_is_local("num_batches_tracked", num_batches_tracked)
     if num_batches_tracked.is_complex() or num_batches_tracked.dtype == torch.bool:
         raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {num_batches_tracked.dtype}")
     if not is_tracing() and num_batches_tracked.numel() != 1:

@@ -22,7 +22,7 @@ from .autograd import (
     synchronized_batch_norm,
     this_thread,
 )
-from .checks import check_kind, check_tensors, checked_options
+from .checks import check_tensors, check_tracer, checked_options, is_distributed
 from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
 from .masks import masking_of
 from .options import Options
@@ -73,7 +73,8 @@ def sync_batch_norm(
     recomputes the input of the activation. Gradients are exact, and can be differentiated again.
 
     Args:
-        input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format.
+        input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format; or a DTensor, whose
+            statistics are those of the whole tensor.
         running_mean: (C), of any float dtype, or None not to track; updated in place in training, except where all
             ranks together have fewer than two values per channel.
         running_var: (C), updated in the same way, with the unbiased variance.
@@ -113,8 +114,9 @@ def sync_batch_norm(
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: ``input`` is not of one of the four dtypes, or in training over several ranks a DTensor; ``residual``
-            is of another dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor;
+        TypeError: ``input`` is not of one of the four dtypes; it is a DTensor, and another tensor is not placed as it
+            has to be beside it, or there is a mask; another tensor is a DTensor and ``input`` is not; ``residual`` is of
+            another dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor;
             a parameter or buffer is not floating point; ``num_batches_tracked`` is boolean or complex;
             ``activation`` or ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
@@ -178,6 +180,12 @@ def _batch_norm(
     lengths: Tensor | None,
     zero_masked: bool,
 ) -> Tensor:
+    if is_distributed(input):
+        from .sharded import on_shards  # not above, because it imports torch.distributed.tensor
+
+        masks = mask, lengths, zero_masked
+        tensors = input, weight, bias, residual
+        return on_shards(_batch_norm, *tensors, buffers, options, training, process_group, layer, *masks)
     check_tensors(input, weight, bias, residual, buffers)
     options = checked_options(options, training)
     masking = masking_of(layer, input, mask, lengths, zero_masked)
@@ -185,7 +193,7 @@ def _batch_norm(
         return _evaluate(input, weight, bias, residual, buffers, options, masking)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    check_kind(input, process_group)
+    check_tracer(process_group)
     accumulator = _accumulator_of(layer, buffers.running_mean)
     if buffers.running_mean is None:
         buffers = ops.NO_BUFFERS  # num_batches_tracked counts batches of running statistics, so it goes too

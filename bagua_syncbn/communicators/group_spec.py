@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import bagua, c10d, shared
-from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, rule_of, told
+from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, ranks_by_rule, rule_of, told
 from .local import LOCAL
 
 
@@ -81,15 +81,16 @@ class CachedCommunicator:
 
     def size(self) -> int:
         """Returns the number of ranks without making the communicator; only for "node" ranks ask each other."""
-        world, rule = c10d.default_group(), self.rule
-        if rule == NODE or bagua.is_initialized() or torch.compiler.is_dynamo_compiling():
-            return self.find().size
+        return self.find().size if torch.compiler.is_dynamo_compiling() else len(self.members())
+
+    def members(self) -> tuple[int, ...]:
+        """Returns the ranks of the group without making the communicator; only for "node" ranks ask each other."""
+        world = c10d.default_group()
         if world is None or world.size() == 1:
-            return 1
-        if rule is None or isinstance(rule, int):
-            return rule or world.size()
-        lists: Any = rule
-        return len(lists if is_ranks(rule) else next((ranks for ranks in lists if world.rank() in ranks), lists[0]))
+            return (0,)
+        if self.rule == NODE or bagua.is_initialized():
+            return self.ranks()
+        return ranks_by_rule(self.rule, world.rank(), world.size())
 
     def find_anew(self) -> Communicator:
         """Makes the communicator in the running job, whether or not there is an older one, and returns it."""
@@ -220,6 +221,15 @@ class GroupSpec:
     def size(self) -> int:
         """Returns the number of ranks without making the group, except for ``"node"``, where ranks ask each other."""
         return self.cached.size() if self.exact is None else self.exact.size
+
+    def members(self) -> tuple[int, ...] | None:
+        """Returns the ranks in the group, as :meth:`size`; None for a communicator that does not tell them."""
+        exact = self.exact
+        if isinstance(exact, c10d.TorchCommunicator):
+            return tuple(dist.get_process_group_ranks(exact.group))
+        if exact is LOCAL:
+            return (dist.get_rank(),) if c10d.in_job() else (0,)
+        return self.cached.members() if exact is None else None
 
     def _is_gone(self) -> bool:
         return self._given is not None and self._given() is None

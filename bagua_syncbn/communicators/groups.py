@@ -119,11 +119,16 @@ def _agree(rule: Rule, job: Job) -> Ranks:
     if rule == NODE:
         own = brought[job.rank]
         return tuple(rank for rank, host in enumerate(brought) if host == own)
+    return ranks_by_rule(rule, job.rank, job.size)
+
+
+def ranks_by_rule(rule: Rule, rank: int, size: int) -> Ranks:
+    """Returns the ranks of the group of ``rank`` in a job of ``size`` ranks, by a rule other than ``"node"``."""
     if isinstance(rule, int):
-        first = job.rank - job.rank % rule
+        first = rank - rank % rule
         return tuple(range(first, first + rule))
-    lists: Any = rule or ()
-    return next((tuple(sorted(ranks)) for ranks in lists if job.rank in ranks), job.everyone)
+    lists: Any = (rule,) if is_ranks(rule) else rule or ()
+    return next((tuple(sorted(ranks)) for ranks in lists if rank in ranks), tuple(range(size)))
 
 
 def _host() -> tuple[str, str]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL, TorchCommunicator, communicator_of
@@ -113,9 +113,14 @@ def _other_buffer(layer: Any, x: Tensor) -> Tensor:
         layer.running_var = before
 
 
-def _sharded(layer: Any, x: Tensor) -> Tensor:
+def _partial(layer: Any, x: Tensor) -> Tensor:
     mesh = DeviceMesh("cpu", torch.tensor([dist.get_rank()]), _init_backend=False)
-    return layer(DTensor.from_local(x, mesh, run_check=False))  # type: ignore[no-any-return]
+    return layer(DTensor.from_local(x, mesh, [Partial()], run_check=False))  # type: ignore[no-any-return]
+
+
+def _replicated(layer: Any, x: Tensor) -> Tensor:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), _init_backend=False)
+    return layer(DTensor.from_local(x, mesh, [Replicate()], run_check=False))  # type: ignore[no-any-return]
 
 
 def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
@@ -131,7 +136,8 @@ REFUSED = {
     "int64": lambda layer, x: layer(x.long()),
     "2D or 3D input": lambda layer, x: layer(x[0]),
     "running_var: expected 8 elements": _other_buffer,
-    "DTensor": _sharded,
+    "DTensor": _partial,
+    "process_group: expected ranks": _replicated,
     "no more often than the first run": _repeated_too_often,
 }
 

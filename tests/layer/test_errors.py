@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 import bagua_syncbn
 from bagua_syncbn import (
@@ -118,7 +118,7 @@ def refused_in_a_job():
     if dist.get_rank():
         return [str(dist.get_rank())] * 3
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
-    sharded = DTensor.from_local(torch.randn(4, 3), mesh, run_check=False)
+    sharded = DTensor.from_local(torch.randn(4, 3), mesh, [Partial()], run_check=False)
     errors = []
     for call in (
         lambda: SyncBatchNorm(3)(sharded),
@@ -134,7 +134,7 @@ def refused_in_a_job():
 def test_distributed_tensors_and_traces_of_training_are_refused(pool):
     pool.forget_job()
     (sharded, traced, exported), _ = pool.run(refused_in_a_job, 2, timeout=60)
-    assert "got a DTensor; if it is sharded over samples, pass its to_local()" in sharded
+    assert "expected a DTensor that is sharded or replicated" in sharded
     assert "no torch.jit.trace in training" in traced
     assert "no torch.export in training" in exported
 

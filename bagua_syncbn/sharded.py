@@ -1,0 +1,159 @@
+"""DTensor input: a call computes on the shards of its rank, with the statistics of the whole tensor."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from . import ops
+from .checks import check_dimensions
+from .communicators import Replica, spec_of
+from .options import Options
+
+
+def on_shards(
+    compute: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    buffers: ops.Buffers,
+    options: Options,
+    training: bool,
+    process_group: Any,
+    layer: nn.Module | None,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    zero_masked: bool,
+) -> Tensor:
+    """Returns ``compute`` of these arguments, with shards in place of DTensors, as a DTensor placed as ``input``.
+
+    Raises:
+        TypeError: ``input`` is no DTensor or a sum that is not added up, or another tensor is not placed as it has to
+            be; there is a mask.
+        ValueError: the ranks of ``process_group`` do not hold each value of a channel once; this rank is not in the
+            mesh of ``input``.
+    """
+    shards = _Shards(input)
+    mean, var, batches, _ = buffers
+    buffers = ops.Buffers(
+        shards.buffer("running_mean", mean), shards.buffer("running_var", var), shards.counter(batches)
+    )
+    if mask is not None or lengths is not None or getattr(layer, "_masking", None) is not None:
+        raise TypeError("mask, lengths: expected none with a DTensor input; call the layer with its to_local()")
+    if training:
+        shards.check_group(process_group)
+    own_input, own_residual = shards.own("input", input), shards.own("residual", residual)
+    # Last, because they may communicate.
+    parameters = shards.parameter("weight", weight), shards.parameter("bias", bias)
+    masks = None, None, zero_masked
+    output = compute(own_input, *parameters, own_residual, buffers, options, training, process_group, layer, *masks)
+    return shards.whole(output)
+
+
+class _Shards:
+    """Placement of a DTensor input (N, C, \\*), and that of the other tensors of a call beside it."""
+
+    def __init__(self, input: Tensor) -> None:
+        if not isinstance(input, DTensor):
+            raise TypeError(f"input: expected a tensor or a DTensor, got {type(input).__name__}")
+        check_dimensions(input)
+        self._like, self._mesh, self._placements = input, input.device_mesh, input.placements
+        dims = [_sharded_dim(placement, input.dim()) for placement in self._placements]
+        self._adds_up = [dim is not None and dim != 1 for dim in dims]  # dimensions of the mesh to synchronize over
+        self._has_all_channels = 1 not in dims
+        self._of_channels: tuple[Placement, ...] = tuple(Shard(0) if dim == 1 else Replicate() for dim in dims)
+
+    def check_group(self, process_group: Any) -> None:
+        """Raises ValueError unless the ranks of ``process_group`` hold each value of the channels once."""
+        coordinate = self._mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"input: expected a DTensor on a mesh with this rank, got one on {self._mesh}")
+        chosen = [slice(None) if adds_up else at for adds_up, at in zip(self._adds_up, coordinate, strict=True)]
+        expected = sorted(self._mesh.mesh[tuple(chosen)].flatten().tolist())
+        members = None if isinstance(process_group, Replica) else spec_of(process_group).members()
+        if members is None:
+            raise ValueError(
+                "process_group: expected one whose ranks are known, as that of a mesh, with a DTensor input, got "
+                f"{process_group!r}"
+            )
+        got = sorted(set(members).intersection(self._mesh.mesh.flatten().tolist()))
+        if got != expected:
+            raise ValueError(
+                f"process_group: expected ranks {expected} of the mesh of input, over which its samples and positions "
+                f"are sharded, got ranks {got}; input is a DTensor of placements {self._placements} on {self._mesh}"
+            )
+
+    def own(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """Returns the shard of ``tensor``, which is placed as the input."""
+        if tensor is None:
+            return None
+        if not isinstance(tensor, DTensor) or not self._is_placed(tensor, self._placements):
+            raise TypeError(f"{name}: expected a DTensor placed as input, {self._placements}, got {_told(tensor)}")
+        return tensor.to_local()
+
+    def parameter(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """Returns the elements of ``tensor`` for the channels of this rank, from any placement on the mesh.
+
+        The gradient of a DTensor is that of the whole input, placed as the DTensor.
+        """
+        if not isinstance(tensor, DTensor):
+            return self._plain(name, tensor)
+        if tensor.device_mesh != self._mesh:
+            raise TypeError(f"{name}: expected a DTensor on the mesh of input, {self._mesh}, got {_told(tensor)}")
+        placements = zip(self._adds_up, self._of_channels, strict=True)
+        shares = [Partial() if adds_up else placement for adds_up, placement in placements]
+        return tensor.redistribute(placements=self._of_channels).to_local(grad_placements=shares)
+
+    def buffer(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """Returns the elements of ``tensor`` for the channels of this rank, for calls to write to."""
+        if not isinstance(tensor, DTensor):
+            return self._plain(name, tensor)
+        return self._written(name, tensor, self._of_channels)
+
+    def counter(self, tensor: Tensor | None) -> Tensor | None:
+        """Returns the scalar of this rank, for calls to write to."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return self._written("num_batches_tracked", tensor, tuple(Replicate() for _ in self._placements))
+
+    def whole(self, output: Tensor) -> Tensor:
+        """Returns the DTensor whose shard ``output`` is, placed as the input."""
+        shape, stride = self._like.shape, self._like.stride()
+        stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+        return DTensor.from_local(output, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
+
+    def _written(self, name: str, tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+        if not self._is_placed(tensor, placements):
+            raise TypeError(
+                f"{name}: expected a DTensor of placements {placements} on the mesh of input, got {_told(tensor)}"
+            )
+        with torch.no_grad():
+            return tensor.to_local()
+
+    def _plain(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and not self._has_all_channels:
+            raise TypeError(
+                f"{name}: expected a DTensor beside an input that is sharded over channels, got {_told(tensor)}"
+            )
+        return tensor
+
+    def _is_placed(self, tensor: DTensor, placements: tuple[Placement, ...]) -> bool:
+        return tensor.device_mesh == self._mesh and tensor.placements == placements
+
+
+def _sharded_dim(placement: Placement, dims: int) -> int | None:
+    """Returns which of ``dims`` dimensions is sharded; None for a replicated tensor."""
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise TypeError(f"input: expected a DTensor that is sharded or replicated, got {placement}; redistribute it")
+    return int(placement.dim) % dims  # type: ignore[attr-defined]  # of Shard and _StridedShard
+
+
+def _told(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
+    return type(tensor).__name__
