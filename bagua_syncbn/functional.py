@@ -114,16 +114,16 @@ def sync_batch_norm(
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: ``input`` is not of one of the four dtypes; it is a DTensor, and another tensor is not placed as it
-            has to be beside it, or there is a mask; another tensor is a DTensor and ``input`` is not; ``residual`` is of
-            another dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor;
-            a parameter or buffer is not floating point; ``num_batches_tracked`` is boolean or complex;
+        TypeError: ``input`` is not of one of the four dtypes; it is a DTensor, and another tensor is not placed
+            accordingly, or there is a mask; another tensor is one and ``input`` is not; ``residual`` is of another
+            dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor; a parameter or
+            buffer is not floating point; ``num_batches_tracked`` is boolean or complex;
             ``activation`` or ``process_group`` is of no known kind.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
             a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; ``activation`` is none of
             those, or has a parameter that it does not take; ``mask`` or ``lengths`` does not fit ``input``, or both are
-            given; this rank is not in ``process_group``.
+            given; this rank is not in ``process_group``, or the ranks of that do not hold each value of a DTensor once.
         RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, ``residual`` is
             not of the size of ``input``, or one of them is on another device; there is a mask in one of several
             replicas; :func:`torch.jit.trace` or ``torch.export`` runs in training over several ranks; a checkpoint
