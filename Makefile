@@ -104,12 +104,12 @@ bench-results: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json --charts docs/charts
 	$(BIN)/python -m benchmarks --sections anew --output $(RESULTS)/anew.json
 	$(BIN)/python -m benchmarks --sections compiled --ranks 2 --seconds 40 --output $(RESULTS)/compiled.json
-	$(BIN)/python -m benchmarks --sections exchange layers training --output $(RESULTS)/ranks.json \
-		--charts docs/charts
+	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json --charts docs/charts
+	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json --charts docs/charts
 	$(MAKE) bench-docs
 
 bench-docs: $(VENV)/installed-bench
-	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md \
+	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md README.md \
 		--charts docs/charts
 
 # No environment is made: a machine with a GPU may have no network. Says what is missing.

@@ -106,6 +106,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "machine": machine.describe_machine(),
         "settings": {
             "keeps_memory": job["keeps_memory"],
+            "exchange": machine.describe_exchange(),
             "seconds": job["seconds"],
             "minutes": round((time.monotonic() - start) / 60, 1),
         },

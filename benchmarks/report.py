@@ -1,9 +1,9 @@
 """Tables and charts of recorded results; measures nothing.
 
     python -m benchmarks.report build/bench/results.json
-    python -m benchmarks.report benchmarks/results/*.json --into docs/benchmarks.md --charts docs/charts
+    python -m benchmarks.report benchmarks/results/*.json --into docs/benchmarks.md README.md --charts docs/charts
 
-All figures that a run can change are made here, for the end of a run and for docs/benchmarks.md.
+All figures that a run can change are made here, for the end of a run and for these pages.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from . import charts
 from .core.disturbance import QUIET_CORES
+from .core.machine import exchange_of
 from .core.tables import Results, quartiles, table
 from .cpu.report import anew_table, fused_table, host_table, local_table, ops_table, process_table, stored_table
 from .ranks.report import (
@@ -22,6 +24,7 @@ from .ranks.report import (
     layers_table,
     peers_table,
     phases_table,
+    summary_table,
     training_table,
 )
 
@@ -38,6 +41,7 @@ def machine_table(results: Results) -> str:
         ["processor", f"{machine['processor']}, {machine['cores']} cores{', virtual' * machine['virtual']}"],
         *([["GPUs", devices]] if devices else []),
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+        ["small messages", exchange_of(results)],
         ["malloc", "keeps freed memory" if settings["keeps_memory"] else "the system's defaults"],
     ]
     if dropped:
@@ -63,6 +67,7 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "peers": ("peers", peers_table),
     "exchange": ("exchange", exchange_table),
     "headline": ("layers", headline_table),
+    "summary": ("layers", summary_table),
     "layers": ("layers", layers_table),
     "phases": ("layers", phases_table),
     "compiled": ("compiled", compiled_table),
@@ -114,8 +119,6 @@ def main() -> None:
         for name, recorded in results.items():
             print(f"# {name}\n\n{report(recorded)}")
     if arguments.charts is not None:
-        from . import charts  # needs matplotlib
-
         for recorded in results.values():
             charts.draw_all(recorded, arguments.charts)
 

@@ -1,9 +1,7 @@
-"""Bars per peer: what a step costs with two ranks, in steps of the layer that does not synchronize."""
+"""Step of each peer over two ranks, in steps of the layer that does not synchronize."""
 
+import math
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..core import cases as recorded
 from ..core.batches import layouts
@@ -11,50 +9,50 @@ from ..core.cases import of_section, ratios
 from ..core.machine import where
 from ..core.tables import quartiles
 from ..ranks.report import measured_peers
+from .picture import WIDTH, Picture
 
-# Colors that can be told apart with any kind of color vision (Okabe and Ito).
 PEERS = {
-    "ours": ("bagua_syncbn", "#0072B2"),
-    "naive": ("naive all-reduce", "#E69F00"),
-    "fairscale": ("fairscale", "#D55E00"),
-    "torch_sync": ("nn.SyncBatchNorm", "#009E73"),
+    "ours": ("bagua_syncbn", "blue"),
+    "naive": ("naive all-reduce", "orange"),
+    "fairscale": ("fairscale", "red"),
+    "torch_sync": ("nn.SyncBatchNorm", "muted"),
 }
+_LEFT, _ROOM, _STEP = 150, WIDTH - 150 - 20, 22
 
 
-def draw(figure: Figure, results: dict[str, Any]) -> bool:
+def draw(results: dict[str, Any]) -> Picture | None:
     chosen = [
         case
         for case in of_section(results, "layers")
         if case["ranks"] == 2 and case["threads"] == 1 and case["layout"] == layouts(case["shape"])[0]
     ]
     if not chosen:
-        return False
+        return None
     chosen.sort(key=recorded.elements)
+    picture = Picture("A step over two ranks, in steps of nn.BatchNorm", where(results))
     peers = measured_peers(results)
-    axes = figure.subplots()
-    height = 0.8 / len(peers)
-    for i, name in enumerate(peers):
-        title, color = PEERS[name]
-        rows = [(y, quartiles(ratios(case, name, "local"))) for y, case in enumerate(chosen)
-                if name in case["microseconds"]]  # fmt: skip
-        positions = [y + (i - (len(peers) - 1) / 2) * height for y, _ in rows]
-        medians = [values[1] for _, values in rows]
-        spread = [[m - low for _, (low, m, _) in rows], [high - m for _, (_, m, high) in rows]]
-        error = {"elinewidth": 1, "ecolor": "0.35"}
-        # From the line at 1 on: the length of a bar is then what the logarithm says, wherever the axis begins.
-        widths = [median - 1 for median in medians]
-        axes.barh(positions, widths, height * 0.92, 1, color=color, label=title, xerr=spread, error_kw=error)
-    axes.axvline(1, color="black", linewidth=1.2)
-    axes.set_yticks(range(len(chosen)), [" x ".join(map(str, case["shape"])) for case in chosen])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("forward + backward, ratio to nn.BatchNorm that does not synchronize (line at 1; logarithmic)")
-    axes.set_ylabel("input of each rank, by size", labelpad=8)
-    axes.set_title("Two ranks, gloo, one thread each; medians and quartiles of the rounds", fontsize=11)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(peers))
-    figure.suptitle(f"What synchronization costs\n{where(results)}", fontsize=12)
-    return True
+    picture.legend([PEERS[name][::-1] for name in peers])
+    rows = [{name: quartiles(ratios(case, name, "local")) for name in peers if name in case["microseconds"]}
+            for case in chosen]  # fmt: skip
+    ends = [value for row in rows for low, _, high in row.values() for value in (low, high)]
+    first, last = math.floor(math.log2(min(ends))), math.ceil(math.log2(max(ends)))
+
+    def place(value: float) -> float:
+        return _LEFT + _ROOM * (math.log2(value) - first) / (last - first)
+
+    top, bottom = picture.height + 4, picture.height + 4 + _STEP * len(rows)
+    for power in range(first, last + 1):
+        x = place(2.0**power)
+        picture.line([(x, top), (x, bottom)], "text" if power == 0 else "grid")
+        picture.text(x, bottom + 15, f"{2.0**power:g}", "small", "middle")
+    for number, (case, row) in enumerate(zip(chosen, rows, strict=True)):
+        y = top + _STEP * (number + 0.5)
+        picture.text(_LEFT - 10, y + 4, " x ".join(map(str, case["shape"])), anchor="end")
+        for offset, (name, (low, middle, high)) in enumerate(row.items()):
+            style, height = PEERS[name][1], y + 6 * (offset - (len(row) - 1) / 2)
+            picture.line([(place(low), height), (place(high), height)], style, 2)
+            picture.rectangle(place(middle) - 3, height - 3, 6, 6, style)
+    picture.height = bottom + 22
+    picture.text(_LEFT, picture.height + 6, "medians and quartiles of the rounds; logarithmic", "small")
+    picture.height += 18
+    return picture

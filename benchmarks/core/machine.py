@@ -12,6 +12,7 @@ import torch
 
 import bagua_syncbn
 from bagua_syncbn import ops
+from bagua_syncbn.communicators import shared
 
 from .records import find_commit
 
@@ -57,6 +58,17 @@ def where(results: dict[str, Any]) -> str:
     """Returns machine, version and date of recorded results in one line."""
     machine = results["machine"]
     return f"{machine['processor']}, {machine['cores']} cores, torch {results['versions']['torch']}, {results['date']}"
+
+
+def describe_exchange() -> str:
+    """Returns how ranks of this host exchange small messages."""
+    return "by collectives" if shared.problem() else "through shared memory"
+
+
+def exchange_of(results: dict[str, Any]) -> str:
+    """Returns how ranks exchanged small messages; results without a record of it are from before there was a choice."""
+    exchange: str = results["settings"].get("exchange", "by collectives")
+    return exchange
 
 
 def describe_versions() -> dict[str, str]:

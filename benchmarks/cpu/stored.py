@@ -27,7 +27,6 @@ import bagua_syncbn
 from ..core import machine, records, timing
 from .networks import NETWORKS, QUICK, TIMED
 
-GIGABYTES = 16  # memory of a GPU, in which samples are to fit
 QUICK_SIDE = 48
 
 
@@ -79,11 +78,6 @@ def stored_bytes(model: nn.Module, batch: Tensor) -> int:
         alive = sum(storages.sizes_alive([batch, *model.parameters(), *model.buffers()]))
     del loss
     return alive
-
-
-def samples_that_fit(stored: int, batch: int) -> float:
-    """Returns of how many samples the memory holds what a forward pass stores, if it stores so much of a batch."""
-    return GIGABYTES * 2**30 * batch / stored
 
 
 def _step(model: nn.Module, batch: Tensor) -> None:

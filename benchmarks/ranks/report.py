@@ -3,7 +3,8 @@
 from statistics import median
 
 from .. import peers
-from ..core.cases import floor_ratios, key, milliseconds, of_section, ratios, shape_of
+from ..core.cases import elements, floor_ratios, key, milliseconds, of_section, ratios, shape_of
+from ..core.machine import exchange_of, where
 from ..core.tables import Case, Results, across_cases, quartiles, spread, table
 from .training import TARGET, steps_to_target
 
@@ -38,6 +39,24 @@ def headline_table(results: Results) -> str:
     header = ["ranks", "inputs", *(f"{name} / local" for name in peers)]
     header += [f"ours / {name}" for name in peers if name != "ours"]
     return table(header, map(row, sorted({case["ranks"] for case in shown})))
+
+
+def summary_table(results: Results) -> str:
+    """Steps over two ranks, in steps of the layer that does not synchronize; of layers geometric means."""
+    peers = measured_peers(results)
+    cases = [case for case in of_section(results, "layers") if case["ranks"] == 2 and case["threads"] == 1]
+
+    def row(what: str, chosen: list[Case]) -> list[str]:
+        return [what, *(across_cases([median(ratios(case, name, "local")) for case in chosen]) for name in peers)]
+
+    rows = []
+    if times := step_times(results).get(2):
+        steps = [f"{median(times[name]) / median(times['local']):.2f}" for name in peers]
+        rows.append(["a small ResNet, 64 images in all", *steps])
+    rows.append(row("layers, inputs of a million values and more", [case for case in cases if elements(case) >= 1e6]))
+    rows.append(row("layers, smaller inputs", [case for case in cases if elements(case) < 1e6]))
+    header = ["two ranks: steps of nn.BatchNorm", *("bagua_syncbn" if name == "ours" else name for name in peers)]
+    return f"{table(header, rows)}\n\n{where(results)}; small messages {exchange_of(results)}."
 
 
 def layers_table(results: Results) -> str:
