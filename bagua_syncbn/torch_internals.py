@@ -207,10 +207,18 @@ def raise_if_under_unknown_checkpoint() -> None:
 
 # Groups of torch.distributed, as in torch 2.13; parts that differ in torch 2.10 as there.
 
-# torch 2.13 renamed all_gather_into_tensor, and the method behind it.
-GATHER, GATHER_METHOD = (
-    ("all_gather_single",) * 2 if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "_allgather_base")
-)
+# torch 2.13 renamed this method of groups.
+GATHER_METHOD = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+
+
+def in_stream(kind: str) -> Any:
+    """Returns options of kind ``"Allreduce"`` or ``"Allgather"`` by which NCCL takes the current stream, not its own.
+
+    The functions of torch.distributed give the same ones, unless called with ``async_op``.
+    """
+    options = getattr(dist.distributed_c10d, f"{kind}Options")()
+    options.asyncOp = False
+    return options
 
 
 def traced_all_gather(packed: torch.Tensor, size: int, group_name: str) -> torch.Tensor:

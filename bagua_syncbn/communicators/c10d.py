@@ -60,8 +60,7 @@ class TorchCommunicator:
             return torch_internals.traced_all_gather(packed, self.size, self.name)
         group = self._group() or self.group  # the property raises
         gathered, work = self._all_gather(group, packed, packed.is_cpu)
-        if work is not None:
-            wait_in_slices(work, group)
+        _end(work, group, packed)
         return gathered
 
     def all_reduce(self, packed: Tensor) -> Tensor:
@@ -69,11 +68,9 @@ class TorchCommunicator:
             return self.all_gather(packed).sum(0)
         if torch.compiler.is_compiling():
             return torch_internals.traced_all_reduce(packed, self.name)
-        if packed.is_cpu:
-            group = self.group
-            wait_in_slices(group.allreduce([packed]), group)
-        else:
-            dist.all_reduce(packed, group=self.group)
+        group = self.group
+        work = group.allreduce([packed]) if packed.is_cpu else group.allreduce([packed], _SUM_IN_STREAM)
+        _end(work, group, packed)
         return packed
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
@@ -86,16 +83,16 @@ class TorchCommunicator:
         if _is_gathered(packed, self.size):
             group = self.group
             return AsyncCollective(group, *self._all_gather(group, packed, True), adds_up=True)
-        return AsyncCollective(self.group, packed, dist.all_reduce(packed, group=self.group, async_op=True))
+        return AsyncCollective(self.group, packed, self.group.allreduce([packed]))
 
+    # The methods of groups, since torch.distributed's functions check arguments for longer than the call itself takes.
     def _all_gather(self, group: Any, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
         rows = gathered.view(self.size, -1)
         if not self._gathers_lists:
             try:
-                if packed.is_cpu:  # torch.distributed's function checks arguments for longer than the call itself takes
-                    return rows, getattr(group, torch_internals.GATHER_METHOD)(gathered, packed)
-                return rows, getattr(dist, torch_internals.GATHER)(gathered, packed, group=group, async_op=async_op)
+                options = () if async_op else (_GATHER_IN_STREAM,)
+                return rows, getattr(group, torch_internals.GATHER_METHOD)(gathered, packed, *options)
             except RuntimeError as error:
                 if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
                     raise
@@ -114,6 +111,21 @@ class TorchCommunicator:
             f"process_group: expected what can leave this process, got {self!r}, which is one group of it; "
             "give the layer the group itself, whose ranks can be saved, or a description"
         )
+
+
+_SUM_IN_STREAM, _GATHER_IN_STREAM = (
+    map(torch_internals.in_stream, ("Allreduce", "Allgather")) if _IS_AVAILABLE else (None, None)
+)
+
+
+def _end(work: Any, group: Any, packed: Tensor) -> None:
+    """Waits for a collective of ``packed``: the host on CPU; elsewhere the stream at most, or not even that."""
+    if work is None:  # has run on the current stream
+        return
+    if packed.is_cpu:
+        wait_in_slices(work, group)
+    else:
+        work.wait()  # a wait with a time limit would be the host's
 
 
 # Smallest group that sends nothing whose size grows with the number of ranks; docs/design.md has the model.

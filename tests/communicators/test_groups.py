@@ -7,6 +7,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -485,3 +486,32 @@ def test_a_backend_that_gathers_into_lists_only_is_asked_once(pool):
     for rows, calls in pool.run(exchange_where_single_all_gather_raises, 2, message):
         assert rows == [[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]] * 2
         assert calls == 1  # asked once, then known
+
+
+class DeviceGroup:
+    """A group of two ranks whose collectives are enqueued on a device; keeps the options of each."""
+
+    group_name = "device"
+
+    def __init__(self, work):
+        self.work, self.options = work, []
+
+    size, rank = (lambda self: 2), (lambda self: 0)
+
+    def enqueue(self, *arguments):
+        self.options.append(arguments[-1])
+        return self.work
+
+    allreduce = enqueue
+    locals()[GATHER] = enqueue
+
+
+@pytest.mark.parametrize("synchronizes_in_place", [True, False])
+def test_collectives_of_a_device_take_the_current_stream_and_the_host_waits_for_none(synchronizes_in_place):
+    waits = []
+    group = DeviceGroup(None if synchronizes_in_place else SimpleNamespace(wait=lambda *limit: waits.append(limit)))
+    communicator, packed = TorchCommunicator(group), torch.empty(5, device="meta")
+    assert communicator.all_gather(packed).shape == (2, 5)
+    assert communicator.all_reduce(packed) is packed
+    assert [options.asyncOp for options in group.options] == [False, False]
+    assert waits == ([] if synchronizes_in_place else [(), ()])  # with a limit the host would wait
