@@ -17,9 +17,8 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
 
     Enter the context around all forward passes of the step. Within it the buffers of synchronized layers do not change.
     At its end they move by the mean and variance of all micro-batches together, each value with the same weight, as one
-    batch of them all would have moved them; ``num_batches_tracked`` increases by one. No more is communicated: the
-    gathered statistics of each micro-batch, 2C + 5 values of each rank, or of all ranks together in groups of at least
-    32 ranks, are kept and merged.
+    batch of them all would have moved them; ``num_batches_tracked`` increases by one. No more is communicated: what
+    each micro-batch has gathered is merged into one row of 2C + 2 values, however many there are.
 
     Outputs and gradients do not change: each micro-batch is normalized by its own statistics.
 
@@ -52,7 +51,8 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
                 f"model: expected layers that do not accumulate yet, got {name!r} within another accumulate_statistics"
             )
     for layer in layers.values():
-        layer._accumulator = ops.StatisticsAccumulator()
+        device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
+        layer._accumulator = ops.StatisticsAccumulator(layer.num_features, device)
     try:
         yield
         for name, layer in layers.items():
@@ -81,4 +81,4 @@ def _move_buffers(layer: SyncBatchNorm) -> None:
     with torch.no_grad():
         if accumulator.counted is not None and layer.num_batches_tracked is not None:
             layer.num_batches_tracked.copy_(accumulator.counted)
-        accumulator.merge()
+        accumulator.move()

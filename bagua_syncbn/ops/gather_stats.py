@@ -9,8 +9,15 @@ from .words import COUNT_BASE, record, words_in
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
 
 
-def _merge_dtype(device: torch.device) -> torch.dtype:
+def merge_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype in which statistics on ``device`` are merged."""
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def mixture(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and variance (C) of sets of which each has its row (R, C), and its part (R, 1) of all values."""
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean).square())).sum(0)
 
 
 def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, like: Tensor) -> Tensor:
@@ -57,7 +64,7 @@ def batch_norm_gather_stats(
     # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
     words = words_in(gathered)
     channels = (gathered.size(1) - 2 - words) // 2
-    rows = gathered.to(_merge_dtype(gathered.device))
+    rows = gathered.to(merge_dtype(gathered.device))
     means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
     is_wrong, what = _faults_of_rows(low, high, said)
     record(fault, is_wrong, what)
@@ -65,8 +72,7 @@ def batch_norm_gather_stats(
     counts = (low.to(torch.int64) + high.to(torch.int64) * COUNT_BASE).masked_fill(is_wrong, 0)
     total = counts.sum()
     shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
-    mean = (shares * means).sum(0).masked_fill(is_wrong, torch.nan)
-    var = (shares * (variances + (means - mean).square())).sum(0)
+    mean, var = (moment.masked_fill(is_wrong, torch.nan) for moment in mixture(means, variances, shares))
 
     # An unbiased variance needs two values. Whether there are two is known on the device only: no branch on the host.
     updates = total >= 2

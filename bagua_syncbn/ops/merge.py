@@ -5,12 +5,13 @@ where ``eps`` replaces the variance, no gradient passes through it.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .words import words_in
+from .gather_stats import merge_dtype, mixture
+from .words import COUNT_BASE, words_in
 
 if TYPE_CHECKING:
     from ..options import Options
@@ -31,35 +32,54 @@ NO_BUFFERS = Buffers()
 
 
 class StatisticsAccumulator:
-    """The statistics of several batches, which move the buffers once."""
+    """The statistics of several batches, merged as they come into one row, by which the buffers move once.
 
-    def __init__(self) -> None:
-        # Nested pairs of the last and those before it: torch.compile can add to them without a guard on their number.
-        self._rows: Any = None
+    Args:
+        channels: C; 0 where it is not known before the first batch.
+        device: of the statistics.
+    """
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        # Mean (C), biased variance (C) and count (2) of all batches so far. Has its size from the start, so that
+        # torch.compile needs one graph for all batches.
+        self.row = torch.zeros(1, 2 * channels + 2, dtype=merge_dtype(device), device=device)
         self._buffers = NO_BUFFERS
         self._options: Options | None = None
         # num_batches_tracked after the batches, where the layer counts them itself.
         self.counted: Tensor | None = None
 
-    def add(self, rows: Tensor, buffers: Buffers, options: "Options") -> None:
+    def add(self, rows: Tensor) -> None:
         """Adds ``rows``, gathered from all ranks for one batch."""
-        self._rows = rows, self._rows
+        rows = _checked(rows).to(merge_dtype(rows.device))
+        if self.row.size(1) == rows.size(1):  # else the first batch of a layer that was lazy
+            rows = torch.cat([self.row.to(rows), rows])
+        self.row = merge_rows(rows)
+
+    def move_later(self, buffers: Buffers, options: "Options") -> None:
+        """Takes what :meth:`move` is to move, and how."""
         self._buffers, self._options = Buffers(*buffers[:3]), options
 
     def buffers(self) -> list[Tensor]:
-        """Returns the buffers that :meth:`merge` is to move."""
+        """Returns the buffers that :meth:`move` is to move."""
         return [buffer for buffer in self._buffers[:3] if buffer is not None]
 
-    def merge(self) -> None:
+    def move(self) -> None:
         """Moves the buffers, once, by the statistics of all batches together, and as the last one had it."""
-        if self._options is None:
-            return
-        rows, pair = [], self._rows
-        while pair is not None:
-            batch, pair = pair
-            rows.append(_checked(batch))
-        # In the order in which they came.
-        merge_stats(torch.cat(rows[::-1]), self._buffers, self._options)
+        if self._options is not None:
+            merge_stats(self.row, self._buffers, self._options)
+
+
+def merge_rows(rows: Tensor) -> Tensor:
+    """Returns (1, 2C + 2), the statistics of all sets together of which ``rows`` (R, 2C + 2) have one each.
+
+    Where a count is not a number, that of the result is none.
+    """
+    channels = rows.size(1) // 2 - 1
+    means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
+    counts = low + high * COUNT_BASE
+    total = counts.sum().view(1)
+    mean, var = mixture(means, variances, counts / total.clamp(min=1))
+    return torch.cat([mean, var, total % COUNT_BASE, total.div(COUNT_BASE, rounding_mode="floor")]).unsqueeze(0)
 
 
 def _checked(rows: Tensor) -> Tensor:
@@ -82,7 +102,8 @@ def merge_stats(gathered: Tensor, buffers: Buffers, options: "Options", fault: T
     running_mean, running_var, counter, accumulator = buffers
     eps, momentum, eps_mode, skip_nonfinite, _ = options
     if accumulator is not None:
-        accumulator.add(gathered, buffers, options)
+        accumulator.add(gathered)
+        accumulator.move_later(buffers, options)
         return merge_stats(gathered, NO_BUFFERS, options, fault)
     if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
         whole = counter.to(torch.int64)

@@ -1,6 +1,7 @@
 """accumulate_statistics: buffers move once, as one batch of all micro-batches would have moved them."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -200,6 +201,26 @@ def test_what_leaves_the_buffers_alone():
     assert not torch.equal(skipping.running_mean, before[1]["running_mean"])
 
 
+def test_memory_does_not_grow_with_the_number_of_micro_batches():
+    layer = SyncBatchNorm(3)
+    with accumulate_statistics(layer):
+        sizes = []
+        for _ in range(3):
+            layer(torch.randn(4, 3))
+            sizes.append(len(pickle.dumps(layer._accumulator)))
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_lazy_layers_accumulate_from_their_first_input_on():
+    model = convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+    whole, batches = nn.BatchNorm1d(3), torch.randn(6, 3).split([4, 2])
+    with accumulate_statistics(model):
+        for batch in batches:
+            model(batch)
+    whole(torch.cat(batches))
+    torch.testing.assert_close(model[0].state_dict(), whole.state_dict())
+
+
 def test_a_copy_within_does_not_accumulate():
     layer = SyncBatchNorm(3)
     with accumulate_statistics(layer):
@@ -233,9 +254,10 @@ def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("differ", [False, True])
 def test_ranks_that_differed_where_no_host_waits(differ):
     running_mean, running_var, count = torch.zeros(1), torch.ones(1), torch.tensor(0)
-    accumulator, buffers = ops.StatisticsAccumulator(), ops.Buffers(running_mean, running_var, count)
+    accumulator = ops.StatisticsAccumulator(1, torch.device("cpu"))
     for call in range(2):
         words = [[1, 2, call], [1, 2, call + differ * call]]
-        accumulator.add(torch.tensor([[3.0, 1, 2, 0, *said] for said in words]), buffers, Options())
-    accumulator.merge()
+        accumulator.add(torch.tensor([[3.0, 1, 2, 0, *said] for said in words]))
+    accumulator.move_later(ops.Buffers(running_mean, running_var, count), Options())
+    accumulator.move()
     assert [*running_mean.tolist(), count.item()] == ([0, 0] if differ else [pytest.approx(0.3), 1])
