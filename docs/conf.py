@@ -12,6 +12,8 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_title = f"bagua_syncbn {version}"
 
 autodoc_member_order = "bysource"
