@@ -31,7 +31,7 @@ from .ranks import jobs, rank
 OUTPUT = records.ROOT / "build" / "bench" / "results.json"
 
 IN_ONE_PROCESS: tuple[Any, ...] = (kernels, host, stored)
-SECTIONS = ("ops", "local", "fused", "host", "stored", "anew", *rank.SECTIONS)
+SECTIONS = ("ops", "local", "host", "stored", "anew", *rank.SECTIONS)
 
 # One input whose step is mostly messages, and one whose step is mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]

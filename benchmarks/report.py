@@ -16,7 +16,7 @@ from . import charts
 from .core.disturbance import QUIET_CORES
 from .core.machine import exchange_of
 from .core.tables import Results, quartiles, table
-from .cpu.report import anew_table, fused_table, host_table, local_table, ops_table, process_table, stored_table
+from .cpu.report import anew_table, host_table, local_table, ops_table, process_table, stored_table
 from .ranks.report import (
     compiled_table,
     exchange_table,
@@ -61,7 +61,6 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "host": ("host", host_table),
     "stored": ("stored", stored_table),
     "anew": ("anew", anew_table),
-    "fused": ("fused", fused_table),
     "ops": ("ops", ops_table),
     "local": ("local", local_table),
     "peers": ("peers", peers_table),

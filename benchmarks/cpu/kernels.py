@@ -1,17 +1,14 @@
-"""Sections ops, local and fused: each op against copying, the step of one process against ``F.batch_norm``, and that of
-a layer with an activation against layer and activation apart.
-"""
+"""Sections ops and local: each op against copying, and the step of one process against ``F.batch_norm``."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import bagua_syncbn
-from bagua_syncbn import SyncBatchNorm, ops
-from bagua_syncbn.ops.activations import MODULES
+from bagua_syncbn import ops
 
 from ..core import timing
 from ..core.batches import Shape, layouts, make_batch
@@ -68,41 +65,21 @@ def make_local(shape: Shape, layout: str) -> tuple[Workload, str]:
     return workload, path
 
 
-def make_fused(shape: Shape, layout: str, name: str) -> Workload:
-    """Forward and backward of a layer with an activation, and of a layer and torch's module of this name."""
-    x, dy = make_batch(shape, layout).requires_grad_(), make_batch(shape, layout)
-    activation: nn.Module = getattr(nn, name)()
-    fused = SyncBatchNorm(shape[1], activation=MODULES[type(activation)](activation))
-    plain = SyncBatchNorm(shape[1])
-    return {
-        "fused": lambda: torch.autograd.grad(fused(x), (x, *fused.parameters()), dy),
-        "apart": lambda: torch.autograd.grad(activation(plain(x)), (x, *plain.parameters()), dy),
-    }
-
-
-def cases(job: dict[str, Any]) -> list[tuple[str, Shape, str, int, str | None]]:
-    activations: dict[str, list[str | None]] = {"ops": [None], "local": [None]}
-    activations["fused"] = ["ReLU", "SiLU"] if job["quick"] else [module.__name__ for module in MODULES]
+def cases(job: dict[str, Any]) -> list[tuple[str, Shape, str, int]]:
     return [
-        (section, shape, layout, threads, activation)
-        for section, given in activations.items()
+        (section, shape, layout, threads)
+        for section in ("ops", "local")
         if section in job["sections"]
-        for shape in job["shapes"] or (SHAPES[:1] if section == "fused" else SHAPES)
+        for shape in job["shapes"] or SHAPES
         for layout in layouts(shape)
         for threads in thread_counts(1)
-        for activation in given
     ]
 
 
-def measure(
-    section: str, shape: Shape, layout: str, threads: int, activation: str | None, job: dict[str, Any]
-) -> dict[str, Any]:
+def measure(section: str, shape: Shape, layout: str, threads: int, job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(threads)
     case = {"section": section, "shape": shape, "layout": layout, "threads": threads}
-    if activation is not None:
-        case["activation"] = activation
-        workload = make_fused(shape, layout, activation)
-    elif section == "ops":
+    if section == "ops":
         workload = make_ops(shape, layout)
     else:
         workload, case["path"] = make_local(shape, layout)

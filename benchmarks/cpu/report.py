@@ -1,4 +1,4 @@
-"""Tables of the sections ops, local, fused, host, stored and anew."""
+"""Tables of the sections ops, local, host, stored and anew."""
 
 from statistics import median
 
@@ -46,23 +46,6 @@ def local_table(results: Results) -> str:
     return table([*header, "ours, ms", "torch, ms"], map(row, of_section(results, "local")))
 
 
-def fused_table(results: Results) -> str:
-    """A step of a layer with an activation over that of layer and activation apart: of the least times, and median
-    (minimum; quartiles) of the ratios in a round.
-    """
-
-    def row(case: Case) -> list[str]:
-        return [case["activation"], *key(case), *_least_and_spread(case, "fused", "apart")]
-
-    header = ["activation", "input", "layout", "threads", "fused / apart", "in a round"]
-    return table(header, map(row, of_section(results, "fused")))
-
-
-def _least_and_spread(case: Case, name: str, other: str) -> list[str]:
-    times = case["microseconds"]
-    return [f"{min(times[name]) / min(times[other]):.2f}", spread(ratios(case, name, other))]
-
-
 def host_table(results: Results) -> str:
     """A step of so small an input that the host is what is timed: of the layer, and of a bare autograd function with
     the same five ops. Least times, and the ratio within a round: median (minimum; quartiles).
@@ -105,7 +88,9 @@ def anew_table(results: Results) -> str:
     """
 
     def row(case: Case) -> list[str]:
-        return [case["network"], shape_of(case), *_least_and_spread(case, "recomputed", "fused")]
+        times = case["microseconds"]
+        least = f"{min(times['recomputed']) / min(times['fused']):.2f}"
+        return [case["network"], shape_of(case), least, spread(ratios(case, "recomputed", "fused"))]
 
     header = ["network", "batch", "step recomputed / fused", "in a round"]
     return table(header, map(row, of_section(results, "anew")))

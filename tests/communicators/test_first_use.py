@@ -29,7 +29,7 @@ def join(store, world_size, rank):
     dist.init_process_group("gloo", store=keeper, rank=rank, world_size=world_size, timeout=timeout)
 
 
-@pytest.fixture(params=["file", "tcp"])
+@pytest.fixture
 def store(request, tmp_path):
     if request.param == "file":
         return "file", str(tmp_path / "store")
@@ -66,9 +66,12 @@ def first_uses(store, *kinds):
     return message, took, after.running_mean.item()
 
 
-@pytest.mark.parametrize(
-    "kinds", [("everyone", "given"), ("given", "number"), ("ranks", "everyone"), ("ranks", "given")]
-)
+@pytest.mark.parametrize(("store", "kinds"), [
+    ("file", ("everyone", "given")),
+    ("tcp", ("given", "number")),
+    ("tcp", ("ranks", "everyone")),
+    ("file", ("ranks", "given")),
+], indirect=["store"])  # fmt: skip
 def test_ranks_that_make_other_groups_end_in_time_and_are_named(pool, store, kinds):
     pool.forget_job()
     results = pool.run(first_uses, 2, store, *kinds)
@@ -85,6 +88,7 @@ def test_ranks_that_make_other_groups_end_in_time_and_are_named(pool, store, kin
     assert any(waited)
 
 
+@pytest.mark.parametrize("store", ["file", "tcp"], indirect=True)
 def test_a_rank_that_stays_away_is_named(pool, store):
     pool.forget_job()
     (message, took, _), _ = pool.run(first_uses, 2, store, "everyone", None)

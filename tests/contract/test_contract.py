@@ -1,7 +1,5 @@
 """The contract: W ranks give the output, the gradients and the running statistics of one process on all batches."""
 
-import itertools
-
 import pytest
 import torch
 from cases import Case, run_rank, run_reference
@@ -28,23 +26,22 @@ SHAPES = [
     ((2, 3, 4, 2), "contiguous"),
     ((2, 3, 4, 2), "channels_last_3d"),
 ]
+# As many as shapes, the precise ones more often.
 DTYPES = [
     (torch.float64, None),
     (torch.float32, None),
+    (torch.float64, None),
     (torch.float16, None),
+    (torch.float64, None),
     (torch.bfloat16, None),
+    (torch.float32, None),
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float32),
 ]
 # Every split with every shape, every shape with every dtype, and every dtype with every split; the fewest ranks first.
-GRID = sorted(
-    {
-        *itertools.product(SPLITS, SHAPES, DTYPES[:1]),
-        *itertools.product([(1, 6)], SHAPES, DTYPES),
-        *itertools.product(SPLITS, [((6, 4, 3), "channels_last")], DTYPES),
-    },
-    key=lambda case: (len(case[0]), str(case)),
-)
+GRID = [
+    (split, shape, DTYPES[(i + j) % len(DTYPES)]) for i, split in enumerate(SPLITS) for j, shape in enumerate(SHAPES)
+]
 
 
 def check(pool, case):

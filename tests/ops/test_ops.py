@@ -61,10 +61,9 @@ def op_of(name):
     return getattr(ops, name.split()[0])
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", NAMES)
-def test_schemas_fakes_and_gradients_pass_opcheck(name, layout):
-    args = [laid_out(a, layout) if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
+def test_schemas_fakes_and_gradients_pass_opcheck(name):
+    args = [laid_out(a, "channels_last") if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
     torch.library.opcheck(op_of(name), args)
 
 

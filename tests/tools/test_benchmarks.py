@@ -35,7 +35,7 @@ def smoke(tmp_path_factory):
     """Results of a run on tiny inputs, their file, and what was printed."""
     output, threads = tmp_path_factory.mktemp("bench") / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "fused", "host", "stored", "anew", "exchange", "layers"]
+    arguments += ["--sections", "ops", "local", "host", "stored", "anew", "exchange", "layers"]
     arguments += ["--output", str(output)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments])
@@ -47,7 +47,7 @@ def smoke(tmp_path_factory):
 def test_every_case_is_measured(smoke):
     results, *_ = smoke
     inputs = [((2, 3, 4, 4), "planar"), ((2, 3, 4, 4), "interleaved"), ((5, 6), "interleaved")]
-    for section in ("ops", "local", "fused"):
+    for section in ("ops", "local"):
         assert {(tuple(c["shape"]), c["layout"]) for c in of_section(results, section)} == set(inputs)
     seen = {(c["ranks"], tuple(c["shape"]), c["layout"]) for c in of_section(results, "layers")}
     assert seen == {(2, *i) for i in (inputs[0], inputs[2])}
