@@ -56,6 +56,8 @@ def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
     communicator = layer._group_spec.found() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
+    if layer._has_getattr:  # its tensors may be others than its parameters and buffers
+        return
     facts, _, _, tensors = _look_at(layer, input)
     is_alone = layer._accumulator is layer._masking is layer._replica is None and not layer._is_replica
     if not facts or not is_alone or any(unwrapped(tensor) is not tensor for tensor in tensors):

@@ -121,6 +121,9 @@ class SyncBatchNorm(_BatchNorm):
     # The last training call over several ranks, which passed all checks.
     _cached_call: CachedCall | None = None
 
+    # Whether the class looks attributes up by itself: then it may give others than its parameters and buffers.
+    _has_getattr: ClassVar[bool] = False
+
     # Class that revert_sync_batchnorm gives the layer. A subclass must name its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
 
@@ -150,6 +153,10 @@ class SyncBatchNorm(_BatchNorm):
         self.eps_mode = eps_mode
         self.skip_nonfinite = skip_nonfinite
         self.fused_activation = activation
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._has_getattr = cls.__getattr__ is not nn.Module.__getattr__
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":
@@ -205,8 +212,11 @@ class SyncBatchNorm(_BatchNorm):
     def _tensor(self, name: str) -> Any:
         """Returns the attribute ``name``; for parameters and buffers without torch's search, which takes 0.6 us each.
 
-        torch lets no other attribute have the name of a parameter or buffer, so the result is the same.
+        torch lets no other attribute have the name of a parameter or buffer, so the result is the same. A class with a
+        search of its own is asked: those of ModelOpt give the part of a parameter that a pruned layer has.
         """
+        if self._has_getattr:
+            return getattr(self, name)
         buffers = self._buffers
         if name in buffers:
             return buffers[name]

@@ -1,5 +1,6 @@
 """Trainers that call torch's converter, or build torch's layer, train with ours under the patch."""
 
+import copy
 import inspect
 
 import pytest
@@ -27,6 +28,19 @@ def of_detectors(model):
     """As Pointcept, D-FINE, RT-DETR and Ultralytics' forks do, and Lightning with sync_batchnorm=True."""
     model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
     return model, make_optimizer(model)
+
+
+def of_libreyolo(model):
+    """Sorts parameters by the class of their layer, after conversion, and copies the model that is wrapped."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    layers = [layer for layer in model if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    norms = [parameter for layer in layers for parameter in layer.parameters()]
+    others = [parameter for parameter in model.parameters() if all(parameter is not norm for norm in norms)]
+    assert (len(norms), len(others)) == (6, 5)
+    optimizer = torch.optim.SGD([{"params": norms}, {"params": others}], lr=0.1, momentum=0.9)
+    model = DistributedDataParallel(model)
+    assert isinstance(copy.deepcopy(model.module).eval()[1], SyncBatchNorm)
+    return model, optimizer
 
 
 class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
@@ -62,7 +76,12 @@ def train_in(trainer, sizes):
 
 @pytest.mark.parametrize(
     ("trainer", "prefix"),
-    [(of_nnunet, "module._orig_mod."), (of_detectors, "module."), (of_mmengine_and_timm, "module.")],
+    [
+        (of_nnunet, "module._orig_mod."),
+        (of_detectors, "module."),
+        (of_libreyolo, "module."),
+        (of_mmengine_and_timm, "module."),
+    ],
 )
 def test_trainers_train_synchronized(pool, trainer, prefix):
     check(pool.run(train_in, 2, trainer, (1, 3)), (1, 3), prefix)

@@ -136,9 +136,44 @@ class _Accelerator(SimpleNamespace):
         return objects
 
 
-class _DetectionTrainer(SimpleNamespace):
-    def get_model(self, cfg=None, weights=None, verbose=True):
-        return nn.Sequential(nn.BatchNorm2d(8))
+class _UltralyticsTrainer:
+    """As Ultralytics' trainers: attributes are set when the model is on its device and not yet wrapped."""
+
+    world_size = 2
+
+    def set_model_attributes(self):
+        self.model.nc = 80
+
+    def _setup_train(self):
+        self.model = nn.Sequential(nn.BatchNorm2d(8))
+        self.set_model_attributes()
+
+
+class DynamicBatchNorm(nn.Module):
+    """As ModelOpt's: from this class and the layer's a class is made, which gives the active part of each tensor."""
+
+    active = None
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return value[: self.active] if name in ("running_mean", "running_var", "weight", "bias") else value
+
+
+class _Registry(dict):
+    """As ModelOpt's: of classes of layers that have the forward of a registered one."""
+
+    def register(self, classes):
+        return lambda value: self.update(dict.fromkeys(classes, value)) or value
+
+
+def modelopts_convert(model, mode):
+    for layer in model.modules():
+        if type(layer) in DYNAMIC_CLASSES:
+            layer.__class__ = type(f"Dynamic{type(layer).__name__}", (DYNAMIC_CLASSES[type(layer)], type(layer)), {})
+    return model
+
+
+DYNAMIC_CLASSES = _Registry()
 
 
 def _named(cls: type, name: str) -> type:
@@ -200,9 +235,14 @@ _CONTENTS = {
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
     "mmcv.ops": {"SyncBatchNorm": _named(Mmcv, "SyncBatchNorm")},
     "mmengine.runner": {"Runner": SimpleNamespace},
+    "modelopt.torch.nas": {"convert": modelopts_convert},
+    "modelopt.torch.nas.modules.norm": {"_DynamicBatchNorm": DynamicBatchNorm},
+    "modelopt.torch.nas.registry": {"DMRegistry": DYNAMIC_CLASSES},
+    "modelopt.torch.trace": {"SymMap": _Registry()},
+    "modelopt.torch.trace.modules.nn": {"get_norm_sym_info": lambda layer: None},
     "timm": {"create_model": lambda name: nn.Sequential(nn.BatchNorm2d(8))},
     "transformers": {"Trainer": SimpleNamespace, "TrainingArguments": SimpleNamespace},
-    "ultralytics.models.yolo.detect": {"DetectionTrainer": _DetectionTrainer},
+    "ultralytics.models.rtdetr.train": {"RTDETRTrainer": _UltralyticsTrainer},
 }
 PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_packages import DynamicBatchNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -189,6 +190,21 @@ def test_an_activation_that_follows_is_still_fused():
         model(torch.randn(SHAPE))
     fused = bagua_syncbn.fuse_activations(model)(torch.randn(SHAPE))
     assert fused.grad_fn.call.options.activation.name == "relu"
+
+
+def test_a_class_that_gives_parts_of_its_tensors_is_asked_in_each_call():
+    layer = SyncBatchNorm(CHANNELS, process_group=Twin())
+    nn.init.normal_(layer.weight)
+    layer.__class__ = type("DynamicSyncBatchNorm", (DynamicBatchNorm, SyncBatchNorm), {})
+    for active in (3, 3, 2, 2, 1, 3, 3):
+        layer.active = active
+        part = SyncBatchNorm(active, process_group=Twin())
+        state = {name: value[:active] if value.dim() else value for name, value in layer.state_dict().items()}
+        part.load_state_dict(state)
+        input = torch.randn(4, active, 5)
+        torch.testing.assert_close(layer(input), part(input), rtol=0, atol=0)
+        for name, value in part.named_buffers():
+            torch.testing.assert_close(getattr(layer, name), value, rtol=0, atol=0)
 
 
 def test_the_cached_call_does_not_travel(tmp_path):

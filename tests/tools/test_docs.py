@@ -169,8 +169,10 @@ def test_recipes_convert_what_they_train():
     (plugin,) = run_recipe("lightning")["trainer"].plugins
     models = {"lightning": plugin.apply(nn.Sequential(nn.BatchNorm2d(8)))}
     models["detectron2"] = run_recipe("detectron2")["Trainer"].build_model(None)
-    models["ultralytics"] = run_recipe("ultralytics")["SyncedTrainer"]().get_model()
-    for package in ("accelerate", "mmengine", "timm", "transformers"):
+    trainer = run_recipe("ultralytics")["SyncBNTrainer"]()
+    trainer._setup_train()
+    models["ultralytics"] = trainer.model
+    for package in ("accelerate", "mmengine", "modelopt", "timm", "transformers"):
         page = run_recipe(package)
         models[package] = getattr(page.get("runner", page.get("trainer")), "model", page["model"])
     for package, model in models.items():
