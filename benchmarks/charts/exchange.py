@@ -8,7 +8,7 @@ from ..core.machine import where
 from .picture import Picture
 
 _WAYS = {"collectives": ("collectives of gloo", "muted"), "shared memory": ("shared memory", "blue")}
-_KINDS = {"gather": "forward", "sum": "backward"}
+_KINDS = ("gather", "sum")
 
 
 def draw(results: dict[str, Any]) -> Picture | None:
@@ -16,13 +16,13 @@ def draw(results: dict[str, Any]) -> Picture | None:
     cases = [case for case in cases if all(f"gather, {way}" in case["microseconds"] for way in _WAYS)]
     if not cases:
         return None
-    picture = Picture("One message between two ranks of a host, median in microseconds", where(results))
+    picture = Picture("One message between two ranks of a host, in µs", f"medians; {where(results)}")
     picture.legend([(style, name) for name, style in _WAYS.values()])
     times = [{(kind, way): median(case["microseconds"][f"{kind}, {way}"]) for kind in _KINDS for way in _WAYS}
              for case in cases]  # fmt: skip
     full = max(max(each.values()) for each in times)
     for case, each in zip(cases, times, strict=True):
-        for kind, name in _KINDS.items():
+        for kind in _KINDS:
             values = [(style, each[kind, way], f"{each[kind, way]:.0f}") for way, (_, style) in _WAYS.items()]
-            picture.bars(f"{name}, {case['bytes']:,} bytes", values, full)
+            picture.bars(f"{kind}, {case['bytes']:,} bytes", values, full)
     return picture

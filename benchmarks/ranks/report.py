@@ -137,10 +137,10 @@ def exchange_table(results: Results) -> str:
 
     def cell(case: Case, name: str) -> str:
         times = case["microseconds"].get(name)
-        return f"{median(times):.3g} ({min(times):.3g})" if times else ""
+        return f"{median(times):,.1f} ({min(times):,.1f})" if times else ""
 
     def row(case: Case) -> list[str]:
-        return [_marked(case["ranks"], results), str(case["bytes"]), *(cell(case, name) for name in names)]
+        return [_marked(case["ranks"], results), f"{case['bytes']:,}", *(cell(case, name) for name in names)]
 
     names = [f"{kind}, {way}" for kind in ("gather", "sum") for way in ("shared memory", "collectives")]
     return table(["ranks", "bytes of each", *names], map(row, of_section(results, "exchange")))
