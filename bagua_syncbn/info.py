@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .communicators import bagua, shared
-from .ops import KERNELS, cuda_problem
+from .ops import EXPERIMENTAL, KERNELS, cuda_kernels
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -42,9 +42,9 @@ def _exchange() -> str:
 
 
 def _cuda_kernels() -> list[str]:
-    """Returns for each CUDA device whether the kernels run on it; an empty list without kernels or devices."""
-    indices = range(torch.cuda.device_count()) if KERNELS.endswith("cuda") else ()
-    return [f"cuda:{index}: {cuda_problem(index) or 'run'}" for index in indices]
+    """Returns for each CUDA device which kernels compute on it, and why; without devices, what native ones are."""
+    devices = [f"cuda:{index}: {cuda_kernels(index)}" for index in range(torch.cuda.device_count())]
+    return devices or [EXPERIMENTAL] * KERNELS.endswith("cuda")
 
 
 def _build_info() -> dict[str, Any]:

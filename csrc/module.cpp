@@ -1,6 +1,8 @@
 // The Python module bagua_syncbn._C. Importing it loads the library, whose static initializers register the kernels.
 #include <Python.h>
 
+#include <exception>
+
 #include "cpu/loops.h"
 #include "exchange/python.h"
 #if defined(BAGUA_SYNCBN_CUDA)
@@ -22,12 +24,22 @@ PyObject* has_cuda(PyObject*, PyObject*) {
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
+PyObject* turn_off_cuda(PyObject*, PyObject*) {
+  bagua_syncbn::cuda::turn_off();
+  Py_RETURN_NONE;
+}
+
 PyObject* cuda_support(PyObject*, PyObject* device) {
   const long index = PyLong_AsLong(device);
   if (PyErr_Occurred() != nullptr) return nullptr;
   using namespace bagua_syncbn::cuda;
-  const int support = static_cast<int>(support_of(static_cast<int32_t>(index)));
-  return Py_BuildValue("(iii)", support, versions().runtime, versions().driver);
+  try {
+    const int support = static_cast<int>(support_of(static_cast<int32_t>(index)));
+    return Py_BuildValue("(iii)", support, versions().runtime, versions().driver);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
 }
 #endif
 
@@ -41,6 +53,7 @@ PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
     {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
 #if defined(BAGUA_SYNCBN_CUDA)
+    {"turn_off_cuda", turn_off_cuda, METH_NOARGS, "Has the ops on CUDA call those of bagua_syncbn_fallback."},
     {"cuda_support", cuda_support, METH_O, "Support of a device, and the CUDA versions of library and driver."},
 #endif
 #if defined(__linux__)

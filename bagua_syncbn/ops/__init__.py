@@ -65,7 +65,7 @@ import torch
 from . import reference
 from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
 from .definition import accumulate_dtype, per_channel, reduced_dims
-from .fallback import cuda_problem
+from .fallback import EXPERIMENTAL, cuda_kernels, log_cuda_kernels
 from .layout import laid_out_as
 from .masking import Masking, of_positions
 from .memory import raise_torchs
@@ -82,6 +82,7 @@ batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.def
 batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
 
 __all__ = [
+    "EXPERIMENTAL",
     "IDENTITY",
     "KERNELS",
     "NO_BUFFERS",
@@ -104,8 +105,9 @@ __all__ = [
     "batch_norm_gather_stats",
     "batch_norm_stats",
     "clear_clamped",
-    "cuda_problem",
+    "cuda_kernels",
     "laid_out_as",
+    "log_cuda_kernels",
     "merge_stats",
     "of_positions",
     "parts_of",

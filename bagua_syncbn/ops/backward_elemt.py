@@ -16,6 +16,23 @@ def _shapes(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
     return torch.empty_like(input)
 
 
+def means_of_sums(
+    sums: Tensor, channels: int, count: Tensor, ranks: int, fault: Tensor | None, call: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the means of ``dy`` and of ``dy * xmu``, each (C), over the values of all ranks.
+
+    They are NaN where the words of the ranks differed, which ``fault`` then says.
+    """
+    sums, said = sums.split([2 * channels, sums.numel() - 2 * channels])
+    if said.numel():
+        words, squares = said.to(torch.int64).view(-1, 2).unbind(1)
+        differ = (squares * ranks != words.square()).any()
+        sums = sums.masked_fill(differ, torch.nan)
+        record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
+    mean_dy, mean_dy_xmu = (sums / count).chunk(2)
+    return mean_dy, mean_dy_xmu
+
+
 @defines(
     "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, int ranks=1, Tensor(a!)? fault=None, int call=0, Tensor? mask=None, "
@@ -43,13 +60,7 @@ def batch_norm_backward_elemt(
     if activation:
         z = normalized(input, weight, bias, mean, invstd)
         dy = activations.gradient(dy.to(z.dtype), z, activation, parameter)
-    sums, said = sums.split([2 * input.size(1), sums.numel() - 2 * input.size(1)])
-    if said.numel():
-        words, squares = said.to(torch.int64).view(-1, 2).unbind(1)
-        differ = (squares * ranks != words.square()).any()
-        sums = sums.masked_fill(differ, torch.nan)
-        record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
-    mean_dy, mean_dy_xmu = (sums / count).chunk(2)
+    mean_dy, mean_dy_xmu = means_of_sums(sums, input.size(1), count, ranks, fault, call)
     scale = per_channel(invstd if weight is None else invstd * weight, input)
     projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
     dx = (dy - per_channel(mean_dy, input)).sub_(projected).mul_(scale)

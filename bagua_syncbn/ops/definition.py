@@ -36,6 +36,11 @@ def defines(schema: str, shapes: Callable[..., object]) -> Callable[[Callable[_P
     return register
 
 
+def implement(name: str, kernel: Callable[..., object], key: str) -> None:
+    """Has ``kernel`` compute the op ``name`` on tensors of the dispatch key ``key``."""
+    _library.impl(name, kernel, key)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which statistics of ``dtype`` values are computed and sent."""
     return torch.float64 if dtype == torch.float64 else torch.float32

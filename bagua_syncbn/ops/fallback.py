@@ -1,9 +1,11 @@
-"""Plain torch for CUDA tensors where the kernels of this installation do not run, with one warning that says why.
+"""Which kernels compute CUDA tensors: the native ones, else ATen's, else plain torch.
 
-The native library asks once for each device. Where its kernels do not run there, it calls the op of the same name and
-schema in ``torch.ops.bagua_syncbn_fallback``.
+The native library asks once for each device whether its kernels run there. Where they do not, it calls the op of the
+same name and schema in ``torch.ops.bagua_syncbn_fallback``, which warns once and computes by ATen's kernels. Where the
+library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
 """
 
+import logging
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -12,14 +14,18 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from . import reference
-from .definition import SCHEMAS
-from .native import KERNELS
+from . import aten
+from .definition import SCHEMAS, implement
+from .native import KERNELS, LIBRARY_HAS_CUDA, WANTED
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_RUNS, _OLD_DRIVER, _NO_IMAGE = range(3)
+EXPERIMENTAL = "experimental: compiled, emulated, never run on a GPU; in doubt take ATen's by BAGUA_SYNCBN_KERNELS=aten"
+
+_log = logging.getLogger("bagua_syncbn")
+_HAS_NATIVE = KERNELS.endswith("cuda")
+_RUNS, _OLD_DRIVER, _NO_IMAGE, _TURNED_OFF = range(4)
 # The first driver for each major version of CUDA.
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 
@@ -27,11 +33,25 @@ _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
 _warned: set[int | None] = set()
 
 
+def cuda_kernels(device: int) -> str:
+    """Says which kernels compute on the CUDA device ``device``, and why."""
+    problem = cuda_problem(device)
+    if problem is None:
+        return f"native, {EXPERIMENTAL}"
+    return f"{'plain torch' if WANTED == 'reference' else 'ATen'}, because {problem}"
+
+
+def log_cuda_kernels(device: torch.device) -> None:
+    """Logs :func:`cuda_kernels`, at the first use of CUDA."""
+    index = device.index or 0
+    _log.info("kernels on cuda:%d: %s", index, cuda_kernels(index))
+
+
 def cuda_problem(device: int) -> str | None:
-    """Says why the CUDA kernels of this installation do not run on ``device``, and what helps; None if they do."""
-    if not KERNELS.endswith("cuda"):
-        return None
-    return describe(*import_module("bagua_syncbn._C").cuda_support(device))
+    """Says why native kernels do not compute on the CUDA device ``device``, and what helps; None if they do."""
+    if _HAS_NATIVE:
+        return describe(*import_module("bagua_syncbn._C").cuda_support(device))
+    return "this installation has no CUDA kernels" if WANTED == "native" else f"BAGUA_SYNCBN_KERNELS is {WANTED!r}"
 
 
 def describe(support: int, runtime: int, driver: int) -> str | None:
@@ -56,22 +76,27 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _saying_so(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+def _warning(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``kernel`` with a warning before its first call on each device."""
+
     @wraps(kernel)
-    def computed_in_torch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def warning_kernel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         input = args[0]
         assert isinstance(input, torch.Tensor)
-        if input.device.index not in _warned:
+        if WANTED == "native" and input.device.index not in _warned:
             _warned.add(input.device.index)
             problem = cuda_problem(input.device.index or 0)
             warnings.warn(
-                f"bagua_syncbn computes in plain torch on {input.device}: {problem}", RuntimeWarning, stacklevel=2
+                f"bagua_syncbn has ATen's kernels compute on {input.device}: {problem}", RuntimeWarning, stacklevel=2
             )
         return kernel(*args, **kwargs)
 
-    return computed_in_torch
+    return warning_kernel
 
 
 for _name, _schema in SCHEMAS.items():
     _library.define(_schema)
-    _library.impl(_name, _saying_so(getattr(reference, _name)), "CompositeExplicitAutograd")
+    _kernel = getattr(aten, _name)
+    _library.impl(_name, _warning(_kernel), "CompositeExplicitAutograd")
+    if WANTED != "reference" and not LIBRARY_HAS_CUDA:
+        implement(_name, _kernel, "CUDA")

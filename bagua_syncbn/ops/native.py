@@ -11,7 +11,8 @@ from torch import Tensor
 from .activations import Activation
 
 _LIBRARY = "bagua_syncbn._C"
-_WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
+WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
+"""``"native"``, ``"aten"`` for ATen's kernels instead of native ones on CUDA, or ``"reference"`` for plain torch."""
 
 # Below these numbers of values the five calls from Python cost what the kernels save, or more: docs/benchmarks.md.
 # F.batch_norm is fast where channels are innermost, until its outputs leave the caches.
@@ -19,11 +20,11 @@ _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
 
 
-def _load() -> str:
-    if _WANTED not in ("native", "reference"):
-        raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native" or "reference", got {_WANTED!r}')
-    if _WANTED == "reference":
-        return "reference"
+def _load() -> tuple[str, bool]:
+    if WANTED not in ("native", "aten", "reference"):
+        raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native", "aten" or "reference", got {WANTED!r}')
+    if WANTED == "reference":
+        return "reference", False
     # Beside this package only: an editable installation of another checkout would answer for its library too. And not
     # "from .. import _C", which cannot tell a missing library from a package that is still being imported.
     folder = Path(__file__).parents[1]
@@ -35,14 +36,17 @@ def _load() -> str:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return "reference"
+        return "reference", False
     library = import_module(_LIBRARY)
-    return f"native, cpu: {library.cpu_capability()}{', cuda' if library.has_cuda() else ''}"
+    has_cuda = library.has_cuda()
+    if has_cuda and WANTED == "aten":
+        library.turn_off_cuda()
+    return f"native, cpu: {library.cpu_capability()}{', cuda' if has_cuda and WANTED == 'native' else ''}", has_cuda
 
 
-KERNELS = _load()
+KERNELS, LIBRARY_HAS_CUDA = _load()
 """Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, followed by
-``", cuda"`` if the library has CUDA kernels too."""
+``", cuda"`` if the library has CUDA kernels too, and they are wanted."""
 
 
 def prefer_native(input: Tensor) -> bool:

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..torch_internals import outside_of_modes
 
 
@@ -18,10 +19,14 @@ class FaultRecord:
         self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
 
     def take(self) -> list[int]:
-        """Returns what was written, and clears the record."""
+        """Returns what was written, and clears the record.
+
+        Its kind alone: an op writes this last, and nothing while it is there. A fault between the two is not recorded;
+        its results are NaN all the same.
+        """
         with outside_of_modes():
             record: list[int] = self.tensor.tolist()
-            self.tensor.zero_()
+        self.kind.value = 0
         return record
 
 
@@ -45,5 +50,6 @@ def record_on(device: torch.device) -> FaultRecord | None:
     if record is None:
         if device.type != "cuda" or torch.compiler.is_compiling():
             return None
+        ops.log_cuda_kernels(device)
         record = RECORDS["cuda"] = FaultRecord(True)
     return record

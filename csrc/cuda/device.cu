@@ -2,8 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
-
 #include "launch.cuh"
 
 namespace bagua_syncbn::cuda {
@@ -11,7 +9,7 @@ namespace {
 
 // Loads the machine code of all kernels. CUDA does that as late as it can, at the first launch of each; and may then
 // wait for what runs on the device, such as a collective that waits for other ranks, which may be waiting for this one.
-cudaError_t load_kernels() {
+cudaError_t load_all() {
   cudaFuncAttributes attributes;
   for (const void* kernel : all_kernels()) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -20,14 +18,16 @@ cudaError_t load_kernels() {
   return cudaSuccess;
 }
 
-Support find_support(int32_t device) {
+}  // namespace
+
+bool driver_will_do() {
   const Versions here = versions();
-  if (here.driver / 1000 < here.runtime / 1000) return Support::kOldDriver;
-  int32_t before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device);
-  const cudaError_t error = load_kernels();
-  cudaSetDevice(before);
+  return here.driver / 1000 >= here.runtime / 1000;
+}
+
+Support load_kernels(int32_t device) {
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) error = load_all();
   switch (error) {
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInvalidDeviceFunction:
@@ -41,25 +41,11 @@ Support find_support(int32_t device) {
   }
 }
 
-}  // namespace
-
 Versions versions() {
   Versions result{0, 0};
   cudaRuntimeGetVersion(&result.runtime);
   cudaDriverGetVersion(&result.driver);
   return result;
-}
-
-Support support_of(int32_t device) {
-  constexpr int32_t kDevices = 64;
-  static std::atomic<int32_t> found[kDevices];  // one more than the Support, 0 as long as it is not known
-  if (device < 0 || device >= kDevices) return find_support(device);
-  int32_t known = found[device].load(std::memory_order_relaxed);
-  if (known == 0) {
-    known = static_cast<int32_t>(find_support(device)) + 1;
-    found[device].store(known, std::memory_order_relaxed);
-  }
-  return static_cast<Support>(known - 1);
 }
 
 const char* set_device(int32_t device) {

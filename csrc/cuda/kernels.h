@@ -28,9 +28,17 @@ struct PerChannel {
 const char* set_device(int32_t device);
 
 // Whether the kernels in this library run on a device, and if not, why: the driver is older than the CUDA runtime that
-// the library was built with, or there is no machine code for the device, nor any that the driver can compile for it.
-enum class Support : int32_t { kRuns, kOldDriver, kNoImage };
+// the library was built with; there is no machine code for the device, nor any that the driver can compile for it; or
+// they were turned off.
+enum class Support : int32_t { kRuns, kOldDriver, kNoImage, kTurnedOff };
 Support support_of(int32_t device);
+// Before the first use of CUDA.
+void turn_off();
+
+// Whether the driver runs the CUDA runtime in this library. Makes no context.
+bool driver_will_do();
+// Loads the machine code of all kernels on `device`, and makes it current: kRuns or kNoImage.
+Support load_kernels(int32_t device);
 
 // Versions of CUDA, as 1000 * major + 10 * minor: what the library was built with, and what the driver is for (0: no
 // driver).

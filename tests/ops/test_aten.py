@@ -1,0 +1,156 @@
+"""The ops by ATen's CUDA kernels, for which functions of the CPU stand: aten_functions.py."""
+
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from aten_functions import ATEN
+from cases import laid_out
+from comparison import check_not_finite, check_ops
+from tolerances import assert_close
+from torch import nn
+
+import bagua_syncbn
+from bagua_syncbn import ops
+from bagua_syncbn.ops import aten, fallback, reference
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def called():
+    """The names of ATen's functions that were called."""
+    names = []
+
+    def noted(name):
+        return lambda *arguments: (names.append(name), ATEN[name](*arguments))[1]
+
+    with patch.multiple(torch, **{name: noted(name) for name in ATEN}):
+        yield names
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "layout"), [
+    ((7, 5), "contiguous"),
+    ((3, 4, 33), "transposed"),
+    ((2, 16, 5, 6), "channels_last"),
+    ((2, 3, 5, 6), "sliced"),
+    ((2, 8, 3, 4, 5), "channels_last_3d"),
+])  # fmt: skip
+def test_values_and_gradients_equal_the_reference(called, shape, layout, dtype):
+    for parameter_dtype in (torch.float32, torch.float16):
+        tensors = ((torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype))
+        check_ops(aten, *(laid_out(tensor, layout) for tensor in tensors), parameter_dtype)
+    assert called == list(ATEN) * 2
+
+
+def test_what_is_not_finite_stays_in_its_channel(called):
+    for value in (torch.inf, torch.nan):
+        check_not_finite(aten, *torch.randn(2, 2, 3, 8, 8).unbind(), value, (0, 0, 0))
+    input = torch.randn(2, 3, 8, 8)
+    input[0, 1, 0, 0] = 1e30  # finite, with a variance that is not
+    assert torch.equal(aten.batch_norm_stats(input)[3:6].isfinite(), torch.tensor([True, False, True]))
+
+
+def test_messages_are_those_of_the_reference(called):
+    input, speaker, fingerprint = torch.randn(3, 2, 5), 7 * 2**24 + 5, 2**36 - 2**14 + 7
+    assert torch.equal(aten.batch_norm_stats(input, speaker, 9), reference.batch_norm_stats(input, speaker, 9))
+    ones, fault = torch.ones(2), torch.zeros(8, dtype=torch.int64)
+    arguments = input.cos(), input, ones, ones, ones.half(), fingerprint
+    for actual, expected in zip(
+        aten.batch_norm_backward_reduce(*arguments), reference.batch_norm_backward_reduce(*arguments), strict=True
+    ):
+        assert torch.equal(actual, expected)
+    sums = reference.batch_norm_backward_reduce(*arguments)[0] * 2
+    many, strided = torch.tensor(2**40), torch.randn(4)[::2]  # values on all ranks, and a weight
+    for wrong in (0, 1):
+        sums[-1] += wrong
+        gradient = *arguments[:2], strided, ones, ones, sums, many, 2
+        dx = aten.batch_norm_backward_elemt(*gradient, fault, 6)
+        expected = reference.batch_norm_backward_elemt(*gradient)
+        torch.testing.assert_close(dx, expected, equal_nan=True)
+        assert fault[:2].tolist() == [3 * wrong, 6 * wrong]
+    assert dx.isnan().all()
+
+
+def test_the_reference_computes_what_aten_cannot(called):
+    input, grad_output, residual = torch.randn(3, 2, 4, 5).unbind()
+    empty, ones, count = input[:0], torch.ones(4), torch.tensor(10)
+    mask = input[:, 0] > 0
+    gradient = grad_output, input, ones, ones, ones, ones.repeat(2), count
+    for name, *arguments in (
+        ("stats", empty),
+        ("stats", input, None, 0, mask),
+        ("elemt", empty, ones, ones, ones, ones),
+        ("elemt", input, ones, ones, ones, ones, mask),
+        ("elemt", input, ones, ones, ones, ones, None, residual),
+        ("elemt", input, ones, ones, ones, ones, None, None, 1, 0.0),
+        ("backward_reduce", empty, empty, ones, ones, ones, 5),
+        ("backward_reduce", grad_output, input, ones, ones, ones, 5, mask),
+        ("backward_reduce", grad_output, input, ones, ones, ones, 5, None, ones, residual, 1, 0.0),
+        ("backward_elemt", empty, empty, *gradient[2:]),
+        ("backward_elemt", *gradient, 1, None, 0, mask, True),
+        ("backward_elemt", *gradient, 1, None, 0, None, False, ones, 1, 0.0),
+        ("gather_stats", torch.ones(2, 8), ones[:3].clone(), ones[:3].clone(), torch.tensor(3), None, 1e-5),
+    ):
+        actual = getattr(aten, f"batch_norm_{name}")(*arguments)
+        expected = getattr(reference, f"batch_norm_{name}")(*arguments)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert called == []
+
+
+def test_no_kernel_reads_beyond_tensors_of_the_wrong_size(called):
+    input, ones, count = torch.randn(2, 3, 4), torch.ones(3), torch.tensor(8)
+    for few in (ones[1:], torch.ones(3, 2)):
+        with pytest.raises(RuntimeError):
+            aten.batch_norm_elemt(input, few, None, ones, ones)
+        with pytest.raises(RuntimeError):
+            aten.batch_norm_backward_reduce(input, input, few, ones, None)
+        with pytest.raises(RuntimeError):
+            aten.batch_norm_backward_elemt(input, input, None, few, ones, ones.repeat(2), count)
+    assert called == []
+
+
+def train(splits):
+    """A rank's part of a batch through a layer, whose ops are ATen's."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    batch, grad_output = (t.split(splits) for t in torch.randn(2, sum(splits), 6, 5, 5))
+    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None)
+    input = batch[rank].requires_grad_()
+    computed = {name: getattr(aten, name) for name in aten.__all__}
+    with patch.multiple(torch, **ATEN), patch.multiple(ops, **computed):
+        for _ in range(2):  # the second call is a cached one
+            layer.zero_grad()
+            output = layer(input)
+            (grad,) = torch.autograd.grad(output, input, grad_output[rank], retain_graph=True)
+            output.backward(grad_output[rank])
+    return [t.detach() for t in (output, grad, layer.weight.grad, layer.bias.grad, layer.running_var)]
+
+
+def test_ranks_with_uneven_batches_give_what_one_process_gives(pool):
+    splits = (5, 0, 2)
+    results = pool.run(train, len(splits), splits)
+    torch.manual_seed(0)
+    batch, grad_output = torch.randn(2, sum(splits), 6, 5, 5).double()
+    layer = nn.BatchNorm2d(6, momentum=None, dtype=torch.float64)
+    output = layer(batch.requires_grad_())
+    output.backward(grad_output)
+    assert_close(torch.cat([result[0] for result in results]), output.detach(), "output")
+    assert_close(torch.cat([result[1] for result in results]), batch.grad, "input.grad")
+    for place, parameter in ((2, layer.weight), (3, layer.bias)):
+        torch.testing.assert_close(sum(r[place] for r in results).double(), parameter.grad, rtol=1e-4, atol=1e-4)
+    for result in results:
+        assert_close(result[4], layer.running_var, "running_var")
+
+
+@pytest.mark.parametrize(("problem", "said"), [
+    (None, "native, experimental: compiled, emulated, never run on a GPU; in doubt"),
+    ("the driver is old", "ATen, because the driver is old"),
+])  # fmt: skip
+def test_the_log_says_which_kernels_compute(problem, said, caplog):
+    with patch.object(fallback, "cuda_problem", lambda device: problem), caplog.at_level(logging.INFO, "bagua_syncbn"):
+        ops.log_cuda_kernels(torch.device("cuda", 1))
+    assert caplog.messages[0].startswith(f"kernels on cuda:1: {said}")
