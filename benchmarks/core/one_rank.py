@@ -24,17 +24,20 @@ class Twin:
 
 
 class OneRankGroup(Twin):
-    """A twin that makes the real collectives of the default group, which has one rank: for a machine with one device.
+    """A twin that makes the real collectives of a group of one rank, the default one: for a machine with one device.
 
     The missing rank costs one copy forward and one launch backward besides.
     """
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
     def all_gather(self, packed: Tensor) -> Tensor:
         gathered = packed.new_empty(2, packed.numel())
-        _all_gather_single(gathered[0], packed)
+        _all_gather_single(gathered[0], packed, group=self._group)
         gathered[1] = packed
         return gathered
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        dist.all_reduce(packed)
+        dist.all_reduce(packed, group=self._group)
         return packed.mul_(2)

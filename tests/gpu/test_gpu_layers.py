@@ -8,8 +8,10 @@ from tolerances import assert_close
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from traced import count, trace
+from workers import WorkerPool
 
 import bagua_syncbn
+from bagua_syncbn.communicators import TorchCommunicator, c10d
 from benchmarks.core.one_rank import OneRankGroup
 
 pytestmark = pytest.mark.gpu
@@ -215,10 +217,10 @@ def test_ranks_that_share_the_gpu(pool, splits, layout):
         assert_close(result[3], layer.running_var, "running_var")
 
 
-def train_with_ddp(local_rank):
+def train_with_ddp(local_rank, process_group=None):
     """Two steps on this rank's half of a batch, as every user of GPUs writes them; returns parameters and buffers."""
     torch.manual_seed(0)
-    model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1))
+    model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1), process_group)
     model = DistributedDataParallel(model, device_ids=[local_rank], output_device=local_rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for batch, labels in batches_of_ddp():
@@ -235,8 +237,8 @@ def batches_of_ddp():
         yield torch.randn(8, 3, 64, 64, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def test_ddp_with_device_ids(pool):
-    """Two ranks on the one GPU over gloo give what one process gives on the whole batch, in float64."""
+def check_trained(states):
+    """Compares parameters and buffers of ranks with those of one process on the whole batch, in float64."""
     torch.manual_seed(0)
     model = little_model(0.1).double().cpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -244,10 +246,56 @@ def test_ddp_with_device_ids(pool):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch.double()), labels).backward()
         optimizer.step()
-    for state in pool.run(train_with_ddp, 2, 0):
+    for state in states:
         for name, wanted in model.state_dict().items():
             actual = state[name].to(wanted.dtype)
             torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_ddp_with_device_ids(pool):
+    """Two ranks on the one GPU, over gloo."""
+    check_trained(pool.run(train_with_ddp, 2, 0))
+
+
+def join_nccl(store, rank, size):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=device)
+
+
+def train_on_own_gpu(shares):
+    """The layers in a group of their own, which is split off that of the job, or in the group of the job itself."""
+    group = TorchCommunicator(dist.group.WORLD) if shares else None
+    return train_with_ddp(dist.get_rank(), group)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_ddp_over_nccl_on_two_gpus(shares):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks = WorkerPool(join_nccl)
+    try:
+        check_trained(ranks.run(train_on_own_gpu, 2, shares))
+    finally:
+        ranks.close()
+
+
+def test_the_layers_own_group_of_one_rank(nccl):
+    """The group that layers make for themselves by splitting the job's: a step over it, as over the job's own."""
+    job = c10d.job_of(dist.group.WORLD)
+    group = job.layers_group((0,), "a test")
+    assert group is job.layers_group((0,), "a test") is not dist.group.WORLD
+    assert dist.get_backend(group) == dist.get_backend()
+    layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=OneRankGroup(group), device="cuda")
+    steps = [torch.randn(2, 8, 6, 20, 20, device="cuda").unbind() for _ in range(2)]
+    for input, grad_output in steps:
+        x = input.detach().requires_grad_()
+        output = layer(x)
+        output.backward(grad_output)
+    expected, expected_grad, wide = reference(layer, steps)
+    assert_close(output.detach(), expected, "output")
+    assert_close(x.grad, expected_grad, "input.grad")
+    assert_close(layer.running_var, wide.running_var, "running_var", roundings=2)
 
 
 def test_ddp_over_nccl(nccl):
