@@ -1,4 +1,4 @@
-"""Whole layers on a CUDA device, over a group of one rank and over several ranks that share it. Not run on one yet."""
+"""Whole layers on a CUDA device, over a group of one rank and over several ranks that share it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ops on a CUDA device: ``pytest -m gpu``, with FAIL_WITHOUT_CUDA=1 where there must be one. Not run on one yet."""
+"""The ops on a CUDA device: ``pytest -m gpu``, with FAIL_WITHOUT_CUDA=1 where there must be one."""
 
 import ctypes
 from contextlib import contextmanager
