@@ -11,9 +11,9 @@ from typing import Any
 from .picture import WIDTH, Picture
 
 _RUNS = {
-    "unsynced": ("four ranks, nn.BatchNorm", "orange", 1.8, ""),
+    "unsynced": ("4 ranks, nn.BatchNorm", "orange", 1.8, ""),
     "reference": ("one process", "sky", 5.0, ""),
-    "synced": ("four ranks, synchronized", "blue", 1.5, "5 3"),
+    "synced": ("4 ranks, synchronized", "blue", 1.5, "5 3"),
 }
 _WINDOW, _LEFT, _HEIGHT = 12, 40, 190
 
