@@ -3,10 +3,15 @@
 import bagua.torch_api.contrib.sync_batchnorm as theirs
 import pytest
 import torch
+from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
+from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.distributed import BaguaModule
 from torch import nn
 
 import bagua_syncbn
 import bagua_syncbn.contrib
+from bagua_syncbn.communicators.bagua import resolve_algorithm
+from bagua_syncbn.contrib.algorithms import gradient_allreduce
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +48,20 @@ def test_models_with_layers_of_baguas_convert_too():
     input = torch.randn(4, 3, 2, 2)
     torch.testing.assert_close(model(input), nn.BatchNorm2d(3)(input))
     assert type(bagua_syncbn.revert_sync_batchnorm(model)[0]) is original
+
+
+def test_method_and_algorithms_stay_baguas():
+    assert nn.Module.with_bagua is BaguaModule.with_bagua
+    bagua_syncbn.contrib.restore()
+    assert nn.Module.with_bagua is BaguaModule.with_bagua
+    assert gradient_allreduce.GradientAllReduceAlgorithm is GradientAllReduceAlgorithm
+    assert isinstance(resolve_algorithm(ByteGradAlgorithm, []), ByteGradAlgorithm)
+
+
+def test_baguas_algorithms_are_taken_for_what_they_are_where_torch_runs_the_job():
+    model = nn.Linear(2, 2)
+    for algorithm in (GradientAllReduceAlgorithm, GradientAllReduceAlgorithm(), GradientAllReduceAlgorithm(True)):
+        assert bagua_syncbn.with_bagua(model, [], algorithm) is model
+    for algorithm in (ByteGradAlgorithm(), GradientAllReduceAlgorithm(average=False)):
+        with pytest.raises(ValueError, match=f"all that torch's engine does, got {type(algorithm).__name__}"):
+            bagua_syncbn.with_bagua(model, [], algorithm)
