@@ -14,7 +14,7 @@ import scheduler
 import torch
 import torch.distributed as dist
 import workers
-from memory import memory_of
+from scheduler import memory_of
 from streams import Event, Stream, current_stream, record_stream, stream, timeline
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,7 +22,7 @@ _ids = itertools.count()
 
 
 def off_the_device(method):
-    """What NCCL does is no operation on the caller's stream."""
+    """Hides work of NCCL, which is none on the caller's stream."""
 
     @functools.wraps(method)
     def call(*args, **kwargs):
@@ -111,7 +111,7 @@ class HostCommunicator:
         self._gloo.broadcast([sent], options).wait()
 
     def sum(self, tensor, average):
-        """What the scheduler's operations come to."""
+        """An operation of the scheduler."""
         self._gloo.allreduce([tensor]).wait()
         if average:
             tensor /= self._nranks

@@ -1,51 +1,44 @@
 """Bagua's gradient scheduler on the host: ``bagua_core.BaguaCommBackendPy`` and ``BaguaBucketPy``.
 
 As the native one it runs the operations of a bucket once all of its tensors are ready, bucket by bucket in the order
-that was registered; but at once, where that has a thread for it. Compression is left out: what passes through is exact.
+that was registered; but at once, where that has a thread for it. Each operation is an exact average or sum.
 """
 
+import ctypes
 import threading
 
 import torch
-from memory import memory_of
 
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8, "I64": torch.int64}
 padding = []  # handles of the tensors that fill a bucket up, which nobody marks as ready
+
+
+def memory_of(bagua_tensor):
+    """The memory that Bagua's handle names, as NCCL would be given it."""
+    dtype = _DTYPES[bagua_tensor.dtype()]
+    size = bagua_tensor.num_elements() * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(bagua_tensor.data_ptr()), dtype=dtype)
 
 
 class HostBucket:
     def __init__(self, name, tensors):
-        self.name, self.tensors = name, tensors
-        self.operations = []
+        self.name, self.tensors, self.operations = name, tensors, []
 
-    def append_centralized_synchronous_op(self, inter, intra, hierarchical, average, scattergather, compression):
-        def average_all():
-            for memory in self.memories():
-                if hierarchical:
-                    intra.sum(memory, average)
-                    if inter is not None and inter.nranks() > 1:
-                        raise NotImplementedError("more than one node")
-                else:
-                    inter.sum(memory, average)
+    def append_centralized_synchronous_op(self, inter, intra, hierarchical, average=True, *_, **__):
+        return self._append(Reduction(self, intra if hierarchical else inter, average))
 
-        self.operations.append(average_all)
+    def append_decentralized_synchronous_op(self, inter, intra, hierarchical, *_, **__):
+        return self.append_centralized_synchronous_op(inter, intra, hierarchical)
+
+    append_low_precision_decentralized_synchronous_op = append_decentralized_synchronous_op
+
+    def append_decentralized_asynchronous_op(self, inter, *_, **__):
+        return self._append(AsynchronousAverage(self, inter))
 
     def append_python_op(self, function):
-        self.operations.append(lambda: function(self.name))
+        return self._append(lambda: function(self.name))
 
-    def append_decentralized_synchronous_op(self, inter, intra, hierarchical, peer_selection_mode, peer_weight):
-        operation = PeerAverage(self, intra if hierarchical else inter, peer_weight)
-        self.operations.append(operation)
-        return operation
-
-    def append_low_precision_decentralized_synchronous_op(self, inter, intra, hierarchical, **weights):
-        def average_all():
-            for memory in self.memories():
-                (intra if hierarchical else inter).sum(memory, True)
-
-        self.operations.append(average_all)
-
-    def append_decentralized_asynchronous_op(self, inter, intra, peer_selection_mode, torch_stream):
-        operation = AsynchronousAverage(self, inter)
+    def _append(self, operation):
         self.operations.append(operation)
         return operation
 
@@ -56,29 +49,25 @@ class HostBucket:
         return [memory_of(tensor) for tensor in self.tensors]
 
 
-class PeerAverage:
-    def __init__(self, bucket, communicator, peer_weight):
-        self.bucket, self.communicator, self.peer_weight = bucket, communicator, peer_weight
+class Reduction:
+    def __init__(self, bucket, communicator, average):
+        self.bucket, self.communicator, self.average = bucket, communicator, average
 
     def __call__(self):
-        peer = memory_of(self.peer_weight)
-        peer.copy_(torch.cat(self.bucket.memories()))
-        self.communicator.sum(peer, True)
+        for memory in self.bucket.memories():
+            self.communicator.sum(memory, self.average)
 
     def copy_back_peer_weight(self, bucket):
-        parts = memory_of(self.peer_weight).split([tensor.num_elements() for tensor in bucket.tensors])
-        for memory, part in zip(bucket.memories(), parts, strict=True):
-            memory.copy_(part)
+        """Does nothing: the average of the weights is in their place already."""
 
 
 class AsynchronousAverage:
     """As Bagua's: the lock that a training step holds is not held while ranks wait for each other."""
 
     def __init__(self, bucket, communicator):
-        self.bucket, self.communicator = bucket, communicator
-        self.lock = threading.Lock()
-        self.aborted, self.status = False, True
-        self.runs = 0
+        self.bucket, self.communicator, self.lock = bucket, communicator, threading.Lock()
+        self.lock_weight, self.unlock_weight = self.lock.acquire, self.lock.release
+        self.aborted, self.status, self.runs = False, True, 0
 
     def __call__(self):
         aborted = torch.tensor([float(self.aborted)])
@@ -86,20 +75,12 @@ class AsynchronousAverage:
         if aborted.item():
             self.status = False
             return
-        memories = self.bucket.memories()
-        before = torch.cat(memories)
-        average = before.clone()
-        self.communicator.sum(average, True)
-        with self.lock:
-            for memory, change in zip(memories, (average - before).split([len(m) for m in memories]), strict=True):
-                memory += change
+        for memory in self.bucket.memories():
+            before, average = memory.clone(), memory.clone()
+            self.communicator.sum(average, True)
+            with self.lock:
+                memory += average - before
         self.runs += 1
-
-    def lock_weight(self):
-        self.lock.acquire()
-
-    def unlock_weight(self):
-        self.lock.release()
 
     def get_status(self):
         return self.status
@@ -110,9 +91,7 @@ class AsynchronousAverage:
 
 class HostBackend:
     def __init__(self, channel_capacity, device_id):
-        self.buckets = []
-        self.ready = set()
-        self.next = 0
+        self.buckets, self.ready, self.next = [], set(), 0
 
     def register_ordered_buckets(self, buckets):
         self.buckets, self.next = buckets, 0

@@ -77,7 +77,7 @@ class Stream:
 
 
 class Timeline:
-    """What happened so far in this process."""
+    """Events so far in this process."""
 
     def __init__(self):
         self.clear()

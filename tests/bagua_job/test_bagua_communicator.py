@@ -153,6 +153,8 @@ def in_groups():
         for use in (communicator_of, lambda group: SyncBatchNorm(1, process_group=group), mean_over):
             with pytest.raises(ValueError, match=r"include this one, rank 2 of 4, got \(1, 3\)"):
                 use(odd)
+        with pytest.raises(ValueError, match=r"rank 2 of 4, got \(2, 5\)"):
+            communicator_of(RankGroup((2, 5)))
         model = nn.Sequential(nn.BatchNorm1d(1))
         with pytest.raises(ValueError, match="rank 2 of 4"):
             convert_sync_batchnorm(model, odd)
@@ -191,20 +193,6 @@ def by_other_names():
 def test_torch_groups_and_descriptions_lead_to_the_same_communicator(pool):
     for rank, result in enumerate(pool.run(by_other_names, 4)):
         assert result == ([rank // 2 * 2 + 0.5] * 5, 1)
-
-
-def impossible():
-    errors = []
-    for ranks in ((0, 5), (1 - rank(),)):
-        with pytest.raises(ValueError, match=f"rank {rank()} of 2") as error:
-            communicator_of(RankGroup(ranks))
-        errors.append(str(error.value))
-    return errors
-
-
-def test_ranks_that_the_job_does_not_have_are_named(pool):
-    for errors in pool.run(impossible, 2):
-        assert "got (0, 5)" in errors[0]
 
 
 def travel():
@@ -269,7 +257,7 @@ def compiled():
     torch.manual_seed(0)
     batch = torch.randn(6, 4)[rank() :: 2].clone()
     results = []
-    for backend in (None, "eager", "aot_eager"):
+    for backend in (None, "aot_eager"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), convert_sync_batchnorm(nn.BatchNorm1d(4)), nn.ReLU())
         step = model if backend is None else torch.compile(model, backend=backend)
@@ -284,8 +272,6 @@ def compiled():
 
 
 def test_a_compiled_model_leaves_the_communicator_to_python(pool):
-    for eager, *others in pool.run(compiled, 2):
-        assert eager[0] == ["allgather", "allreduce"]
-        for other in others:
-            assert other[0] == eager[0]
-            torch.testing.assert_close(other[1:], eager[1:])
+    for eager, traced in pool.run(compiled, 2):
+        assert eager[0] == traced[0] == ["allgather", "allreduce"]
+        torch.testing.assert_close(traced[1:], eager[1:])

@@ -1,7 +1,7 @@
 """One rank that communicates all the same: over NCCL where there is a GPU, over the stand-ins where there is none.
 
-``pytest -m gpu`` runs the first form. What the tests do is the same in both, so that none of it is run for the first
-time on a GPU; not run on one yet.
+``pytest -m gpu`` runs the first form, not run on one yet; the other one rehearses its Python. Over the stand-ins
+test_bagua_wrapper.py tries all algorithms.
 """
 
 import pytest
@@ -10,24 +10,27 @@ import torch.nn.functional as F
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from streams import Watch, timeline
+from test_bagua_wrapper import ALGORITHMS
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import bagua
 
-ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
+PLACES = ["host", pytest.param("gpu", marks=pytest.mark.gpu)]
+RUNS = [("host", "gradient_allreduce"), *(pytest.param("gpu", name, marks=pytest.mark.gpu) for name in ALGORITHMS)]
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module")
 def one_rank(request):
     """Runs a function on the one rank of a Bagua job."""
-    from native import join_job, join_job_on_a_gpu
+    from native import join_job_on_a_gpu
     from workers import WorkerPool
 
-    workers = WorkerPool(join_job if request.param == "host" else join_job_on_a_gpu)
-    device = "cpu" if request.param == "host" else "cuda"
-    yield lambda function, *args: workers.run(function, 1, device, *args)[0]
-    workers.close()
+    on_host = request.param == "host"
+    workers = request.getfixturevalue("pool") if on_host else WorkerPool(join_job_on_a_gpu)
+    yield lambda function, *args: workers.run(function, 1, "cpu" if on_host else "cuda", *args)[0]
+    if not on_host:
+        workers.close()
 
 
 class Forced:
@@ -82,7 +85,7 @@ def train_model(device, algorithm):
             torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("one_rank", "algorithm"), RUNS, indirect=["one_rank"])
 def test_every_algorithm_trains_a_converted_model(one_rank, algorithm):
     one_rank(train_model, algorithm)
 
@@ -108,5 +111,6 @@ def watch_layer(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("one_rank", PLACES, indirect=True)
 def test_the_host_does_not_wait_for_a_step(one_rank):
     one_rank(watch_layer)
