@@ -18,6 +18,7 @@ from .functional import sync_batch_norm
 from .masks import masked
 from .sync import check, check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from .verification import verify_synchronization
 from .version import __version__
 from .with_bagua import with_bagua
 
@@ -43,5 +44,6 @@ __all__ = [
     "sync_batch_norm",
     "sync_group",
     "unfreeze_statistics",
+    "verify_synchronization",
     "with_bagua",
 ]

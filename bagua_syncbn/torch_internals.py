@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.utils import _python_dispatch, checkpoint
+from torch.utils import _python_dispatch, _pytree, checkpoint
+
+pytree: Any = _pytree
 
 _has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _is_tracing: Callable[[], bool] = torch._C._is_tracing

@@ -1,0 +1,153 @@
+"""Ranks that verify together: what one finds all know, and an error of one is an error of all."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..communicators import spec_of
+from ..torch_internals import pytree
+
+_T = TypeVar("_T")
+
+
+class RankError(RuntimeError):
+    """An error of some ranks that all know of."""
+
+
+class Ranks:
+    """Ranks of a group, or this process alone where there is no job."""
+
+    def __init__(self, process_group: Any) -> None:
+        in_job = dist.is_available() and dist.is_initialized()
+        self.group = spec_of(process_group).torch_group() if in_job else None
+        self.size = dist.get_world_size(self.group) if in_job else 1
+        self.rank = dist.get_rank(self.group) if in_job else 0
+
+    def together(self, what: str, do: Callable[[], _T]) -> list[_T]:
+        """Returns the results of ``do`` on all ranks, in their order; their tensors are on CPU.
+
+        Raises:
+            RankError: ``do`` raised on some ranks. It is raised on all, and names these. ``do`` may make such calls
+                itself: an error of one rank ends it on all. An error that is the same on all ranks is raised as it is.
+        """
+        cause, error, packed = None, "", b""
+        try:
+            packed = pickle.dumps(pytree.tree_map_only(Tensor, _on_cpu, do()))
+        except RankError:
+            raise
+        except Exception as raised:
+            cause, error = raised, f"{type(raised).__name__}: {raised}"
+        gathered: list[tuple[str, str, bytes]] = [(what, error, packed)]
+        if self.size > 1:
+            gathered = [gathered[0]] * self.size
+            dist.all_gather_object(gathered, (what, error, packed), group=self.group)
+        if cause is not None and all(own == error for _, own, _ in gathered):
+            raise cause
+        errors = [f"rank {rank} in {where}: {own}" for rank, (where, own, _) in enumerate(gathered) if own]
+        if errors:
+            raise RankError(f"verify_synchronization: {'; '.join(errors)}") from cause
+        if any(where != what for where, _, _ in gathered):
+            places = "; ".join(f"rank {rank} in {where}" for rank, (where, _, _) in enumerate(gathered))
+            raise RankError(f"verify_synchronization: expected all ranks to call the same layers, got {places}")
+        return [pickle.loads(packed) for _, _, packed in gathered]
+
+    def each(self, what: str, do: Callable[[], _T]) -> _T:
+        """Returns the result of ``do`` on this rank, after all have one; raises as :meth:`together`."""
+        own: list[_T] = []
+        self.together(what, lambda: own.append(do()))
+        return own[0]
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Adds up ``tensor`` over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def first_unlike(values: Sequence[dict[str, Any]]) -> str | None:
+    """Returns the first name whose value is not alike on all ranks; None if all are."""
+    names = dict.fromkeys(name for own in values for name in own)
+    return next((name for name in names if any(own.get(name) != values[0].get(name) for own in values)), None)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
+
+
+def joined(parts: Sequence[Any], name: str) -> Any:
+    """Returns nested tuples, lists and dicts of tensors as one, joined along the first dimension of each tensor.
+
+    Raises:
+        ValueError: other values differ between ``parts``, or so do other dimensions.
+    """
+    flat = [pytree.tree_flatten_with_path(part) for part in parts]
+    (leaves, structure), *_ = flat
+    for rank, (_, other) in enumerate(flat):
+        if other != structure:
+            raise ValueError(
+                f"{name}: expected tuples, lists and dicts alike on all ranks, got {structure}, and {other} on rank "
+                f"{rank}; merge makes one batch of others"
+            )
+    whole = [
+        _joined_leaf([leaves[index][1] for leaves, _ in flat], name + pytree.keystr(path))
+        for index, (path, _) in enumerate(leaves)
+    ]
+    return pytree.tree_unflatten(whole, structure)
+
+
+def _joined_leaf(parts: list[Any], name: str) -> Any:
+    first = parts[0]
+    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
+        alike = all(type(part) is type(first) and bool(part == first) for part in parts)
+        if not alike:
+            raise ValueError(f"{name}: expected a tensor, or the same on all ranks, got {parts}; merge makes one batch")
+        return first
+    if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+        got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
+        raise ValueError(f"{name}: expected tensors of ranks that differ in their first dimension alone, got {got}")
+    return torch.cat(parts).detach().requires_grad_(first.requires_grad)
+
+
+def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor | None:
+    """Returns the part of ``whole`` that is the share of ``rank``, where ranks have parts of these shapes.
+
+    None where parts of these shapes do not make up ``whole``.
+    """
+    for dim, size in enumerate(whole.shape):
+        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in shapes if len(shape) == whole.dim()]
+        fits = len(others) == len(shapes) and all(
+            other == [*whole.shape[:dim], *whole.shape[dim + 1 :]] for other in others
+        )
+        if fits and sum(shape[dim] for shape in shapes) == size:
+            part: Tensor = whole.split([shape[dim] for shape in shapes], dim)[rank]
+            return part
+    return None
+
+
+def in_float64(values: Any, like: Any) -> Any:
+    """Returns ``values`` with tensors in float64 if they are of floating point, where those of ``like`` are.
+
+    Raises:
+        ValueError: ``values`` has another structure, and the tensors of ``like`` are on several devices.
+    """
+    leaves, structure = pytree.tree_flatten(values)
+    own, own_structure = pytree.tree_flatten(like)
+    devices: list[Any] = [getattr(leaf, "device", None) for leaf in own]
+    if structure != own_structure:
+        distinct = {device for device in devices if device is not None}
+        if len(distinct) > 1:
+            raise ValueError(f"batch: expected one structure on all ranks, or tensors on one device, got {distinct}")
+        devices = [*distinct, *[None] * len(leaves)][:1] * len(leaves)
+    placed = [_placed(leaf, device) for leaf, device in zip(leaves, devices, strict=True)]
+    return pytree.tree_unflatten(placed, structure)
+
+
+def _placed(leaf: Any, device: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    dtype = torch.float64 if leaf.is_floating_point() else leaf.dtype
+    return leaf.detach().to(device, dtype, copy=True).requires_grad_(leaf.requires_grad)

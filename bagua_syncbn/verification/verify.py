@@ -1,0 +1,345 @@
+"""The verdict: whether the ranks equal one process, and if not, what differs and what was seen to cause it."""
+
+import argparse
+import importlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..torch_internals import pytree
+from .causes import calls_of, first_to_differ, random_modules
+from .comparison import Pair, differences
+from .layers import LayerChecks
+from .ranks import Ranks, first_unlike, in_float64, joined, share_of
+from .steps import (
+    Loss,
+    Step,
+    copied,
+    digests,
+    modes,
+    run,
+    sizes,
+    telling_peers,
+    tensors_of,
+    try_out,
+    unchanged,
+    unwrapped,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of :func:`verify_synchronization`, the same on all ranks: true if they equal one process."""
+
+    ranks: int
+    """Number of ranks."""
+    compared: str
+    """Number of tensors, or layers, that were compared."""
+    difference: str | None
+    """The first tensor that differs, and by how much; None if none does."""
+    seen: tuple[str, ...]
+    """Causes, each found by a test of its own, and what was not compared."""
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        if self.difference is None:
+            equal = f"equal{'s' * (self.ranks == 1)}"
+            return "\n".join([f"{ranks} {equal} one process: {self.compared}", *(f"- {told}" for told in self.seen)])
+        seen = self.seen or ("no cause was found",)
+        return "\n".join([f"{ranks} differ from one process: {self.difference}", *(f"- {told}" for told in seen)])
+
+
+def verify_synchronization(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    *,
+    group: Any = None,
+    merge: Callable[[list[Any]], Any] | None = None,
+    by_layer: bool = False,
+) -> Verdict:
+    """Compares a step of ``model`` on all ranks with the same step in one process on all their batches together.
+
+    Both steps are made in float64, on copies, and the gradients of the ranks are averaged, as by
+    DistributedDataParallel. Outputs, losses, gradients and buffers are compared. Where they differ, tests of their own
+    look for the cause: what differs between ranks before the step, dropout and other randomness, layers that are not
+    synchronized, parameters without a gradient, losses that are sums, or means over batches of other sizes.
+
+    The model, its gradients, buffers and modes, and random states are as before, also after an exception. An error of
+    one rank is raised on all. All ranks make the call.
+
+    Args:
+        model: in training mode, in DistributedDataParallel or not.
+        batch: the batch of this rank: tensors in any nesting of tuples, lists and dicts.
+        loss: called with a copy of the model, which is in no wrapper, and a batch; returns a scalar tensor. It must use
+            no other model, and send nothing between ranks.
+        group: the ranks that take part, as for :func:`sync_batch_norm`; None for all of the job.
+        merge: makes one batch of a list of the batches of all ranks. None joins tensors along their first dimension,
+            and wants all else the same on all ranks.
+        by_layer: whether to copy nothing but one layer at a time: each batch normalization layer, on the inputs that
+            it meets in a forward pass of ``model`` without gradients. For models that are sharded, or do not fit twice.
+
+    Raises:
+        ValueError: ``model`` is in evaluation mode.
+        RuntimeError: a rank has raised: ``loss`` is wrong, batches cannot be joined, the model cannot be copied.
+
+    Example::
+
+        >>> verdict = bagua_syncbn.verify_synchronization(model, (images, labels), lambda model, batch: ...)
+        >>> print(verdict)
+        2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
+    """
+    ranks, module = Ranks(group), unwrapped(model)
+    with unchanged(module), torch.inference_mode(False):
+        ranks.together("the check of the model", lambda: _check(module, loss))
+        if by_layer:
+            return _verify_layers(module, batch, loss, ranks)
+        return _Verification(model, batch, loss, ranks, merge).verdict()
+
+
+def _check(module: Any, loss: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(module).__name__}")
+    if not callable(loss):
+        raise TypeError(f"loss: expected a function of the model and a batch, got {type(loss).__name__}")
+    if not module.training:
+        raise ValueError("model: expected training mode, got evaluation; call model.train() first")
+
+
+def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
+    checks = LayerChecks(model, ranks)
+    unlike = first_unlike(ranks.together("the modes", lambda: modes(model)))
+    if unlike is not None:
+        return Verdict(ranks.size, "nothing", f"{unlike} is not alike on all ranks before the step", ())
+    with torch.no_grad():
+        with unchanged(model):
+            ranks.together("a trial of the loss", lambda: try_out(model, batch, loss))
+        with checks.installed():
+            ranks.together("the forward pass", lambda: telling_peers(model, lambda: [loss(model, batch)].clear()))
+    first, *others = (*checks.differ.values(), *checks.unlike) or (None,)
+    told = f"{checks.compared} layer{'s' * (checks.compared != 1)}, on the inputs that they met"
+    return Verdict(ranks.size, told, first, (*others, *checks.left_out))
+
+
+class _Verification:
+    """The step of a whole model, on the ranks and in one process."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss, ranks: Ranks, merge: Any) -> None:
+        self._model, self._batch, self._loss, self._ranks = unwrapped(model), batch, loss, ranks
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self._merge = merge or (lambda batches: joined(batches, "batch"))
+        self._whole: Any = None
+        self._values: dict[str, Tensor] = {}  # values of rank 0 for tensors that differ between ranks
+        self._own_values: dict[str, Tensor] = {}  # those that DistributedDataParallel broadcasts
+        self._seen: list[str] = []
+
+    def verdict(self) -> Verdict:
+        ranks = self._ranks
+        unlike = self._compare_before()
+        if unlike is not None:
+            return Verdict(ranks.size, "nothing", unlike, tuple(self._seen))
+        own = in_float64(self._batch, self._batch)
+        ranks.together("a trial of the loss", lambda: try_out(self._copy(), own, self._loss))
+        batches = ranks.together("the batch", lambda: self._batch)
+        self._whole = ranks.each("the merge of batches", lambda: in_float64(self._merge(batches), self._batch))
+        expected = self._step_alone()
+        actual = self._step()
+        pairs = self._pairs(actual, expected)
+        difference = self._first(pairs)
+        unused = self._unused(actual)
+        if difference is not None:
+            self._look_for_causes(actual, expected)
+        counted = Counter(pair.kind for pair in pairs)
+        compared = ", ".join(f"{number} {kind}{_plural(kind) * (number > 1)}" for kind, number in counted.items())
+        return Verdict(ranks.size, compared, difference or unused, tuple(self._seen))
+
+    def _compare_before(self) -> str | None:
+        """Notes what differs between ranks before the step. Returns it if no step can be made."""
+        states = self._ranks.together("the state of the model", lambda: modes(self._model) | sizes(self._model))
+        unlike = first_unlike(states)
+        if unlike is not None:
+            return f"{unlike} is not alike on all ranks before the step"
+        values = self._ranks.together("the values of the model", lambda: digests(self._model))
+        differ = [name for name, value in values[0].items() if any(other[name] != value for other in values)]
+        own = tensors_of(self._model)
+        send = {name: own[name] for name in differ} if self._ranks.rank == 0 else {}
+        self._values = self._ranks.together("the values of rank 0", lambda: send)[0]
+        if self._wrapper is not None and self._wrapper.broadcast_buffers:
+            buffers = dict(self._model.named_buffers())
+            self._own_values = {name: value for name, value in self._values.items() if name in buffers}
+        self._seen += [
+            f"{name} differs between ranks before the step" for name in differ if name not in self._own_values
+        ]
+        return None
+
+    def _copy(self, alone: bool = False) -> nn.Module:
+        return copied(self._model, alone, self._values if alone else self._own_values)
+
+    def _step_alone(self) -> Step:
+        return self._ranks.each("the step in one process", lambda: run(self._copy(alone=True), self._whole, self._loss))
+
+    def _step(self, weight: float = 1.0, watch: Callable[[nn.Module], Any] = lambda _: nullcontext()) -> Step:
+        def step() -> Step:
+            model = self._copy()
+            with watch(model):
+                batch = in_float64(self._batch, self._batch)
+                return telling_peers(model, lambda: run(model, batch, self._loss, weight))
+
+        return self._ranks.each("the step on ranks", step)
+
+    def _pairs(self, actual: Step, expected: Step, factor: float = 1.0) -> list[Pair]:
+        """Returns outputs, loss, gradients and buffers; losses and gradients averaged, and multiplied by ``factor``."""
+        ranks = self._ranks
+        shapes = ranks.together("the outputs", lambda: [list(output.shape) for output in actual.outputs])
+        pairs = []
+        if all(len(own) == len(expected.outputs) for own in shapes):
+            for index, output in enumerate(actual.outputs):
+                share = share_of(expected.outputs[index], [own[index] for own in shapes], ranks.rank)
+                if share is not None:
+                    pairs.append(Pair("output", str(index) * (len(actual.outputs) > 1), output, share))
+        pairs.append(Pair("loss", "", ranks.add_up(actual.loss.clone()) * factor / ranks.size, expected.loss))
+        has = ranks.together("the gradients", lambda: [own is not None for own in actual.gradients.values()])
+        for (name, own), *have in zip(actual.gradients.items(), *has, strict=True):
+            whole = expected.gradients[name]
+            if any(have) or whole is not None:
+                zeros = torch.zeros_like(self._like(name), dtype=torch.float64)
+                total = ranks.add_up(zeros if own is None else own.to_dense().clone()) * factor / ranks.size
+                pairs.append(Pair("gradient", name, total, zeros if whole is None else whole.to_dense()))
+        pairs += [Pair("buffer", name, own, expected.buffers[name]) for name, own in actual.buffers.items()]
+        return pairs
+
+    def _like(self, name: str) -> Tensor:
+        return self._model.get_parameter(name)
+
+    def _first(self, pairs: list[Pair]) -> str | None:
+        """Returns what is said of the first pair that differs on a rank; None if all are equal on all."""
+        found = self._ranks.together("the comparison", lambda: differences(pairs, self._ranks.rank))
+        first = min(
+            (own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size)
+        )
+        return None if first is None else first.text
+
+    def _unused(self, actual: Step) -> str | None:
+        """Notes parameters without a gradient on some ranks. Returns one that DistributedDataParallel does not take."""
+        ranks, wrapper = self._ranks, self._wrapper
+        own = [name for name, gradient in actual.gradients.items() if gradient is None]
+        missing: dict[str, list[int]] = {}
+        for rank, names in enumerate(ranks.together("the gradients", lambda: own)):
+            for name in names:
+                missing.setdefault(name, []).append(rank)
+        fails = wrapper is not None and not (wrapper.find_unused_parameters or wrapper.static_graph)
+        told = [
+            f"gradient {name}: none on rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}, in which it is unused"
+            for name, which in missing.items()
+            if fails or len(which) < ranks.size
+        ]
+        self._seen += [f"{text}; DistributedDataParallel needs find_unused_parameters=True" for text in told]
+        return told[0] if fails and told else None
+
+    def _look_for_causes(self, actual: Step, expected: Step) -> None:
+        ranks, loss = self._ranks, self._loss
+        again = self._step_alone()
+        changed = ranks.together("the second step", lambda: bool(differences(_own_pairs(again, expected), ranks.rank)))
+        if any(changed):
+            find = lambda: random_modules(self._copy(alone=True), self._whole, loss)  # noqa: E731
+            names = dict.fromkeys(name for own in ranks.together("the third step", find) for name in own)
+            told = [f"{name} is random: it gives another output for the same input" for name in names]
+            self._seen += told or ["the step is random: a second one in one process gives another result"]
+        checks: list[LayerChecks] = []
+
+        def watch(model: nn.Module) -> Any:
+            checks.append(LayerChecks(model, ranks))
+            return checks[0].installed()
+
+        with suppress(RuntimeError):  # a layer that cannot be compared
+            self._step(watch=watch)
+        self._seen += list(checks[0].differ.values())
+        if any(changed) or checks[0].differ:
+            return
+        if ranks.size > 1 and self._first(self._pairs(actual, expected, ranks.size)) is None:
+            self._seen.append("the loss adds up over samples: added up and not averaged, ranks equal one process")
+        counts: list[Any] = ranks.together("the sizes of batches", lambda: _count(self._batch))
+        if None not in counts and len(set(counts)) > 1:
+            weighted = self._step(counts[ranks.rank] * ranks.size / sum(counts))
+            if self._first(self._pairs(weighted, expected)) is None:
+                self._seen.append(
+                    f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by their "
+                    "share of all and the number of ranks, ranks equal one process"
+                )
+        if not self._seen:
+            self._say_where_it_begins()
+
+    def _say_where_it_begins(self) -> None:
+        ranks, recorded = self._ranks, {}
+
+        def record(model: nn.Module) -> Any:
+            recorded["ranks"] = calls_of(model)
+            return nullcontext()
+
+        def alone() -> None:
+            model = self._copy(alone=True)
+            recorded["alone"] = calls_of(model)
+            run(model, self._whole, self._loss)
+
+        self._step(watch=record)
+        ranks.each("the step in one process", alone)
+        where = first_to_differ(ranks, recorded["ranks"], recorded["alone"])
+        if where is not None:
+            self._seen.append(where)
+
+
+def _own_pairs(actual: Step, expected: Step) -> list[Pair]:
+    """Returns the pairs of two steps in one process."""
+    pairs = [Pair("output", "", own, whole) for own, whole in zip(actual.outputs, expected.outputs, strict=False)]
+    pairs.append(Pair("loss", "", actual.loss, expected.loss))
+    for name, own in actual.gradients.items():
+        whole = expected.gradients[name]
+        if own is not None and whole is not None:
+            pairs.append(Pair("gradient", name, own.to_dense(), whole.to_dense()))
+    return pairs
+
+
+def _count(batch: Any) -> int | None:
+    """Returns the number of samples: the first dimension of all tensors of ``batch``, None if they have several."""
+    sizes = {leaf.size(0) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _plural(kind: str) -> str:
+    return "es" if kind == "loss" else "s"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs ``python -m bagua_syncbn verify package.module:function``, which ends with 1 if ranks differ."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bagua_syncbn verify",
+        description="Compares a step of a model on all ranks with one in one process; run it by torchrun.",
+    )
+    parser.add_argument("function", help="package.module:function, which returns model, batch and loss")
+    parser.add_argument("--by-layer", action="store_true", help="copy one layer at a time in place of the model")
+    given = parser.parse_args(arguments)
+    module, _, name = given.function.partition(":")
+    if not name:
+        parser.error(f"function: expected package.module:function, got {given.function}")
+    starts_job = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if starts_job:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group()
+    verdict = verify_synchronization(*getattr(importlib.import_module(module), name)(), by_layer=given.by_layer)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(verdict)
+    if starts_job:
+        dist.destroy_process_group()
+    raise SystemExit(0 if verdict else 1)
