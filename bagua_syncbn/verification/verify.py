@@ -52,12 +52,13 @@ class Verdict:
         return self.difference is None
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        are = ("ranks", "equal", "differ from") if self.ranks > 1 else ("rank", "equals", "differs from")
         if self.difference is None:
-            equal = f"equal{'s' * (self.ranks == 1)}"
-            return "\n".join([f"{ranks} {equal} one process: {self.compared}", *(f"- {told}" for told in self.seen)])
-        seen = self.seen or ("no cause was found",)
-        return "\n".join([f"{ranks} differ from one process: {self.difference}", *(f"- {told}" for told in seen)])
+            told, seen = f"{self.ranks} {are[0]} {are[1]} one process: {self.compared}", self.seen
+        else:
+            told = f"{self.ranks} {are[0]} {are[2]} one process: {self.difference}"
+            seen = self.seen or ("no cause was found",)
+        return "\n- ".join([told, *seen])
 
 
 def verify_synchronization(
@@ -274,8 +275,8 @@ class _Verification:
             weighted = self._step(counts[ranks.rank] * ranks.size / sum(counts))
             if self._first(self._pairs(weighted, expected)) is None:
                 self._seen.append(
-                    f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by their "
-                    "share of all and the number of ranks, ranks equal one process"
+                    f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples "
+                    "* ranks / all samples, ranks equal one process"
                 )
         if not self._seen:
             self._say_where_it_begins()
