@@ -121,7 +121,8 @@ gpu:
 wheel: dist/checked
 dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
 	rm -rf dist build/lib* build/bdist* build/wheel *.egg-info
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	BAGUA_SYNCBN_CUDA_ARCHS="$${BAGUA_SYNCBN_CUDA_ARCHS:-all}" \
+		$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python setup.py -q sdist
 	$(BIN)/python tests/tools/check_wheel.py dist/*.whl dist/*.tar.gz

@@ -1,6 +1,7 @@
 """Builds the native kernels, bagua_syncbn._C. All else is in pyproject.toml.
 
-What is built is decided by the tools that are there, never by the presence of a GPU: build machines have none.
+Tools decide what is built, never a GPU, since build machines have none; a GPU decides for which cards. No CUDA call is
+made.
 
 ================================  ==================================================================================
 BAGUA_SYNCBN_BUILD=python         no native kernels: the ops run in plain torch
@@ -9,9 +10,15 @@ BAGUA_SYNCBN_BUILD=cuda           CUDA kernels too; needs nvcc besides
 unset                             the last of these for which the tools are there and there are sources
 ================================  ==================================================================================
 
-Further variables: CXX, NVCC (or CUDA_HOME), BAGUA_SYNCBN_CUDA_ARCHS (of "75;80;86;90;100;120" those that nvcc knows),
-and BAGUA_SYNCBN_CXXFLAGS, which come last. The decision and its reason are recorded in bagua_syncbn/build_info.json,
-which ``python -m bagua_syncbn.info`` prints.
+================================  ==================================================================================
+BAGUA_SYNCBN_CUDA_ARCHS="80;90"   machine code for cards of these compute capabilities, and PTX for later ones
+BAGUA_SYNCBN_CUDA_ARCHS=all       of 75, 80, 86, 90, 100 and 120 those that nvcc knows, as ``make wheel`` has it
+unset                             the cards that nvidia-smi shows, if nvcc knows one of them; else all
+================================  ==================================================================================
+
+Further variables: CXX, NVCC (or CUDA_HOME), and BAGUA_SYNCBN_CXXFLAGS, which come last. The first line that is printed
+says what is built, for which cards, and how long that takes. The decision and its reason are recorded in
+bagua_syncbn/build_info.json, which ``python -m bagua_syncbn.info`` prints.
 """
 
 import hashlib
@@ -33,6 +40,8 @@ ROOT = Path(__file__).parent
 KINDS = ("python", "cpu", "cuda")
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 CUDA_ARCHS = "75;80;86;90;100;120"
+# Of one core of a virtual AMD EPYC machine: for the CPU kernels, and for the CUDA kernels of one card, or its PTX.
+SECONDS = {"cpu": 110, "cuda": 40}
 # LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after.
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
 # Without contraction to fused multiply-adds all instruction sets give the same bits.
@@ -91,13 +100,35 @@ def version_of(tool: str | None) -> str | None:
     return next((line for line in lines if "release" in line), lines[0] if lines else tool)
 
 
-def choose_archs(nvcc: str | None) -> list[str]:
-    """The cards that there is machine code for."""
+def archs_seen() -> list[str]:
+    """The compute capabilities of the cards of this machine, as in 90."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return sorted({major + minor for major, minor in re.findall(r"^(\d+)\.(\d)$", printed, re.MULTILINE)}, key=int)
+
+
+def choose_archs(nvcc: str) -> list[str]:
+    """The compute capabilities that there is machine code for."""
     chosen = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS")
-    if chosen is None and nvcc is not None:
-        known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-        chosen = ";".join(arch for arch in CUDA_ARCHS.split(";") if f"sm_{arch}" in known)
-    return (chosen or CUDA_ARCHS).split(";")
+    if chosen and chosen != "all":
+        return chosen.split(";")
+    codes = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    all_archs, seen = CUDA_ARCHS.split(";"), [] if chosen == "all" else archs_seen()
+    known_seen, known = ([arch for arch in archs if f"sm_{arch}" in codes] for archs in (seen, all_archs))
+    return known_seen or known or all_archs
+
+
+def announcement() -> str:
+    """What is built, why, for which cards, and about how long it takes."""
+    archs = INFO["build_cuda_archs"]
+    seconds = {"python": 0, "cpu": SECONDS["cpu"], "cuda": SECONDS["cpu"] + SECONDS["cuda"] * (len(archs) + 1)}[KIND]
+    cards = f"; for compute capability {', '.join(archs)} and PTX for later ones" if archs else ""
+    cores = os.cpu_count() or 1
+    duration = f"; about {max(1, round(seconds / cores / 60))} min on {cores} cores" if seconds else ""
+    return f"bagua_syncbn: {KIND} build: {REASON}{cards}{duration}"
 
 
 def nvcc_flags(archs: list[str], version: str) -> list[str]:
@@ -169,7 +200,7 @@ INFO = {
     "build_nvcc": version_of(TOOLS["nvcc"]) if KIND == "cuda" else None,
     "build_cuda_archs": choose_archs(TOOLS["nvcc"]) if KIND == "cuda" else [],
 }
-print(f"bagua_syncbn: {KIND} build: {REASON}")
+print(announcement(), flush=True)
 
 # What takes longest to compile comes first: at the end, a core would wait for it.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []

@@ -89,15 +89,29 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
     assert "expected to find compiler" in output
 
 
-def test_machine_code_is_for_the_cards_that_nvcc_knows(checkout, tmp_path):
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text('#!/bin/sh\n[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_90 sm_90a || echo release 12.4\n')
-    nvcc.chmod(0o755)
-    cuda = {"NVCC": str(nvcc), "BAGUA_SYNCBN_BUILD": "cuda"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("BAGUA_SYNCBN_CUDA_ARCHS", raising=False)
-        assert decide(checkout, **cuda)[2]["build_cuda_archs"] == ["80", "90"]
-    assert decide(checkout, **cuda, BAGUA_SYNCBN_CUDA_ARCHS="70;120")[2]["build_cuda_archs"] == ["70", "120"]
+def write_tool(path, script):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(("seen", "chosen", "archs"), [
+    ("echo no devices were found; exit 9", None, ["80", "90"]),
+    ("echo 9.0; echo 8.9; echo 12.0; echo 9.0", None, ["89", "90"]),
+    ("echo 12.0", None, ["80", "90"]),
+    ("echo 8.9", "all", ["80", "90"]),
+    ("echo 8.9", "70;120", ["70", "120"]),
+])  # fmt: skip
+def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(checkout, tmp_path, seen, chosen, archs):
+    known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_90a || echo release 12.4'
+    tools = {"NVCC": write_tool(tmp_path / "bin" / "nvcc", known), "BAGUA_SYNCBN_BUILD": "cuda"}
+    write_tool(tmp_path / "bin" / "nvidia-smi", seen)
+    tools["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    tools["BAGUA_SYNCBN_CUDA_ARCHS"] = chosen or ""
+    _, output, info = decide(checkout, **tools)
+    assert info["build_cuda_archs"] == archs
+    assert f"for compute capability {', '.join(archs)} and PTX for later ones; about " in output.splitlines()[0]
 
 
 def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
