@@ -12,7 +12,7 @@ from tolerances import assert_close
 from traced import count, trace
 
 from bagua_syncbn import ops
-from bagua_syncbn.ops import reference
+from bagua_syncbn.ops import aten, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,15 @@ def test_values_and_gradients_equal_the_reference(shape, dtype):
     check_ops(ops, *tensors(shape, dtype))
     if len(shape) == 4:
         check_ops(ops, *tensors(shape, dtype, "channels_last"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_atens_kernels_give_what_the_reference_gives(shape, dtype):
+    if len(shape) == 2 or dtype.itemsize > 2:  # of planar half inputs they round products
+        check_ops(aten, *tensors(shape, dtype), torch.float32)
+    if len(shape) == 4:
+        check_ops(aten, *tensors(shape, dtype, "channels_last"), torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(2**31 // 64 + 3, 64), (1, 1, 2**31 + 5), (3, 2**30 // 2**12, 2**12)], ids=str)

@@ -14,6 +14,7 @@ import test_gpu_ops
 import torch
 import torch.distributed as dist
 import without_pytest
+from aten_functions import ATEN
 from emulated import find_headers
 from test_gpu_layers import nccl  # noqa: F401  a fixture
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +54,7 @@ def on_cpu(library):
         patch.object(test_gpu_ops, "tensors", few),
         patch.object(dist, "init_process_group", lambda backend, device_id=None, **rest: join("gloo", **rest)),
         patch.object(test_gpu_layers, "DistributedDataParallel", lambda model, **_: DistributedDataParallel(model)),
+        patch.multiple(torch, **ATEN),
         OnCPU(),
     ):
         yield
