@@ -16,7 +16,7 @@ BAGUA_SYNCBN_CUDA_ARCHS=all       of 75, 80, 86, 90, 100 and 120 those that nvcc
 unset                             the cards that nvidia-smi shows, if nvcc knows one of them; else all
 ================================  ==================================================================================
 
-Further variables: CXX, NVCC (or CUDA_HOME), and BAGUA_SYNCBN_CXXFLAGS, which come last. The first line that is printed
+Further variables: CXX, NVCC (or CUDA_HOME, before PATH), and BAGUA_SYNCBN_CXXFLAGS, which come last. The first line that is printed
 says what is built, for which cards, and how long that takes. The decision and its reason are recorded in
 bagua_syncbn/build_info.json, which ``python -m bagua_syncbn.info`` prints.
 """
@@ -60,8 +60,9 @@ def find_torch() -> Path | None:
 
 
 def find_tools() -> dict[str, str | None]:
-    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    nvcc = shutil.which(os.environ.get("NVCC", "nvcc")) or shutil.which(f"{cuda_home}/bin/nvcc")
+    nvccs = [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"]
+    nvccs = [os.environ["NVCC"]] if "NVCC" in os.environ else nvccs
+    nvcc = next((path for name in nvccs if (path := shutil.which(name))), None)
     compilers = [compiler_of(os.environ["CXX"])] if "CXX" in os.environ else ["g++", "clang++"]
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     torch = find_torch()

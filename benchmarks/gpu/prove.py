@@ -74,7 +74,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_tool(name: str) -> str | None:
-    return shutil.which(name) or shutil.which(f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/{name}")
+    places = [f"{os.environ.get('CUDA_HOME', '')}/bin/{name}", name, f"/usr/local/cuda/bin/{name}"]  # as setup.py
+    return next((path for place in places if (path := shutil.which(place))), None)
 
 
 def first_line(*command: str, having: str = "") -> str | None:

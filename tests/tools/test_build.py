@@ -90,10 +90,9 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
 
 
 def write_tool(path, script):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    return str(path)
 
 
 @pytest.mark.parametrize(("seen", "chosen", "archs"), [
@@ -105,10 +104,10 @@ def write_tool(path, script):
 ])  # fmt: skip
 def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(checkout, tmp_path, seen, chosen, archs):
     known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_90a || echo release 12.4'
-    tools = {"NVCC": write_tool(tmp_path / "bin" / "nvcc", known), "BAGUA_SYNCBN_BUILD": "cuda"}
+    write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)
     write_tool(tmp_path / "bin" / "nvidia-smi", seen)
-    tools["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    tools["BAGUA_SYNCBN_CUDA_ARCHS"] = chosen or ""
+    tools = {"CUDA_HOME": str(tmp_path / "cuda"), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    tools |= {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": chosen or ""}
     _, output, info = decide(checkout, **tools)
     assert info["build_cuda_archs"] == archs
     assert f"for compute capability {', '.join(archs)} and PTX for later ones; about " in output.splitlines()[0]
