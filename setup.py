@@ -16,9 +16,9 @@ BAGUA_SYNCBN_CUDA_ARCHS=all       of 75, 80, 86, 90, 100 and 120 those that nvcc
 unset                             the cards that nvidia-smi shows, if nvcc knows one of them; else all
 ================================  ==================================================================================
 
-Further variables: CXX, NVCC (or CUDA_HOME, before PATH), and BAGUA_SYNCBN_CXXFLAGS, which come last. The first line that is printed
-says what is built, for which cards, and how long that takes. The decision and its reason are recorded in
-bagua_syncbn/build_info.json, which ``python -m bagua_syncbn.info`` prints.
+Further variables: CXX, NVCC (or CUDA_HOME, which comes before PATH), and BAGUA_SYNCBN_CXXFLAGS, which come last. The
+first line that is printed says what is built, for which cards, and how long that takes. The decision and its reason are
+recorded in bagua_syncbn/build_info.json, which ``python -m bagua_syncbn.info`` prints.
 """
 
 import hashlib
