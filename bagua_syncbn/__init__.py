@@ -16,7 +16,7 @@ from .conversion import (
 )
 from .functional import sync_batch_norm
 from .masks import masked
-from .sync import check, check_ranks
+from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .verification import verify_synchronization
 from .version import __version__
@@ -30,7 +30,6 @@ __all__ = [
     "SyncBatchNorm3d",
     "__version__",
     "accumulate_statistics",
-    "check",
     "check_ranks",
     "conversion_report",
     "convert_sync_batchnorm",

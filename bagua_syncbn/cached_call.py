@@ -1,23 +1,39 @@
 """Cached calls: a layer remembers a training call over several ranks that passed all checks, for later ones like it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from . import ops
-from .autograd import Call, cached_batch_norm, is_plain
+from .autograd import Call, cached_batch_norm, is_plain, this_thread
 from .checks import checked_options
-from .options import Options, attributes_of, options_of
-from .sync import CallSite, RankSync, call_site, tell_peers
-from .torch_internals import guard_of, unwrapped
+from .communicators import Communicator
+from .options import ATTRIBUTES, Options, options_of
+from .sync import Sync, sync_of, tell_peers
+from .torch_internals import guard_of, level_of_duals, unwrapped
 
 if TYPE_CHECKING:
     from .sync_batchnorm import SyncBatchNorm
 
 
 _Facts = tuple[object, ...]
+
+# Attributes of a layer, beside its tensors, that decide how a call is computed and named.
+_attributes_of = attrgetter(
+    "__class__",
+    "training",
+    "track_running_stats",
+    *ATTRIBUTES,
+    "converted_model",
+    "name_in_model",
+    "_masking",
+    "_accumulator",
+    "_replica",
+    "_is_replica",
+)
 
 
 class CachedCall:
@@ -26,24 +42,34 @@ class CachedCall:
     A later call with the same facts passes the checks too, and is computed in the same way.
     """
 
-    __slots__ = ("_buffers", "_facts", "_guard", "_options", "_site")
+    __slots__ = ("_buffers", "_communicator", "_facts", "_given", "_guard", "_options", "_sync")
 
     def __init__(
-        self, facts: _Facts, guard: Callable[..., bool], options: Options, buffers: ops.Buffers, site: CallSite
+        self,
+        facts: _Facts,
+        given: Sequence[bool],
+        guard: Callable[..., bool],
+        communicator: Communicator,
+        options: Options,
+        buffers: ops.Buffers,
+        sync: Sync,
     ) -> None:
-        self._facts, self._guard, self._options, self._buffers, self._site = facts, guard, options, buffers, site
+        self._facts, self._given, self._guard, self._communicator = facts, given, guard, communicator
+        self._options, self._buffers, self._sync = options, buffers, sync
 
     def run(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
-        site = self._site
-        facts, weight, bias, tensors = _look_at(layer, input)
-        same = facts == self._facts and layer._group_spec.found() is site.communicator and is_plain()
-        if not same or not self._guard(*tensors):
+        if this_thread.runs or this_thread.depth or level_of_duals() >= 0:  # is_plain(), beside what the guard sees
             return None
+        facts, tensors = _look_at(layer, input)
+        same = facts == self._facts and layer._group_spec.found() is self._communicator
+        if not same or not self._guard(*compress(tensors, self._given)):
+            return None
+        weight, bias = tensors[1:3]
         try:
-            return cached_batch_norm(input, weight, bias, Call(self._options, self._buffers, RankSync(site), layer))
+            return cached_batch_norm(input, weight, bias, None, Call(self._options, self._buffers, self._sync, layer))
         except RuntimeError as error:
-            tell_peers(site.communicator, layer, error)
+            tell_peers(self._communicator, layer, error)
             ops.raise_torchs(error)
             raise
 
@@ -58,46 +84,35 @@ def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
         return
     if layer._has_getattr:  # its tensors may be others than its parameters and buffers
         return
-    facts, _, _, tensors = _look_at(layer, input)
+    facts, tensors = _look_at(layer, input)
     is_alone = layer._accumulator is layer._masking is layer._replica is None and not layer._is_replica
-    if not facts or not is_alone or any(unwrapped(tensor) is not tensor for tensor in tensors):
+    if not facts or not is_alone:
         return
-    guard = guard_of(*tensors)
+    given = [tensor for tensor in tensors if tensor is not None]
+    guard = None if any(unwrapped(tensor) is not tensor for tensor in given) else guard_of(*given)
     if guard is None:
         return
     options = checked_options(options_of(layer), training=True)
     buffers = ops.NO_BUFFERS
     if layer.track_running_stats and layer.running_mean is not None:
         buffers = ops.Buffers(layer.running_mean, layer.running_var, layer.num_batches_tracked)
-    site = call_site(layer, input, options, False, communicator)
-    vars(layer)["_cached_call"] = CachedCall(facts, guard, options, buffers, site)
+    sync = sync_of(layer, input, options, False, communicator)
+    are_given = [tensor is not None for tensor in tensors]
+    vars(layer)["_cached_call"] = CachedCall(facts, are_given, guard, communicator, options, buffers, sync)
 
 
-# Attributes, beside options, tensors and ranks, that decide how a call is computed and named.
-_others_of = attrgetter("converted_model", "name_in_model", "_masking", "_accumulator", "_replica", "_is_replica")
+def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Sequence[Tensor | None]]:
+    """Returns the facts of a call, and its tensors: input, weight, bias, running mean and variance, counter.
 
-
-def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-    """Returns the facts of a call, weight, bias, and all tensors, with ``input`` in place of missing ones.
-
-    The facts are empty if some are not known.
+    Both are empty if a parameter or buffer is not where modules have them, as in a parametrized layer.
     """
     own = layer.__dict__
     parameters, buffers = own["_parameters"], own["_buffers"]
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
-    except KeyError:  # for example in a parametrized layer
-        return (), None, None, ()
-    modes = own["training"], own["track_running_stats"]
+    except KeyError:
+        return (), ()
     # The cached call holds the buffers, so that no other ones can have their ids.
-    facts = type(layer), modes, attributes_of(layer), _others_of(layer), id(mean), id(var), id(batches)
-    tensors = (
-        input,
-        input if weight is None else weight,
-        input if bias is None else bias,
-        input if mean is None else mean,
-        input if var is None else var,
-        input if batches is None else batches,
-    )
-    return facts, weight, bias, tensors
+    facts = _attributes_of(layer), weight is None, bias is None, id(mean), id(var), id(batches)
+    return facts, (input, weight, bias, mean, var, batches)

@@ -5,8 +5,6 @@ forward of its own passes them on. A new option is a field here, an attribute an
 argument of :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 
@@ -23,12 +21,10 @@ class Options(NamedTuple):
 EPS_MODES = ("plus", "clamp")
 
 # The activation has a name of its own, since a converted layer may have a module named "activation".
-_ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
-
-attributes_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_ATTRIBUTES)
-"""Returns the attributes of a layer that hold its options, in the order of the fields."""
+ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
+"""Names of the attributes of a layer that hold its options, in the order of the fields."""
 
 
 def options_of(layer: Any) -> Options:
     """Returns the options of a layer, with the activation as it was given. torch.compile can trace this."""
-    return Options(*[getattr(layer, name) for name in _ATTRIBUTES])
+    return Options(*[getattr(layer, name) for name in ATTRIBUTES])

@@ -19,7 +19,8 @@ pytree: Any = _pytree
 
 _has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
-_level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
+# Returns the level of forward-mode differentiation; -1 outside of it.
+level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
 _count_dispatch_modes: Callable[[], int] = getattr(_python_dispatch, "_len_torch_dispatch_stack", lambda: 1)
 _selective_modes = tuple(
@@ -79,7 +80,7 @@ def is_transforming() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return _has_transforms() or _level_of_duals() >= 0
+    return _has_transforms() or level_of_duals() >= 0
 
 
 def is_grads_batch(gradient: torch.Tensor) -> bool:
@@ -88,10 +89,11 @@ def is_grads_batch(gradient: torch.Tensor) -> bool:
 
 
 def is_transformed(gradient: torch.Tensor) -> bool:
-    """Whether ``gradient``, in a backward pass, may be a tensor of a transform, which kernels do not accept."""
-    if torch.compiler.is_compiling():
-        return False
-    return _has_transforms() or _level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
+    """Whether ``gradient``, in a backward pass, may be a tensor of a transform, which kernels do not accept.
+
+    Must not be called while torch.compile traces.
+    """
+    return _has_transforms() or level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 # Returns the tensor, or the tensor inside a wrapper that an ended transform left behind.
@@ -102,8 +104,9 @@ def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool]
     """Returns a function that tells whether other tensors match these, in order.
 
     Tensors match if they have the same types, dtypes, devices and sizes, of ``input`` only the number of channels, and
-    the same torch features are active on and around them. torch.compile makes the same check before it runs compiled
-    code again. Returns None if this torch has no such check.
+    their ops go the same way through torch's dispatcher: so no trace, transform of torch.func or selective
+    checkpointing is active that was not active here. torch.compile makes the same check before it runs compiled code
+    again. Returns None if this torch has no such check.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
@@ -126,7 +129,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def is_untouched() -> bool:
     """Whether no trace, transform or selective checkpointing is active. Must not run under torch.compile."""
-    if _is_tracing() or _has_transforms() or _level_of_duals() >= 0 or not _has_known_checkpoints:
+    if _is_tracing() or _has_transforms() or level_of_duals() >= 0 or not _has_known_checkpoints:
         return False
     return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -11,9 +10,9 @@ from ..sync import Sync
 
 
 class Call:
-    """Options, buffers, mask and ranks of a call, and later its statistics."""
+    """Options, buffers, mask and ranks of a call, and its number and statistics once these are gathered."""
 
-    __slots__ = ("buffers", "layer", "masking", "options", "statistics", "sync")
+    __slots__ = ("buffers", "layer", "masking", "number", "options", "statistics", "sync")
 
     def __init__(
         self,
@@ -24,29 +23,31 @@ class Call:
         masking: ops.Masking | None = None,
     ) -> None:
         self.options, self.buffers, self.sync, self.layer, self.masking = options, buffers, sync, layer, masking
-        self.statistics: ops.MergedStats | None = None  # set by the forward pass
+        self.number = 0  # in the group
+        self.statistics: ops.MergedStats | None = None
 
     def gather(self, input: Tensor) -> ops.MergedStats:
         """Returns the statistics of all ranks' inputs, and moves the buffers by them."""
-        sync = self.sync
+        sync, buffers, options = self.sync, self.buffers, self.options
+        speaker, self.number = sync.header()
         if self.masking is None:
-            stats = ops.batch_norm_stats(input, *sync.header())
+            stats = ops.batch_norm_stats(input, speaker, self.number)
         else:
-            stats = ops.batch_norm_stats(input, *sync.header(), mask=self.masking.positions)
+            stats = ops.batch_norm_stats(input, speaker, self.number, self.masking.positions)
         # Averages over all batches need as many batches on all ranks.
-        counter = self.buffers.num_batches_tracked if self.options.momentum is None else None
-        gathered = sync.gather(stats, counter)
-        record = None if sync.record is None else sync.record.tensor
-        if torch.compiler.is_compiling():
+        counter = buffers.num_batches_tracked if options.momentum is None else None
+        gathered, fault = sync.gather(stats, self.number, counter)
+        if sync.is_traced:
             # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
-            merged = ops.merge_stats(gathered, ops.NO_BUFFERS, self.options)
-            ops.merge_stats(gathered, self.buffers, self.options, record)
+            merged = ops.merge_stats(gathered, ops.NO_BUFFERS, options)
+            ops.merge_stats(gathered, buffers, options, fault)
         else:
-            merged = ops.merge_stats(gathered, self.buffers, self.options, record)
-            sync.check(gathered, counter)
+            merged = ops.merge_stats(gathered, buffers, options, fault)
+            sync.check(self.number, gathered, counter)
         if gathered.dtype != stats.dtype:  # a sum of all ranks
             mean, invstd, *rest = merged
-            return mean.to(stats.dtype), invstd.to(stats.dtype), *rest  # type: ignore[return-value]
+            merged = mean.to(stats.dtype), invstd.to(stats.dtype), *rest  # type: ignore[assignment]
+        self.statistics = merged
         return merged
 
     def without_activation(self) -> "Call":

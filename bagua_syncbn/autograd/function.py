@@ -5,13 +5,14 @@ for which x, the residual and the statistics make ``z`` once more: ``g`` is the 
 place of ``grad_output`` in the step without activation.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..sync import FixedStatistics
+from ..sync import FIXED_STATISTICS, Sync
 from ..torch_internals import apply_of, is_transformed, is_transforming
 from .call import Call, follow
 from .checkpointing import is_repetition, result_of_call
@@ -39,12 +40,6 @@ def synchronized_batch_norm(
         mask = None if call.masking is None else call.masking.output_mask
         moments = call.statistics[:2]
         note_output(output, call.layer, input, weight, bias, *moments, residual, call.options.activation, mask)
-    return output
-
-
-def cached_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """Computes :func:`synchronized_batch_norm` if :func:`is_untouched`, for :func:`unwrapped` tensors only."""
-    output: Tensor = _apply(input, weight, bias, None, call)
     return output
 
 
@@ -77,33 +72,33 @@ class _SyncBatchNorm(torch.autograd.Function):
         if given:
             mean, invstd, count, clamped = given
         elif this_thread.runs:
-            call.sync, call.statistics = result_of_call(call.layer, lambda: (call.sync, call.gather(input)))
-            mean, invstd, count, clamped = call.statistics
+            mean, invstd, count, clamped = _gather_once(call, input)
         else:
-            mean, invstd, count, clamped = call.statistics = call.gather(input)
+            mean, invstd, count, clamped = call.gather(input)
         ctx.call = call
         activation, masking = call.options.activation, call.masking
-        saved = (None, None) if activation is None else (bias, residual)
-        ctx.save_for_backward(input, weight, *saved, mean, invstd, count, clamped)
+        kept = (None, None) if activation is None else (bias, residual)
+        ctx.save_for_backward(input, weight, *kept, mean, invstd, count, clamped)
         is_plain = activation is None and masking is None and residual is None
         after = () if is_plain else call.after(residual)
-        # torch.compile gets operations of torch, which the compiler fuses with neighbouring ones.
-        elementwise = ops.reference if torch.compiler.is_compiling() else ops
-        output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
+        output: Tensor = call.sync.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
         needs, call = ctx.needs_input_grad, ctx.call
-        if torch.is_grad_enabled() or is_transformed(grad_output):  # create_graph=True, is_grads_batched=True
+        # create_graph=True, is_grads_batched=True
+        if torch.is_grad_enabled() or (not call.sync.is_traced and is_transformed(grad_output)):
             tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
-            return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *_NONE
+            return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
         ctx.recipe = None  # all operations that save the output ran before
-        sync, masking, activation = call.sync, call.masking, call.options.activation
-        is_fixed = isinstance(sync, FixedStatistics)
+        sync, number, masking, activation = call.sync, call.number, call.masking, call.options.activation
+        is_fixed = sync is FIXED_STATISTICS
+        if not sync.is_traced and grad_output.stride() != input.stride():
+            grad_output = ops.laid_out_as(input, grad_output)
+        grad = grad_output
         mask = () if masking is None else (masking.output_mask,)
-        grad = grad_output = ops.laid_out_as(input, grad_output)
         through: tuple[Any, ...] = mask
         again: dict[str, Any] = {}
         if activation is not None:
@@ -116,7 +111,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         try:
             # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
             # holds is not, so nothing else decides whether to communicate.
-            fingerprint = sync.fingerprint() if needs[0] else None
+            fingerprint = sync.fingerprint(number) if needs[0] else None
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight, fingerprint, *through
             )
@@ -127,27 +122,37 @@ class _SyncBatchNorm(torch.autograd.Function):
                 # Elementwise factors alone, because zero sums would make NaN of infinite deviations.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd, *mask)
             elif needs[0]:
-                elementwise = ops.reference if torch.compiler.is_compiling() else ops
-                sums = sync.all_reduce(sums)
+                sums, *check = sync.all_reduce(sums, number)
                 if clamped is not None:
                     ops.clear_clamped(sums, clamped)
-                arguments = grad, input, weight, mean, invstd, sums, count, *sync.of_sums()
+                arguments = grad, input, weight, mean, invstd, sums, count, *check
                 if masking is not None:
                     positions, zeroes = masking
-                    grad_input = elementwise.batch_norm_backward_elemt(*arguments, mask=positions, zeroes=zeroes)
+                    grad_input = sync.elementwise.batch_norm_backward_elemt(*arguments, mask=positions, zeroes=zeroes)
                 elif grad is grad_output or residual is not None:
-                    grad_input = elementwise.batch_norm_backward_elemt(*arguments, **again)
+                    grad_input = sync.elementwise.batch_norm_backward_elemt(*arguments, **again)
                 else:
                     grad_input = grad
                     ops.batch_norm_backward_elemt_(*arguments)
-                sync.check_sums()
+                sync.check(number)
         except RuntimeError as error:
             ops.raise_torchs(error)
             raise
-        return grad_input, grad_weight if needs[1] else None, grad_bias if needs[2] else None, grad_residual, *_NONE
+        grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
+        return grad_input, grad_weight, grad_bias, grad_residual, None, None, None, None, None
 
 
-# None gradients for the call and for statistics that are given; extra ones are ignored.
-_NONE = (None,) * 5
+def _gather_once(call: Call, input: Tensor) -> ops.MergedStats:
+    """Gathers statistics, or in a repetition by a checkpoint takes those of the first run, with who gathered them."""
 
-_apply = apply_of(_SyncBatchNorm)
+    def gather() -> tuple[Sync, int, ops.MergedStats]:
+        merged = call.gather(input)
+        return call.sync, call.number, merged
+
+    call.sync, call.number, merged = result_of_call(call.layer, gather)
+    call.statistics = merged
+    return merged
+
+
+# Computes synchronized_batch_norm if is_untouched(), for unwrapped() tensors only.
+cached_batch_norm: Callable[..., Tensor] = apply_of(_SyncBatchNorm)

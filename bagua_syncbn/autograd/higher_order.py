@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..sync import FixedStatistics, LocalSync, Sync, tell_peers
+from ..sync import FIXED_STATISTICS, tell_peers
 from ..torch_internals import is_grads_batch
 from .call import Call, follow
 
@@ -35,7 +35,7 @@ def differentiable_batch_norm(
     wide = input.to(ops.accumulate_dtype(input.dtype))
     if call.masking is not None:
         wide = call.masking.clear_outputs(wide)
-    if merged is not None and isinstance(call.sync, FixedStatistics):
+    if merged is not None and call.sync is FIXED_STATISTICS:
         mean, invstd, *_ = merged
     else:
         mean, invstd, _, _ = _Merged.apply(wide, call, merged)
@@ -100,7 +100,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count, clamped = ctx.saved_tensors
-        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.call.sync)
+        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.call)
         grad_mean, grad_invstd = total.chunk(2)
         slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
         centered = input - ops.per_channel(mean, input)
@@ -116,13 +116,13 @@ class _Merged(torch.autograd.Function):
         dims = ops.reduced_dims(input)
         tangent = _counted(tangent, ctx.call)
         centered = _counted(centered, ctx.call)
-        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.call.sync) / count
+        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.call) / count
         tangent_mean, covariance = total.chunk(2)
         return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
 
     @staticmethod
     def vmap(_info: Any, _in_dims: Any, _input: Any, call: Call, _merged: Any) -> None:
-        raise _no_vmap(call.sync)
+        raise _no_vmap(call)
 
 
 def _counted(values: Tensor, call: Call) -> Tensor:
@@ -130,13 +130,13 @@ def _counted(values: Tensor, call: Call) -> Tensor:
     return values if call.masking is None else call.masking.clear(values)
 
 
-def _all_reduce(values: Tensor, sync: Sync) -> Tensor:
+def _all_reduce(values: Tensor, call: Call) -> Tensor:
     """Returns the sum over ranks of ``values``, differentiably."""
-    if type(sync) is LocalSync:
+    if call.sync.communicator.size == 1:
         return values
     if is_grads_batch(values):
-        raise _no_vmap(sync)
-    total: Tensor = _AllReduce.apply(values, sync)
+        raise _no_vmap(call)
+    total: Tensor = _AllReduce.apply(values, call)
     return total
 
 
@@ -144,31 +144,31 @@ class _AllReduce(torch.autograd.Function):
     """Sum over ranks. Its derivative is again the sum over ranks."""
 
     @staticmethod
-    def forward(values: Tensor, sync: Sync) -> Tensor:
-        return sync.total(values.clone())
+    def forward(values: Tensor, call: Call) -> Tensor:
+        return call.sync.total(values.clone(), call.number)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.sync = inputs[1]
+        ctx.call = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad_output, ctx.sync), None
+        return _all_reduce(grad_output, ctx.call), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return _all_reduce(tangent, ctx.sync)
+        return _all_reduce(tangent, ctx.call)
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _values: Any, sync: Sync) -> None:
-        raise _no_vmap(sync)
+    def vmap(_info: Any, _in_dims: Any, _values: Any, call: Call) -> None:
+        raise _no_vmap(call)
 
 
-def _no_vmap(sync: Sync) -> RuntimeError:
+def _no_vmap(call: Call) -> RuntimeError:
     refusal = RuntimeError(
         "sync_batch_norm: expected no torch.func.vmap over training and no is_grads_batched in its backward pass with "
         "the statistics of a group, because its collectives cannot be batched; call it once for each sample of the "
         "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
-    tell_peers(sync.communicator, None, refusal)
+    tell_peers(call.sync.communicator, None, refusal)
     return refusal

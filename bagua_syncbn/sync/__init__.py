@@ -1,17 +1,16 @@
 """How ranks talk in a step, knowing nothing of masks, layouts and kernels. Read ``protocol`` first."""
 
-from .protocol import CallSite, RankSync, call_site, check, check_ranks, name_of, tell_peers
-from .strategies import FIXED_STATISTICS, FixedStatistics, LocalSync, Sync, sync_of
+from .faults import check_ranks
+from .probes import tell_peers
+from .protocol import RankSync
+from .signatures import name_of
+from .strategies import FIXED_STATISTICS, LocalSync, Sync, sync_of
 
 __all__ = [
     "FIXED_STATISTICS",
-    "CallSite",
-    "FixedStatistics",
     "LocalSync",
     "RankSync",
     "Sync",
-    "call_site",
-    "check",
     "check_ranks",
     "name_of",
     "sync_of",

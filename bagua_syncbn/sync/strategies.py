@@ -13,88 +13,85 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import LOCAL, Communicator
 from ..options import Options
-from .faults import FaultRecord, record_on
-from .protocol import (
-    RankSync,
-    SharedOptions,
-    adds_up_stats,
-    call_site,
-    compiled_words,
-    kind_of,
-    note_compilation,
-    shared_options,
-)
+from .faults import record_on
+from .history import note_compilation
+from .protocol import RankSync
+from .signatures import WORD, SharedOptions, adds_up_stats, exact_bits, hash_of, kind_of, shared_options, word_of
 
 
 class LocalSync:
-    """World size 1: no communication. The names of its methods are those of :class:`RankSync`."""
+    """World size 1: no communication. Its methods are those of :class:`RankSync`."""
 
     communicator: Communicator = LOCAL
-    record: FaultRecord | None = None
+    is_traced = False  # by torch.compile
+    elementwise: Any = ops
 
-    def header(self) -> tuple[int, ...]:
-        return ()
+    def header(self) -> tuple[int | None, int]:
+        return None, 0
 
-    def gather(self, packed: Tensor, counter: Tensor | None = None) -> Tensor:
-        return packed.unsqueeze(0)
+    def gather(self, packed: Tensor, number: int, counter: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return packed.unsqueeze(0), None
 
-    def check(self, gathered: Tensor, counter: Tensor | None = None) -> None:
-        pass
-
-    def fingerprint(self) -> int | None:
+    def fingerprint(self, number: int) -> int | None:
         return None
 
-    def all_reduce(self, sums: Tensor) -> Tensor:
-        return sums
+    def all_reduce(self, sums: Tensor, number: int) -> tuple[Any, ...]:
+        return (sums,)
 
-    def of_sums(self) -> tuple[Any, ...]:
-        return ()
-
-    def check_sums(self) -> None:
+    def check(self, number: int, gathered: Tensor | None = None, counter: Tensor | None = None) -> None:
         pass
 
-    def total(self, packed: Tensor) -> Tensor:
+    def total(self, packed: Tensor, number: int) -> Tensor:
         return packed
 
 
-class FixedStatistics(LocalSync):
-    """Statistics that are constants: no gradient passes through them."""
+class CompiledLocalSync(LocalSync):
+    """World size 1 in a call that torch.compile traces.
+
+    The compiler gets elementwise operations of torch, which it fuses with neighbouring ones, and lays out gradients
+    by itself.
+    """
+
+    is_traced = True
+    elementwise = ops.reference
 
 
-class CompiledSync(LocalSync):
+class CompiledSync(CompiledLocalSync):
     """Several ranks in a call that torch.compile traces: no sizes are agreed upon, and headers are constants."""
 
     def __init__(self, communicator: Communicator, kind: str, shared: SharedOptions, input: Tensor) -> None:
         note_compilation(getattr(communicator, "name", None), kind, *shared.constants())
-        self.communicator, self.record = communicator, record_on(input.device)
+        self.communicator, self._record = communicator, record_on(input.device)
         self._adds_up = adds_up_stats(input, communicator)
-        self._speaker, self._fingerprint = compiled_words(kind, shared, communicator.size)
+        speaker = word_of(kind) * WORD
+        self._speaker = speaker + shared.word(0)
+        self._fingerprint = hash_of(speaker + shared.word(1), 0, 0) & exact_bits(communicator.size)
 
-    def header(self) -> tuple[int, ...]:
+    def header(self) -> tuple[int | None, int]:
         return self._speaker, 0
 
-    def gather(self, packed: Tensor, counter: Tensor | None = None) -> Tensor:
+    def gather(self, packed: Tensor, number: int, counter: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        fault = None if self._record is None else self._record.tensor
         if self._adds_up:
-            return ops.add_up_stats(packed, self.communicator.size, self.communicator.all_reduce)
-        return self.communicator.all_gather(packed)
+            return ops.add_up_stats(packed, self.communicator.size, self.communicator.all_reduce), fault
+        return self.communicator.all_gather(packed), fault
 
-    def fingerprint(self) -> int | None:
+    def fingerprint(self, number: int) -> int | None:
         return self._fingerprint
 
-    def all_reduce(self, sums: Tensor) -> Tensor:
-        return self.communicator.all_reduce(sums)
-
-    def of_sums(self) -> tuple[Any, ...]:
+    def all_reduce(self, sums: Tensor, number: int) -> tuple[Any, ...]:
         # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
         # write to could not run two forwards before the backward of the first.
-        return (self.communicator.size,)
+        return self.communicator.all_reduce(sums), self.communicator.size
 
-    def total(self, packed: Tensor) -> Tensor:
+    def total(self, packed: Tensor, number: int) -> Tensor:
         return self.communicator.all_reduce(packed)
 
 
 LOCAL_SYNC = LocalSync()
-FIXED_STATISTICS = FixedStatistics()
+COMPILED_LOCAL_SYNC = CompiledLocalSync()
+FIXED_STATISTICS = LocalSync()
+"""Statistics that are constants: no gradient passes through them."""
 
 Sync: TypeAlias = RankSync | LocalSync
 
@@ -104,8 +101,8 @@ def sync_of(
 ) -> Sync:
     """Returns the strategy of a training call of ``layer`` with the ranks of ``communicator``."""
     if communicator.size == 1:
-        return LOCAL_SYNC
+        return COMPILED_LOCAL_SYNC if torch.compiler.is_compiling() else LOCAL_SYNC
     if torch.compiler.is_compiling():
         shared = shared_options(layer, input, options, accumulates)
         return CompiledSync(communicator, kind_of(layer), shared, input)
-    return RankSync(call_site(layer, input, options, accumulates, communicator))
+    return RankSync(layer, input, options, accumulates, communicator)

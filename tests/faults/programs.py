@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL, TorchCommunicator, communicator_of
-from bagua_syncbn.sync.protocol import CallHistory, history_in
+from bagua_syncbn.sync.history import CallHistory, history_in
 from benchmarks.core.waiting import CollectiveClock
 
 STEPS = 3

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import shared
-from bagua_syncbn.sync.protocol import RAISED, _describe
+from bagua_syncbn.sync.signatures import RAISED, describe
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def test_what_is_remembered_has_an_end(pool):
 
 
 def test_a_rank_that_raised_is_described_where_no_texts_are_exchanged():
-    assert _describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
+    assert describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
 
 
 # Each import in a process of its own, of one that has imported torch.

@@ -1,13 +1,15 @@
 """A layer that has found a call right finds out about every change before the next one."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_packages import DynamicBatchNorm
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
@@ -85,11 +87,15 @@ INPUTS = {
     "elsewhere": lambda input: input.to("meta"),
 }
 
+SELECTIVE = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+
 AROUND = {
     "checkpoint": lambda layer, input: checkpoint(layer, input, use_reentrant=False),
     "outputs made anew": lambda layer, input: bagua_syncbn.recompute_outputs(nn.Sequential(layer))(input),
     "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
     "vmap": lambda layer, input: torch.func.vmap(layer)(input[None])[0],
+    "forward-mode differentiation": lambda layer, input: dual(layer, input),
+    "selective checkpoint": lambda layer, input: checkpoint(layer, input, use_reentrant=False, context_fn=SELECTIVE),
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
     "input that torch.func has left over": lambda layer, input: layer(left_over(input)),
     "accumulated": lambda layer, input: accumulated(layer, input),
@@ -103,6 +109,12 @@ def left_over(input):
     kept = []
     torch.func.grad(lambda x: (kept.append(x * 3), x.sum())[1])(input)
     return kept[0]
+
+
+def dual(layer, input):
+    with forward_ad.dual_level():
+        output = forward_ad.unpack_dual(layer(forward_ad.make_dual(input, input.detach() ** 2)))
+        return output.primal + output.tangent
 
 
 def accumulated(layer, input):
@@ -143,9 +155,11 @@ def compare(*changes, before=(), alter=INPUTS["as before"], around=lambda layer,
     layer, input = SyncBatchNorm(CHANNELS, process_group=Recording()), torch.randn(SHAPE)
     for change in before:
         change(layer)
+    remembered = input.clone().requires_grad_()  # as the calls that follow: the guard looks at it
     for _ in range(2):
-        layer(input)
+        layer(remembered)
     assert layer._cached_call is not None
+    assert layer._cached_call.run(layer, remembered) is not None
     anew = copy.deepcopy(layer)
     assert anew._cached_call is None
     for change in changes:
@@ -172,6 +186,12 @@ def test_every_change_of_a_layer_is_seen(change):
 @pytest.mark.parametrize("kind", ["no running statistics", "no parameters", "untracked", "momentum=None", "float64"])
 def test_every_kind_of_layer_does_as_it_did(kind):
     compare(before=[CHANGES[kind]], alter=torch.Tensor.double if kind == "float64" else INPUTS["as before"])
+
+
+@pytest.mark.parametrize("channels", [CHANNELS, CHANNELS + 1])
+def test_a_parameter_that_a_layer_did_not_have_is_seen(channels):
+    weight = nn.Parameter(torch.arange(1.0, 1 + channels))
+    compare(set_attribute("weight", weight), before=[CHANGES["no parameters"]])
 
 
 @pytest.mark.parametrize("alter", INPUTS)

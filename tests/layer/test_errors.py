@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-import bagua_syncbn
 from bagua_syncbn import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -70,11 +69,6 @@ def test_models_without_synchronized_layers_are_told(context, recwarn):
         with context(nn.Sequential(nn.BatchNorm1d(3))):
             pass
     assert caught[0].filename == __file__
-
-
-def test_the_former_name_of_check_ranks():
-    with pytest.warns(DeprecationWarning, match="call bagua_syncbn.check_ranks"):
-        bagua_syncbn.check()
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])

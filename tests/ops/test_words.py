@@ -158,7 +158,7 @@ def test_a_sum_ends_in_the_parts_of_a_fingerprint_and_their_squares(form, finger
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
 def test_a_fingerprint_is_exact_in_a_sum(ranks):
-    from bagua_syncbn.sync.protocol import exact_bits
+    from bagua_syncbn.sync.signatures import exact_bits
 
     hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
     said = {

@@ -1,0 +1,125 @@
+"""Probes: messages in place of an expected one, by which ranks find out that they come with other calls, or errors."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+
+from .. import ops
+from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
+from ..torch_internals import is_capturing, unseen_by_selective_checkpointing
+from .faults import differ_text
+from .history import CallHistory, history_in
+from .signatures import RAISED, CallSignature, describe, exact_bits, kind_of, name_of, word_of
+
+_TEXT = 480  # bytes in which a rank says what it does
+
+
+def can_probe(device: torch.device) -> bool:
+    return not (device.type == "cuda" and is_capturing())
+
+
+class Probe:
+    """A message as all ranks of a group expect it, that holds only the header of what this rank comes with."""
+
+    def __init__(
+        self, expected: CallSignature | None, speaker: int, call: int, communicator: Communicator, device: torch.device
+    ) -> None:
+        self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
+        self._size = communicator.size
+        fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
+        self._said = ops.parts_of(fingerprint) if self._is_sum else ops.words_of_row(speaker, call)
+        packed = torch.zeros(numel, dtype=dtype, device="cpu")
+        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
+        self.packed = packed.to(device)
+        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
+
+    def headers_in(self, answer: Tensor) -> list[list[float]]:
+        """Returns the header of each rank, where they can be told apart."""
+        return [] if self._is_sum else answer[:, -ops.WORDS :].tolist()
+
+    def is_unanimous(self, answer: Tensor) -> bool:
+        """Whether all ranks came with the same header."""
+        if self._is_sum:
+            return bool(answer[-ops.PARTS :].tolist() == [self._size * word for word in self._said])
+        return all(header == self._said for header in self.headers_in(answer))
+
+    def begin(self, communicator: TorchCommunicator) -> AsyncCollective:
+        """Sends it without waiting for the other ranks."""
+        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
+        return begin(self.packed)
+
+
+class PendingError(NamedTuple):
+    """A probe that this rank has sent in place of a call in which it raised an error."""
+
+    probe: Probe
+    answer: AsyncCollective
+    texts: AsyncCollective | None  # on CPU, where all ranks send them as soon as they differ
+
+
+def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) -> None:
+    """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
+
+    It waits for none of them. At its next call, each rank goes on if all of them have raised, else it raises too. Does
+    nothing where no rank can be known to expect a message: before the first one, and where something traces.
+    """
+    if torch.compiler.is_compiling() or is_tracing():
+        return
+    # Nothing may take the place of the error.
+    with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
+        communicator = spec_of(process_group).found()
+        if isinstance(communicator, TorchCommunicator):
+            history = history_in(communicator)
+            if word_of(kind_of(layer)) not in history.compiled:
+                _tell(communicator, history, f"{type(error).__name__} in {name_of(layer)}", str(error))
+
+
+def _tell(communicator: TorchCommunicator, history: CallHistory, what: str, why: str) -> None:
+    device, call = history.device, history.calls + 1
+    if device is None or history.failure is not None or not can_probe(device):
+        return
+    probe = Probe(history.expected(), RAISED, history.number, communicator, device)
+    answer = probe.begin(communicator)
+    on_cpu = device.type == "cpu"
+    texts = communicator.begin_all_gather(codes_of(f"{what}, call {call}: {why}")) if on_cpu else None
+    history.failure, history.pending = f"{what}, call {call}", PendingError(probe, answer, texts)
+
+
+def resume(history: CallHistory) -> None:
+    """Raises, unless this rank has raised an error in its last call and all others have done so too."""
+    pending: PendingError | None = history.pending
+    history.pending = None
+    if pending is None:
+        raise RuntimeError(
+            f"process_group: expected one that works, got one that failed before, in the {history.failure}; "
+            "its ranks do not agree on what comes next any more: end the job, or convert the model again on all ranks, "
+            "with a group that torch.distributed.new_group() has made since"
+        )
+    answer = pending.answer.wait()
+    said = [describe(header) for header in pending.probe.headers_in(answer)]
+    if pending.texts is not None:
+        said = by_text(pending.texts.wait())
+    if not pending.probe.is_unanimous(answer):
+        raise RuntimeError(differ_text(said))
+    history.failure = None
+
+
+def codes_of(text: str) -> Tensor:
+    """Returns ``text`` as a message."""
+    said = text.encode("ascii", "replace").ljust(_TEXT)
+    if len(said) > _TEXT:  # what a long one ends in tells calls apart too
+        said = said[: _TEXT // 2 - 5] + b" ... " + said[-_TEXT // 2 :]
+    return torch.tensor(list(said), dtype=torch.float32, device="cpu")
+
+
+def by_text(gathered: Tensor) -> list[str]:
+    """Returns what the ranks say, each text with the ranks that say it."""
+    ranks: dict[str, list[str]] = {}
+    for rank, row in enumerate(gathered.to(torch.uint8).tolist()):
+        ranks.setdefault(bytes(row).decode().rstrip(), []).append(str(rank))
+    return [f"rank{'s' * (len(which) > 1)} {', '.join(which)}: {said}" for said, which in ranks.items()]

@@ -1,0 +1,222 @@
+"""Signatures of calls: what ranks that make the same call have alike, in words for messages and in a text for people.
+
+What is gathered ends in a header of three small integers: the layer, by what errors call it; the options; and the
+number of the call in its group. In a sum headers would mix: there a fingerprint of them goes in three parts, each with
+its square. The ranks agree if and only if the mean of the squares is the square of the mean. In groups of many ranks
+statistics are a sum too, with the header in such parts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..communicators import Communicator, is_large
+from ..options import Options
+
+# Each integer of a header fits float32, which holds every integer up to 2**24.
+WORD = 2**24
+
+# In place of the options: a rank that makes no call, because it has raised an error.
+RAISED = 0
+
+_DIRECTIONS = ("forward", "backward", "double backward")
+_MOST_SIGNATURES = 2**14
+
+
+def hash_of(*values: float | str | None) -> int:
+    """Returns a hash that is the same in each process."""
+    return hash(tuple(zlib.crc32(value.encode()) if isinstance(value, str) else value or 0 for value in values))
+
+
+def word_of(text: str) -> int:
+    """Returns a word for ``text``, above 0."""
+    return zlib.crc32(text.encode()) % (WORD - 1) + 1
+
+
+def exact_bits(ranks: int) -> int:
+    """Returns the bits of a fingerprint, three parts of 12, that leave the sums of its words over ``ranks`` exact."""
+    bits = (24 - (ranks - 1).bit_length()) // 2
+    return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
+
+
+class SharedOptions(NamedTuple):
+    """Options, sizes and dtype that a call must have in common on all ranks."""
+
+    channels: int
+    is_double: bool
+    accumulates: bool
+    options: Options
+
+    def word(self, direction: int) -> int:
+        """Returns what stands for them in a header."""
+        return hash_of(direction, *self.constants()) % (WORD - 1) + 1
+
+    def constants(self) -> tuple[float | str | None, ...]:
+        """Returns all without nesting, as torch.compile hands values to a function that it does not trace."""
+        *options, activation = self.options
+        return *self[:3], *options, *(activation or ())
+
+    @classmethod
+    def of_constants(cls, channels: int, is_double: bool, accumulates: bool, *options: Any) -> SharedOptions:
+        """The inverse of :meth:`constants`."""
+        last = len(Options._fields) - 1
+        activation = ops.Activation(*options[last:]) if options[last:] else None
+        return cls(channels, is_double, accumulates, Options._make((*options[:last], activation)))
+
+    def text(self) -> str:
+        values = [f"{self.channels} channels", "float64" if self.is_double else "float32"]
+        usual = Options(eps=-1, momentum=-1)  # these two are always said
+        options = zip(Options._fields, self.options, usual, strict=True)
+        values += [f"{name}={value}" for name, value, default in options if value != default]
+        return ", ".join([*values, "in accumulate_statistics"] if self.accumulates else values)
+
+
+def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
+    """Returns what a call of ``layer`` with ``input`` has in common on all ranks."""
+    options = _common(layer, options)
+    # As they are: torch.compile may have symbols for them, but only numbers in a set.
+    eps, momentum = next(iter({options.eps})), next(iter({options.momentum}))
+    options = options._replace(eps=eps, momentum=momentum)
+    return SharedOptions(next(iter({input.size(1)})), input.dtype == torch.float64, accumulates, options)
+
+
+def _common(layer: nn.Module | None, options: Options) -> Options:
+    """Returns the options that all ranks have in common in a call of ``layer``."""
+    # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
+    averages = getattr(layer, "momentum", 0) is None
+    return options._replace(momentum=None) if averages else options
+
+
+class CallSignature:
+    """A call as all ranks must make it.
+
+    Attributes:
+        key: words for the layer, 0 where the call has none, and for the options.
+        speaker: both in one number.
+        kind: word for the class of the model, or of a layer by itself.
+        compiled_speaker: what compiled code says in place of the speaker, which does not know the layer.
+        is_backward: whether it is a pass that follows a forward.
+        message: whether its message is a sum, else it is gathered; its size and dtype.
+        text: the call for people, different wherever the key is.
+        backward, derivative: the calls that follow from it.
+    """
+
+    __slots__ = (
+        "backward",
+        "compiled_speaker",
+        "derivative",
+        "is_backward",
+        "key",
+        "kind",
+        "message",
+        "speaker",
+        "text",
+    )
+
+    backward: CallSignature
+    derivative: CallSignature
+
+    def __init__(self, layer: int, name: str, kind: str, options: SharedOptions, adds_up: bool, direction: int) -> None:
+        self.is_backward = direction > 0
+        moments, dtype = 2 * options.channels, torch.float64 if options.is_double else torch.float32
+        if self.is_backward:
+            self.message = True, moments + ops.PARTS, dtype
+        elif adds_up:
+            self.message = True, moments + ops.SUMMED_REST, torch.float64
+        else:
+            self.message = False, moments + 2 + ops.WORDS, dtype
+        self.key = layer, options.word(direction)
+        self.speaker = layer * WORD + self.key[1]
+        self.kind = word_of(kind)
+        self.compiled_speaker = self.kind * WORD + self.key[1]
+        self.text = f"{_DIRECTIONS[direction]} of {name} ({options.text()})"
+        _texts[self.key] = self.text
+
+
+# By all that a signature is made of; and the texts of all calls of this rank, by key.
+_signatures: dict[Any, CallSignature] = {}
+_texts: dict[tuple[int, int], str] = {}
+
+
+def signature_of(
+    layer: nn.Module | None,
+    input: Tensor,
+    options: Options,
+    accumulates: bool,
+    communicator: Communicator,
+    number_of: Callable[[object, str], int],
+) -> CallSignature:
+    """Returns the signature of a forward call. ``number_of`` numbers models and layers of one kind."""
+    name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
+    number = 0 if layer is None else number_of(model or layer, kind)
+    caller = number, None if model is None else kind, name, type(layer)
+    adds_up = adds_up_stats(input, communicator)
+    call = caller, input.size(1), input.dtype, _common(layer, options), accumulates, adds_up
+    signature = _signatures.get(call)
+    if signature is None:
+        if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step
+            _signatures.clear()
+            _texts.clear()
+        speaker = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
+        speaker = f"{speaker} #{number}" if number > 1 else speaker
+        word, shared = 0 if layer is None else word_of(speaker), shared_options(layer, input, options, accumulates)
+        signature, backward, derivative = (CallSignature(word, speaker, kind, shared, adds_up, way) for way in range(3))
+        signature.backward = derivative.backward = backward
+        signature.derivative = backward.derivative = derivative
+        _signatures[call] = signature
+    return signature
+
+
+def kind_of(layer: nn.Module | None) -> str:
+    """Returns the class of the model that a layer is in, or that of a layer by itself."""
+    model = getattr(layer, "converted_model", None)
+    kind: str = type(layer).__name__ if model is None else model.name
+    return "sync_batch_norm" if layer is None else kind
+
+
+def name_of(layer: nn.Module | None) -> str:
+    """Returns what to call a layer, or a call without one, in a text for people."""
+    name = getattr(layer, "name_in_model", None)
+    return kind_of(layer) if name is None else f"{type(layer).__name__} {name!r}"
+
+
+def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:
+    """Whether the statistics of a call are added up and not gathered: alike on all ranks, compiled or not.
+
+    That takes a dtype which is wider than theirs.
+    """
+    is_narrow = input.dtype != torch.float64 and input.device.type != "mps"  # which has no float64
+    return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)
+
+
+def describe_compiled(kind_word: int, kind: str, shared: SharedOptions) -> None:
+    """Has :func:`describe` know a call of compiled code."""
+    _texts[kind_word, shared.word(0)] = f"compiled forward of a layer of {kind} ({shared.text()})"
+
+
+def describe(header: Sequence[float]) -> str:
+    """Returns for people what a rank said in a header."""
+    layer, options, call = map(int, header)
+    text = _texts.get((layer, options))
+    if not call:
+        return text or "a compiled call that this rank has not compiled"
+    if options == RAISED:
+        text = "an error of its own, which it shows"
+    if text is None:
+        same = [text for (other, _), text in _texts.items() if other == layer != 0]
+        text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"
+    counted = "call and num_batches_tracked, together" if "momentum=None" in text else "call"
+    return f"{text}, {counted} {call}"
+
+
+# Run while torch.compile traces, and not traced, because torch 2.10 cannot trace hashes. Not by
+# torch.compiler.assume_constant_result, which would have every process import the compiler.
+_untraced: tuple[Any, ...] = (hash_of, word_of)
+for _function in _untraced:
+    _function._dynamo_marked_constant = True
