@@ -49,6 +49,11 @@ def differences(pairs: Iterable[Pair], rank: int) -> list[Difference]:
     return found
 
 
+def first_of(found: Iterable[list[Difference]]) -> Difference | None:
+    """Returns the first of the differences that ranks have found, of several the largest; None if there are none."""
+    return min((own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size))
+
+
 def _error(actual: Tensor, expected: Tensor) -> Tensor:
     dtype = torch.complex128 if expected.is_complex() else torch.float64
     actual, expected = actual.detach().to(dtype), expected.detach().to(dtype)

@@ -1,6 +1,6 @@
 """Layers one by one: each on the inputs that it meets on the ranks, against itself in one process on all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ..conversion import conversion_report
 from ..conversion.findings import Finding
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import pytree
-from .comparison import Pair, differences
+from .comparison import Pair, differences, first_of
 from .ranks import Ranks, in_float64, joined, share_of
 from .steps import digest
 
@@ -25,87 +25,120 @@ class LayerChecks:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._findings = [finding for finding in conversion_report(model).layers if finding.module is not model]
-        if isinstance(model, _BatchNorm):
-            self._findings = list(conversion_report(model).layers)
+        findings = {finding.module: finding for finding in conversion_report(model).layers}
+        self._layers = {
+            module: (f"{type(module).__name__} {name!r}", _how(module, findings.get(module)))
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm) or (module in findings and findings[module].action == "skipped")
+        }
         self._at_work = False
         self.compared = 0
         self.left_out: list[str] = []
-        """Layers that were not compared, and why not."""
-        self.differ: dict[str, str] = {}
-        """Layers that differ, by name, and what differs."""
-        self.unlike: list[str] = []
+        """Calls of layers that cannot be compared, and why not."""
+        self.differ: dict[nn.Module, str] = {}
+        """What differs in each layer that does."""
+        self.unlike: dict[str, None] = {}
         """Parameters and buffers of layers that differ between ranks before the step."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which each call of a layer is checked before it is made."""
-        handles = [
-            finding.module.register_forward_pre_hook(partial(self._check, finding), with_kwargs=True)
-            for finding in self._findings
-        ]
+        handles = [layer.register_forward_pre_hook(self._check, with_kwargs=True) for layer in self._layers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _check(self, finding: Finding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = finding.names[0]
-        if self._at_work or not layer.training or name in self.differ:
+    def _check(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        told, how = self._layers[layer]
+        if self._at_work or not layer.training or layer in self.differ:
             return
-        told = f"{type(layer).__name__} {name!r}"
         reason = _why_not_compared(layer, (args, kwargs))
         if reason is not None:
-            self.left_out.append(f"{told} was not compared: {reason}")
+            self.left_out.append(f"{told}, which {reason}")
             return
         self._at_work = True
         try:
-            found = self._compare(told, layer, (args, kwargs))
+            with torch.enable_grad():  # the pass itself may be without gradients
+                found = self._compare(told, layer, (args, kwargs))
+        except _NotComparedError as error:
+            self.left_out.append(f"{told}, which {error}")
+            return
         finally:
             self._at_work = False
         self.compared += 1
         if found is not None:
-            self.differ[name] = f"{told} is not as in one process on the inputs that it meets: {found}; {_how(finding)}"
+            self.differ[layer] = f"{told} is not as in one process on the inputs that it meets: {found}; {how}"
 
     def _compare(self, told: str, layer: nn.Module, given: Any) -> str | None:
         """Returns what differs between a step of ``layer`` on the ranks and one of it alone on all inputs."""
         ranks = self._ranks
         inputs, states = zip(*ranks.together(f"the input of {told}", lambda: (given, _state_of(layer))), strict=True)
-        sizes = [_first_tensor(own).shape for own in inputs]
         state = states[0]
         for name in state:
             if any(digest(own[name]) != digest(state[name]) for own in states):
-                self.unlike.append(f"{name} of {told} differs between ranks before the step")
-        alone = _Forward(layer, in_float64(joined(inputs, f"input of {told}"), given), state, is_alone=True)
+                self.unlike[f"{name} of {told} differs between ranks before the step"] = None
+        arrange = _arranged if all(_has_positions_alone(layer, own) for own in inputs) else _as_it_is
+        alone = _Forward(layer, in_float64(_all_of(inputs, arrange), given), state, is_alone=True)
         forwards: list[_Forward] = []
 
         def forward() -> torch.Size:
             forwards.append(_Forward(layer, in_float64(given, given), state))
-            return forwards[0].output.shape
+            return arrange(forwards[0].output).shape
 
         shapes = ranks.together(f"the forward of {told}", forward)
-        own, expected = forwards[0], alone.output
-        grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        alone.backward(grad)
-        own_grad, own_output = share_of(grad, shapes, ranks.rank), share_of(expected, shapes, ranks.rank)
-        if own_grad is None or own_output is None:
-            return f"output has sizes {shapes} on the ranks, {list(expected.shape)} in one process"
-        own.backward(own_grad)
-        pairs = [Pair("output", "", own.output, own_output)]
-        if own.input.grad is not None and alone.input.grad is not None:
-            share = share_of(alone.input.grad, sizes, ranks.rank)
-            pairs.append(Pair("gradient of the input", "", own.input.grad, share))  # type: ignore[arg-type]
+        own, output = forwards[0], arrange(forwards[0].output)
+        grad = torch.randn(alone.output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        own_grad, expected = share_of(grad, shapes, ranks.rank), share_of(alone.output, shapes, ranks.rank)
+        if own_grad is None or expected is None:
+            return f"output has sizes {shapes} on the ranks, {list(alone.output.shape)} in one process"
+        pairs = [Pair("output", "", output, expected)]
+        if output.requires_grad:
+            alone.output.backward(grad.to(alone.output))
+            output.backward(own_grad.to(output))
+            sizes = [arrange(_first_tensor(own)).shape for own in inputs]
+            share = share_of(alone.gradient, sizes, ranks.rank)
+            assert share is not None
+            pairs.append(Pair("gradient of the input", "", arrange(own.gradient), share))
         for name, parameter in own.parameters.items():
             if parameter.grad is not None:
-                total = ranks.add_up(parameter.grad)
-                pairs.append(Pair("gradient", name, total, alone.parameters[name].grad))  # type: ignore[arg-type]
+                whole = alone.parameters[name].grad
+                assert whole is not None
+                pairs.append(Pair("gradient", name, ranks.add_up(parameter.grad), whole))
         pairs += [Pair("buffer", name, own.buffers[name], alone.buffers[name]) for name in own.buffers]
-        found = ranks.together(f"the comparison of {told}", lambda: differences(pairs, ranks.rank))
-        first = min(
-            (difference for own in found for difference in own), default=None, key=lambda it: (it.position, -it.size)
-        )
+        first = first_of(ranks.together(f"the comparison of {told}", lambda: differences(pairs, ranks.rank)))
         return None if first is None else first.text
+
+
+class _NotComparedError(Exception):
+    """A reason why a layer cannot be compared, which all ranks see."""
+
+
+def _has_positions_alone(layer: nn.Module, given: Any) -> bool:
+    """Whether ``layer`` computes the same for any arrangement of samples and positions in ``given``, (N, C, \\*)."""
+    args, kwargs = given
+    is_plain = type(layer).forward in (SyncBatchNorm.forward, _BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return is_plain and not kwargs and len(args) == 1 and args[0].dim() > 2
+
+
+def _arranged(input: Tensor) -> Tensor:
+    """Returns ``input`` (N, C, \\*) as (1, C, positions of all samples, 1, ...)."""
+    return input.transpose(0, 1).reshape(1, input.size(1), -1, *[1] * (input.dim() - 3))
+
+
+def _as_it_is(input: Tensor) -> Tensor:
+    return input
+
+
+def _all_of(inputs: Sequence[Any], arrange: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the arguments of all ranks as one."""
+    try:
+        if arrange is _as_it_is:
+            return joined(inputs, "inputs")
+        return (torch.cat([arrange(own) for (own,), _ in inputs], 2),), {}
+    except (RuntimeError, ValueError) as error:
+        raise _NotComparedError(f"has inputs that cannot be joined: {error}") from error
 
 
 class _Forward:
@@ -133,16 +166,16 @@ class _Forward:
             forward = layer.forward
             if is_alone and isinstance(layer, nn.SyncBatchNorm):
                 forward = partial(_BatchNorm.forward, layer)
-            with torch.inference_mode(False), torch.enable_grad():
-                self.output: Tensor = forward(*args, **kwargs)
+            self.output: Tensor = forward(*args, **kwargs)
         finally:
             for part, attributes in before:
                 vars(part).clear()
                 vars(part).update(attributes)
 
-    def backward(self, grad_output: Tensor) -> None:
-        if self.output.requires_grad:
-            self.output.backward(grad_output.to(self.output))
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the input."""
+        return torch.zeros_like(self.input) if self.input.grad is None else self.input.grad
 
 
 def _state_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -156,17 +189,17 @@ def _first_tensor(given: Any) -> Tensor:
 
 def _why_not_compared(layer: nn.Module, given: Any) -> str | None:
     if getattr(layer, "_masking", None) is not None or getattr(layer, "_accumulator", None) is not None:
-        return "it is within masked or accumulate_statistics"
+        return "is within masked or accumulate_statistics"
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     if not tensors:
-        return "it was called with no tensor"
+        return "was called with no tensor"
     if any(map(is_distributed, (*tensors, *_state_of(layer).values()))):
-        return "it has or was given a DTensor"
+        return "has or was given a DTensor"
     return None
 
 
-def _how(finding: Finding) -> str:
-    layer = finding.module
+def _how(layer: nn.Module, finding: Finding | None) -> str:
+    """Returns how ``layer`` synchronizes."""
     if isinstance(layer, SyncBatchNorm):
         return f"it synchronizes with process_group={layer._group_spec!r}"
-    return "it is not converted" if finding.action == "converted" else finding.reason
+    return "it is not converted" if finding is None or finding.action == "converted" else finding.reason

@@ -102,14 +102,20 @@ def joined(parts: Sequence[Any], name: str) -> Any:
 def _joined_leaf(parts: list[Any], name: str) -> Any:
     first = parts[0]
     if not all(isinstance(part, Tensor) and part.dim() for part in parts):
-        alike = all(type(part) is type(first) and bool(part == first) for part in parts)
-        if not alike:
+        if not all(_are_alike(part, first) for part in parts):
             raise ValueError(f"{name}: expected a tensor, or the same on all ranks, got {parts}; merge makes one batch")
         return first
     if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
         got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
         raise ValueError(f"{name}: expected tensors of ranks that differ in their first dimension alone, got {got}")
     return torch.cat(parts).detach().requires_grad_(first.requires_grad)
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    try:
+        return type(first) is type(second) and bool(first == second)
+    except (RuntimeError, ValueError):  # several values in one
+        return False
 
 
 def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor | None:

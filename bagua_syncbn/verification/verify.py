@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..torch_internals import pytree
 from .causes import calls_of, first_to_differ, random_modules
-from .comparison import Pair, differences
+from .comparison import Difference, Pair, differences, first_of
 from .layers import LayerChecks
 from .ranks import Ranks, first_unlike, in_float64, joined, share_of
 from .steps import (
@@ -92,7 +92,7 @@ def verify_synchronization(
             it meets in a forward pass of ``model`` without gradients. For models that are sharded, or do not fit twice.
 
     Raises:
-        ValueError: ``model`` is in evaluation mode.
+        ValueError: ``model`` is in evaluation mode; with ``by_layer``, a layer cannot be compared by itself.
         RuntimeError: a rank has raised: ``loss`` is wrong, batches cannot be joined, the model cannot be copied.
 
     Example::
@@ -128,9 +128,12 @@ def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Ve
             ranks.together("a trial of the loss", lambda: try_out(model, batch, loss))
         with checks.installed():
             ranks.together("the forward pass", lambda: telling_peers(model, lambda: [loss(model, batch)].clear()))
+    if checks.left_out or not checks.compared:
+        got = checks.left_out[0] if checks.left_out else "no call of one in training"
+        raise ValueError(f"model: expected batch normalization layers that can be compared one by one, got {got}")
     first, *others = (*checks.differ.values(), *checks.unlike) or (None,)
     told = f"{checks.compared} layer{'s' * (checks.compared != 1)}, on the inputs that they met"
-    return Verdict(ranks.size, told, first, (*others, *checks.left_out))
+    return Verdict(ranks.size, told, first, tuple(others))
 
 
 class _Verification:
@@ -157,10 +160,13 @@ class _Verification:
         expected = self._step_alone()
         actual = self._step()
         pairs = self._pairs(actual, expected)
-        difference = self._first(pairs)
+        first = self._first(pairs)
+        difference = None if first is None else first.text
         unused = self._unused(actual)
-        if difference is not None:
+        if first is not None:
             self._look_for_causes(actual, expected)
+            if not self._seen and first.position and pairs[first.position].kind == "loss":
+                self._seen.append("outputs are equal: the loss of all batches is not the mean of the losses of ranks")
         counted = Counter(pair.kind for pair in pairs)
         compared = ", ".join(f"{number} {kind}{_plural(kind) * (number > 1)}" for kind, number in counted.items())
         return Verdict(ranks.size, compared, difference or unused, tuple(self._seen))
@@ -223,13 +229,10 @@ class _Verification:
     def _like(self, name: str) -> Tensor:
         return self._model.get_parameter(name)
 
-    def _first(self, pairs: list[Pair]) -> str | None:
-        """Returns what is said of the first pair that differs on a rank; None if all are equal on all."""
+    def _first(self, pairs: list[Pair]) -> Difference | None:
+        """Returns the first pair that differs on a rank; None if all are equal on all."""
         found = self._ranks.together("the comparison", lambda: differences(pairs, self._ranks.rank))
-        first = min(
-            (own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size)
-        )
-        return None if first is None else first.text
+        return first_of(found)
 
     def _unused(self, actual: Step) -> str | None:
         """Notes parameters without a gradient on some ranks. Returns one that DistributedDataParallel does not take."""

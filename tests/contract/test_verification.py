@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +67,12 @@ def of_scores(model, batch):
     return model(batch["x"])["scores"].square().mean()
 
 
+def pairs(model, batch):
+    """A contrastive loss."""
+    scores = model(batch["x"])
+    return F.cross_entropy(scores @ scores.t(), torch.arange(len(scores)))
+
+
 class Centered(nn.Module):
     """A module that mixes samples."""
 
@@ -73,9 +80,11 @@ class Centered(nn.Module):
         return x - x.mean(0)
 
 
-class FunctionalDropout(nn.Sequential):
+class Noisy(nn.Sequential):
+    """Draws from all generators, in no module of its own."""
+
     def forward(self, x):
-        return super().forward(F.dropout(x))
+        return super().forward(F.dropout(x * random.random() * numpy.random.rand()))
 
 
 def with_other(name):
@@ -96,6 +105,15 @@ def partly(wrap=lambda own: own):
 
 def embedding():
     return convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3)))
+
+
+def images():
+    torch.manual_seed(0)
+    return convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+
+
+def of_other_sizes(samples):
+    return torch.randn(samples, 3, 5 + samples, 6, generator=torch.Generator().manual_seed(samples))
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,9 @@ EQUAL = {
     "sparse gradients": Case(embedding, loss=lambda model, batch: model(batch["y"][0]).sin().mean()),
     "half": Case(lambda: model().bfloat16()),
     "layers one by one": Case(ddp, (1, 4), by_layer=True),
+    "layers one by one, images of other sizes": Case(
+        images, (1, 0, 2), lambda model, batch: model(of_other_sizes(len(batch["x"]))).square().sum(), by_layer=True
+    ),
 }
 DIFFERENT = {
     "no layer is converted": Case(
@@ -137,6 +158,13 @@ DIFFERENT = {
     ),
     "a layer is left out": Case(lambda: partly(DistributedDataParallel), told=("output differs by", UNCONVERTED)),
     "a layer is left out, layers one by one": Case(partly, told=(UNCONVERTED,), by_layer=True),
+    "a layer is left out, layers one by one, images of other sizes": Case(
+        lambda: bagua_syncbn.revert_sync_batchnorm(images()),
+        (1, 2),
+        lambda model, batch: model(of_other_sizes(len(batch["x"]))).square().sum(),
+        ("BatchNorm2d '1' is not as in one process on the inputs that it meets: output differs",),
+        True,
+    ),
     "a layer synchronizes with fewer ranks": Case(
         in_groups_of_two, (3,) * 4, told=("output differs by", "with process_group=2", "with process_group=2")
     ),
@@ -146,8 +174,8 @@ DIFFERENT = {
     "a batch is empty": Case(ddp, (2, 0), told=("loss differs by up to nan", "a mean over batches of 2, 0")),
     "a sum": Case(ddp, (2, 5), cross_entropy_sum, ("loss differs by", "the loss adds up over samples: added")),
     "dropout": Case(lambda: ddp(nn.Dropout()), told=("output differs by", "Dropout '3' is random: it gives")),
-    "dropout in a function": Case(
-        lambda: convert_sync_batchnorm(FunctionalDropout(*model())), told=("output differs", "the step is random")
+    "randomness in a function": Case(
+        lambda: convert_sync_batchnorm(Noisy(*model())), told=("output differs", "the step is random")
     ),
     "other weights": Case(lambda: with_other("0.weight"), told=("output differs", "0.weight differs between ranks")),
     "other buffers": Case(
@@ -170,6 +198,9 @@ DIFFERENT = {
     "a module mixes samples": Case(
         lambda: model(Centered()), told=("output differs", "the output of Centered '3' is the first in the modules to")
     ),
+    "a loss of pairs of samples": Case(
+        model, loss=pairs, told=("loss differs", "outputs are equal: the loss of all batches is not")
+    ),
     "a rank is in evaluation": Case(
         lambda: (own := model(), own[1].train(dist.get_rank() == 0))[0],
         told=("mode of module '1' is not alike on all ranks before",),
@@ -187,7 +218,7 @@ def state_of(own):
     modes = [module.training for module in own.modules()]
     gradients = [parameter.grad for parameter in own.parameters()]
     hooks = [dict(hooks) for module in own.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-    random_states = torch.get_rng_state().tolist(), random.getstate()
+    random_states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
     return (
         copy.deepcopy([modes, gradients, {name: value.clone() for name, value in own.state_dict().items()}]),
         hooks,
@@ -258,14 +289,14 @@ def within_masks():
             return model(batch[0])[:, :, 0].square().mean()
 
     given = torch.randn(2, 3, 4), lengths + dist.get_rank()
-    return [str(verify_synchronization(own, given, loss, by_layer=by_layer)) for by_layer in (False, True)]
+    with pytest.raises(ValueError, match="one by one, got SyncBatchNorm1d '0', which is within masked"):
+        verify_synchronization(own, given, loss, by_layer=True)
+    return str(verify_synchronization(own, given, loss))
 
 
 def test_layers_within_masks_are_verified_with_the_model_alone(pool):
-    for whole, by_layer in pool.run(within_masks, 2):
-        assert whole.startswith("2 ranks equal one process: 1 output, ")
-        assert "0 layers, on the inputs that they met" in by_layer
-        assert by_layer.endswith("'0' was not compared: it is within masked or accumulate_statistics")
+    for told in pool.run(within_masks, 2):
+        assert told.startswith("2 ranks equal one process: 1 output, ")
 
 
 def by_samples(merge):

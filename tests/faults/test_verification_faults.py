@@ -12,7 +12,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-        self.raises_from_call = torch.inf
+        self.raises_from_call, self.leaves_out_last = torch.inf, False
         self.calls = []  # of all copies
 
     def __deepcopy__(self, memo):
@@ -28,7 +28,7 @@ class Model(nn.Module):
         self.calls.append(None)
         if len(self.calls) >= self.raises_from_call:
             raise ArithmeticError("between two layers")
-        return self.last(output)
+        return output if self.leaves_out_last else self.last(output)
 
 
 def loss(model, batch):
@@ -37,6 +37,10 @@ def loss(model, batch):
 
 def wrong_loss(model, batch):
     return model(batch)
+
+
+def leave_out_last(model):
+    model.leaves_out_last = True
 
 
 def raises_at(call):
@@ -85,6 +89,12 @@ ALONE = {
 BY_LAYER = {
     "the first call": ALONE["the first call"],
     "between two layers": (raises_at(2), None, loss, "rank 1 in the forward pass: ArithmeticError: between two"),
+    "another layer": (
+        leave_out_last,
+        None,
+        loss,
+        "rank 0 in the input of SyncBatchNorm1d 'last'; rank 1 in the forward",
+    ),
     "evaluation": ALONE["evaluation"],
 }
 
