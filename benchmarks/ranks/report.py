@@ -55,7 +55,8 @@ def summary_table(results: Results) -> str:
         rows.append(["a small ResNet, 64 images in all", *steps])
     rows.append(row("layers, inputs of a million values and more", [case for case in cases if elements(case) >= 1e6]))
     rows.append(row("layers, smaller inputs", [case for case in cases if elements(case) < 1e6]))
-    header = ["a step over two ranks, in steps of nn.BatchNorm", *("bagua_syncbn" if name == "ours" else name for name in peers)]
+    names = ["bagua_syncbn" if name == "ours" else name for name in peers]
+    header = ["a step over two ranks, in steps of nn.BatchNorm", *names]
     return f"{table(header, rows)}\n\n{where(results)}; small messages {exchange_of(results)}."
 
 
