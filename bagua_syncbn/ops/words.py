@@ -39,7 +39,10 @@ def fill(values: Tensor, numbers: Iterable[int]) -> None:
 
 
 def record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> None:
-    """Writes ``values`` to ``fault`` where something ``happened`` and nothing was written before."""
+    """Writes ``values`` to ``fault`` where something ``happened`` and nothing was written before.
+
+    On CUDA it reads and writes one after the other: a fault that the host takes in between comes back once.
+    """
     if fault is None:
         return
     written = torch.cat([value.reshape(-1) for value in values]).to(torch.int64)
