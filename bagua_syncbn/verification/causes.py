@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..torch_internals import pytree
 from .comparison import Pair, differences
 from .ranks import Ranks, share_of
-from .steps import Loss, run
+from .steps import Loss, called, run
 
 
 def random_modules(model: nn.Module, batch: Any, loss: Loss) -> list[str]:
@@ -26,7 +26,7 @@ def random_modules(model: nn.Module, batch: Any, loss: Loss) -> list[str]:
             at_work.clear()
             pairs = zip(tensors_in(output), tensors_in(again), strict=True)
             if any(not torch.equal(first, second) for first, second in pairs):
-                found[f"{type(module).__name__} {name!r}"] = None
+                found[called(module, name)] = None
 
         return hook
 
@@ -45,7 +45,7 @@ def calls_of(model: nn.Module) -> _Calls:
 
     def recorder(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((f"{type(module).__name__} {name!r}", tensors_in((args, kwargs)), tensors_in(output)))
+            calls.append((called(module, name), tensors_in((args, kwargs)), tensors_in(output)))
 
         return hook
 

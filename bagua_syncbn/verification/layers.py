@@ -17,7 +17,7 @@ from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import pytree
 from .comparison import Pair, differences, first_of
 from .ranks import Ranks, in_float64, joined, share_of
-from .steps import digest
+from .steps import called, digest
 
 
 class LayerChecks:
@@ -27,7 +27,7 @@ class LayerChecks:
         self._ranks = ranks
         findings = {finding.module: finding for finding in conversion_report(model).layers}
         self._layers = {
-            module: (f"{type(module).__name__} {name!r}", _how(module, findings.get(module)))
+            module: (called(module, name), _how(module, findings.get(module)))
             for name, module in model.named_modules()
             if isinstance(module, _BatchNorm) or (module in findings and findings[module].action == "skipped")
         }

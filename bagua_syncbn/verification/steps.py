@@ -71,6 +71,11 @@ def copied(model: nn.Module, alone: bool = False, values: dict[str, Tensor] | No
     return model.double()
 
 
+def called(module: nn.Module, name: str) -> str:
+    """Returns what to call ``module``, by its class and its name in the model."""
+    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -81,7 +86,7 @@ def run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     outputs: list[Tensor] = []
     handle = model.register_forward_hook(lambda _, args, output: outputs.extend(_tensors_in(output)))
     with torch.inference_mode(False), torch.enable_grad():
-        value = called(model, batch, loss) * weight
+        value = loss_of(model, batch, loss) * weight
         value.backward()
     handle.remove()
     if not weight:
@@ -90,7 +95,7 @@ def run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     return Step([output.detach() for output in outputs], value.detach(), gradients, dict(model.named_buffers()))
 
 
-def called(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
+def loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     """Returns ``loss(model, batch)``.
 
     Raises:
@@ -122,7 +127,7 @@ def try_out(model: nn.Module, batch: Any, loss: Loss) -> None:
         for layer in layers:
             vars(layer)["forward"] = _same
             stack.callback(vars(layer).pop, "forward")
-        called(model, batch, loss)
+        loss_of(model, batch, loss)
     if not calls:
         raise ValueError("loss: expected a function that calls the model that it is given, got one that does not")
 

@@ -101,21 +101,23 @@ def verify_synchronization(
         >>> print(verdict)
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
-    ranks, module = Ranks(group), unwrapped(model)
+    ranks = Ranks(group)
+    module = ranks.each("the check of the model", lambda: _checked(model, loss))
     with unchanged(module), torch.inference_mode(False):
-        ranks.together("the check of the model", lambda: _check(module, loss))
         if by_layer:
             return _verify_layers(module, batch, loss, ranks)
         return _Verification(model, batch, loss, ranks, merge).verdict()
 
 
-def _check(module: Any, loss: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(module).__name__}")
+def _checked(model: Any, loss: Any) -> nn.Module:
+    """Returns ``model`` without its wrappers."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss):
         raise TypeError(f"loss: expected a function of the model and a batch, got {type(loss).__name__}")
-    if not module.training:
+    if not model.training:
         raise ValueError("model: expected training mode, got evaluation; call model.train() first")
+    return unwrapped(model)
 
 
 def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
@@ -153,8 +155,7 @@ class _Verification:
         unlike = self._compare_before()
         if unlike is not None:
             return Verdict(ranks.size, "nothing", unlike, tuple(self._seen))
-        own = in_float64(self._batch, self._batch)
-        ranks.together("a trial of the loss", lambda: try_out(self._copy(), own, self._loss))
+        ranks.together("a trial of the loss", lambda: try_out(self._copy(), self._own_batch(), self._loss))
         batches = ranks.together("the batch", lambda: self._batch)
         self._whole = ranks.each("the merge of batches", lambda: in_float64(self._merge(batches), self._batch))
         expected = self._step_alone()
@@ -193,6 +194,9 @@ class _Verification:
     def _copy(self, alone: bool = False) -> nn.Module:
         return copied(self._model, alone, self._values if alone else self._own_values)
 
+    def _own_batch(self) -> Any:
+        return in_float64(self._batch, self._batch)
+
     def _step_alone(self) -> Step:
         return self._ranks.each("the step in one process", lambda: run(self._copy(alone=True), self._whole, self._loss))
 
@@ -200,8 +204,7 @@ class _Verification:
         def step() -> Step:
             model = self._copy()
             with watch(model):
-                batch = in_float64(self._batch, self._batch)
-                return telling_peers(model, lambda: run(model, batch, self._loss, weight))
+                return telling_peers(model, lambda: run(model, self._own_batch(), self._loss, weight))
 
         return self._ranks.each("the step on ranks", step)
 
@@ -220,19 +223,15 @@ class _Verification:
         for (name, own), *have in zip(actual.gradients.items(), *has, strict=True):
             whole = expected.gradients[name]
             if any(have) or whole is not None:
-                zeros = torch.zeros_like(self._like(name), dtype=torch.float64)
+                zeros = torch.zeros_like(self._model.get_parameter(name), dtype=torch.float64)
                 total = ranks.add_up(zeros if own is None else own.to_dense().clone()) * factor / ranks.size
                 pairs.append(Pair("gradient", name, total, zeros if whole is None else whole.to_dense()))
         pairs += [Pair("buffer", name, own, expected.buffers[name]) for name, own in actual.buffers.items()]
         return pairs
 
-    def _like(self, name: str) -> Tensor:
-        return self._model.get_parameter(name)
-
     def _first(self, pairs: list[Pair]) -> Difference | None:
         """Returns the first pair that differs on a rank; None if all are equal on all."""
-        found = self._ranks.together("the comparison", lambda: differences(pairs, self._ranks.rank))
-        return first_of(found)
+        return first_of(self._ranks.together("the comparison", lambda: differences(pairs, self._ranks.rank)))
 
     def _unused(self, actual: Step) -> str | None:
         """Notes parameters without a gradient on some ranks. Returns one that DistributedDataParallel does not take."""
@@ -266,7 +265,7 @@ class _Verification:
             checks.append(LayerChecks(model, ranks))
             return checks[0].installed()
 
-        with suppress(RuntimeError):  # a layer that cannot be compared
+        with suppress(Exception):  # of a layer that cannot be compared; all ranks have it
             self._step(watch=watch)
         self._seen += list(checks[0].differ.values())
         if any(changed) or checks[0].differ:
