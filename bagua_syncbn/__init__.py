@@ -16,6 +16,8 @@ from .conversion import (
 )
 from .functional import sync_batch_norm
 from .masks import masked
+from .merging import merge_statistics
+from .recalibration import recalibrate_statistics
 from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .verification import verify_synchronization
@@ -36,7 +38,9 @@ __all__ = [
     "freeze_statistics",
     "fuse_activations",
     "masked",
+    "merge_statistics",
     "patch_torch_converter",
+    "recalibrate_statistics",
     "recompute_outputs",
     "register_converter",
     "revert_sync_batchnorm",

@@ -55,6 +55,12 @@ class StatisticsAccumulator:
             rows = torch.cat([self.row.to(rows), rows])
         self.row = merge_rows(rows)
 
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns mean (C) and biased variance (C) of all batches so far, and their count, a scalar."""
+        channels = self.row.size(1) // 2 - 1
+        mean, var, count = self.row[0].split([channels, channels, 2])
+        return mean, var, count[0] + count[1] * COUNT_BASE
+
     def move_later(self, buffers: Buffers, options: "Options") -> None:
         """Takes what :meth:`move` is to move, and how."""
         self._buffers, self._options = Buffers(*buffers[:3]), options

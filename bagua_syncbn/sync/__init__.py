@@ -5,6 +5,7 @@ from .probes import tell_peers
 from .protocol import RankSync
 from .signatures import name_of
 from .strategies import FIXED_STATISTICS, LocalSync, Sync, sync_of
+from .sums import sum_over_ranks
 
 __all__ = [
     "FIXED_STATISTICS",
@@ -13,6 +14,7 @@ __all__ = [
     "Sync",
     "check_ranks",
     "name_of",
+    "sum_over_ranks",
     "sync_of",
     "tell_peers",
 ]

@@ -231,7 +231,7 @@ _CONTENTS = {
     "detectron2.layers": {"NaiveSyncBatchNorm": _named(Detectron2, "NaiveSyncBatchNorm")},
     "fairscale.experimental.nn": {"SyncBatchNorm": _named(Fairscale, "SyncBatchNorm")},
     "fairscale.nn.checkpoint": {"checkpoint_wrapper": fairscale_checkpoint_wrapper},
-    "lightning.pytorch": {"Trainer": _Trainer},
+    "lightning.pytorch": {"Callback": type("Callback", (), {}), "Trainer": _Trainer},
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
     "mmcv.ops": {"SyncBatchNorm": _named(Mmcv, "SyncBatchNorm")},
     "mmengine.runner": {"Runner": SimpleNamespace},

@@ -1,0 +1,151 @@
+"""Statistics of ranks that have their own, merged into those of everybody."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .communicators import spec_of
+from .conversion.findings import check_module
+from .conversion.freezing import is_frozen
+from .sync import sum_over_ranks, tell_peers
+
+# Weight of a rank that has counted no batch: invisible beside that of any batch, and the same for all where none has.
+_NO_BATCH = 2.0**-600
+
+
+def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
+    r"""Makes the running statistics of each rank those of all ranks together, in one collective for the whole model.
+
+    Layers that synchronize within groups, as with ``process_group="node"``, and layers that do not synchronize have
+    other running statistics on each group or rank, of which a checkpoint holds those of rank 0. Call this before
+    evaluation or saving. It gives, on all ranks the same bits,
+
+    .. math::
+
+        m = \frac{1}{n} \sum_r n_r m_r, \qquad
+        v = \frac{1}{n} \sum_r n_r \left( v_r + (m_r - m)^2 \right), \qquad n = \sum_r n_r
+
+    from ``running_mean`` :math:`m_r` and ``running_var`` :math:`v_r` of rank :math:`r`: the mean and variance of the
+    mixture of what the ranks saw. An average of the variances, as from timm's ``distribute_bn``, leaves out how far the
+    means are apart.
+
+    The buffers of a layer hold no number of values, so :math:`n_r` is ``num_batches_tracked`` of the rank times
+    ``weight``: each batch weighs the same, unless ranks say otherwise. A rank that has counted no batch weighs nothing;
+    where none has, or there is no counter, each rank weighs the same. The ranks of a group that synchronizes have
+    counted the same batches, so a group weighs as many times as it has ranks.
+
+    ``num_batches_tracked`` stays what it is on each rank. So training can go on, with ``momentum=None`` too, and later
+    merges weigh everything that a rank has seen: then the result is the average over all batches of all ranks.
+
+    Layers without running statistics and frozen ones (:func:`freeze_statistics`) stay as they are. The sum is computed
+    in float64, then rounded to the dtype of the buffers.
+
+    Args:
+        module: the model, wrapped or not, in any mode; its layers may be synchronized or those of torch. All ranks make
+            the call, with layers of the same names and numbers of channels.
+        process_group: the ranks whose statistics are merged, as for :func:`sync_batch_norm`: None for all ranks of the
+            job, whatever groups the layers have.
+        weight: the weight of a batch of this rank: for example its number of samples, where ranks have others.
+
+    Raises:
+        TypeError: ``module`` is no module; ``process_group`` is of no known kind.
+        ValueError: ``weight`` is not finite or not above 0; a layer has ``momentum=None`` and no
+            ``num_batches_tracked``, so that nobody knows how many batches its average is of.
+        RuntimeError: ranks make other calls, or have other layers; merged statistics are not finite. No buffer has
+            moved then.
+
+    A warning says if there is nothing to merge. Without a job nothing happens.
+
+    Example::
+
+        >>> bagua_syncbn.merge_statistics(model)
+        >>> if torch.distributed.get_rank() == 0:
+        ...     torch.save(model.state_dict(), "model.pt")
+    """
+    spec = spec_of(process_group)
+    try:
+        check_module(module)
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"weight: expected a finite number above 0, got {weight}")
+        layers = layers_with_statistics(module)
+        if not layers:
+            warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=2)
+        own = [_statistics_of(name, layer, weight) for name, layer in layers.items()]
+    except (TypeError, ValueError) as error:
+        tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
+        raise
+    communicator = spec.communicator()
+    if communicator.size == 1:
+        return
+    merged = merged_over_ranks("merge_statistics", module, layers, own, communicator)
+    with torch.no_grad():
+        for layer, statistics in zip(layers.values(), merged, strict=True):
+            layer.running_mean.copy_(statistics.mean)
+            layer.running_var.copy_(statistics.var)
+
+
+class Statistics(NamedTuple):
+    """Mean and variance (C) of what a rank saw of a layer's input, and the weight that they have, a scalar."""
+
+    mean: Tensor
+    var: Tensor
+    weight: Tensor
+
+
+def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
+    """Returns the layers of ``module`` with running statistics that are not frozen, by their names."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        and layer.running_mean is not None
+        and layer.running_var is not None
+        and not is_frozen(layer)
+    }
+
+
+def _statistics_of(name: str, layer: Any, weight: float) -> Statistics:
+    mean, var, counter = layer.running_mean.double(), layer.running_var.double(), layer.num_batches_tracked
+    if counter is None:
+        if layer.momentum is None:
+            raise ValueError(
+                f"module: expected num_batches_tracked in a layer with momentum=None, got None in {name!r}"
+            )
+        return Statistics(mean, var, mean.new_tensor(weight))
+    return Statistics(mean, var, counter.double().reshape(()).clamp(min=_NO_BATCH) * weight)
+
+
+def merged_over_ranks(
+    what: str, module: nn.Module, layers: Mapping[str, Any], own: Sequence[Statistics], communicator: Any
+) -> list[Statistics]:
+    """Returns for each of ``layers`` the statistics of the mixture of what all ranks have as their ``own``.
+
+    Raises:
+        RuntimeError: ranks make other calls than ``what`` of ``module`` with these layers; a result is not finite.
+    """
+    sizes = [statistics.mean.numel() for statistics in own]
+    layout = zlib.crc32(repr(list(zip(layers, sizes, strict=True))).encode())
+    details = f"channels: {sum(sizes)} in {len(sizes)} layers, of names and sizes {layout:08x}"
+    rows = [torch.cat([weight * mean, weight * (var + mean.square()), weight.view(1)]) for mean, var, weight in own]
+    packed = torch.cat([row.to(rows[0].device) for row in rows]) if rows else torch.empty(0, dtype=torch.float64)
+    total = sum_over_ranks(packed, communicator, what, module, details).split([2 * size + 1 for size in sizes])
+    merged = list(own)
+    if communicator.size > 1:
+        merged = [_mixture_of(row.to(statistics.mean.device)) for row, statistics in zip(total, own, strict=True)]
+    wrong = [name for name, row in zip(layers, merged, strict=True) if not torch.cat(row[:2]).isfinite().all()]
+    if wrong:
+        raise RuntimeError(f"{what}: expected finite statistics on all ranks, got others in {', '.join(wrong)}")
+    return merged
+
+
+def _mixture_of(sums: Tensor) -> Statistics:
+    """Returns the statistics of sums over ranks, zeros where no rank has any."""
+    weight = sums[-1]
+    mean, square = (sums[:-1] / weight.where(weight > 0, 1)).chunk(2)
+    return Statistics(mean, (square - mean.square()).clamp(min=0), weight)

@@ -1,0 +1,240 @@
+"""Recalibration: running statistics of given batches, as averaged weights need them."""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Lock
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import ops
+from .communicators import LOCAL, spec_of
+from .conversion.findings import check_module, where_is
+from .masks import masking_of
+from .merging import Statistics, layers_with_statistics, merged_over_ranks
+from .sync import sum_over_ranks, tell_peers
+from .sync_batchnorm import SyncBatchNorm
+
+_NAME = "recalibrate_statistics"
+
+
+def recalibrate_statistics(
+    module: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[Any], Any] | None = None,
+    device: torch.device | str | int | None = None,
+    process_group: Any = None,
+) -> None:
+    """Sets running statistics to those of the given batches of all ranks: precise batch normalization over ranks.
+
+    Weights that were averaged, as by :class:`torch.optim.swa_utils.AveragedModel`, have no running statistics of their
+    own, and those of training lag behind the weights. One pass without gradients over ``batches`` gives each layer the
+    mean and the unbiased variance of all values that reached it, in all batches of all ranks, each with the same
+    weight: those of one batch of all of them. A layer that runs several times has the values of all its calls.
+
+    Each batch is normalized by its own statistics, as in training, and on its rank alone: the ranks meet once before
+    the pass and once after it. So any rank may have any number of batches of any sizes, also none, and the result is
+    the same however the batches are spread over ranks: that of one process which goes over all of them. The values that
+    a layer gets depend on how the layers before it have normalized: give batches as large as those of all ranks
+    together in training, which fit more easily without gradients.
+
+    All modules but these layers are in evaluation meanwhile, so that there is no dropout, as in the evaluation that is
+    to use the statistics. Frozen layers (:func:`freeze_statistics`) normalize by their running statistics and keep
+    them. Masks count as in training. A layer that no batch reached keeps its statistics, and a warning names it.
+
+    All else is afterwards what it was before, also after an exception, and then the statistics are too: parameters,
+    modes, momentum, ``num_batches_tracked``, hooks, process groups, and the state of the random generators of torch,
+    ``random`` and NumPy. The memory that it takes does not grow with the number of batches. Where ``tqdm`` is installed
+    and standard error is a terminal, the first rank shows a progress bar.
+
+    Args:
+        module: the model, wrapped or not; its layers may be synchronized or those of torch.
+        batches: the batches of this rank: tensors, or lists or tuples that begin with one, as from a ``DataLoader``.
+        forward: called with each batch as it comes, runs the model; for batches of another kind. None for
+            ``module(batch)``.
+        device: where each batch goes before ``module`` gets it; None to leave it. Not together with ``forward``.
+        process_group: the ranks whose batches count, as for :func:`sync_batch_norm`: None for all ranks of the job,
+            whatever groups the layers have.
+
+    Raises:
+        TypeError: ``module`` is no module; ``forward`` is not callable; a batch is of another kind, and there is no
+            ``forward``; a layer is a :class:`torch.nn.SyncBatchNorm`, which communicates in each forward: convert it.
+        ValueError: ``device`` is given together with ``forward``; no rank has a batch; a layer gets one value per
+            channel in a batch.
+        RuntimeError: ranks make other calls, or have other layers; another rank raised; statistics are not finite.
+
+    A model that communicates in each forward, as one that ``fully_shard`` has sharded, needs as many batches on each
+    rank.
+
+    Example::
+
+        >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+        >>> bagua_syncbn.recalibrate_statistics(averaged, loader, device="cuda")
+    """
+    spec = spec_of(process_group)
+    try:
+        layers = _checked_layers(module, forward, device)
+        if not layers:
+            warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=2)
+        communicator = spec.communicator()
+        # The ranks meet before the pass too: a rank that raises in it can tell only those that expect a message of it.
+        nothing = torch.empty(0, dtype=torch.float64, device=_device_of(layers))
+        sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
+        shown = _with_progress(batches) if communicator.rank == 0 else batches
+        with _all_as_before(module, layers):
+            accumulators = _run(forward or _forward_of(module, device), shown, layers)
+    except Exception as error:
+        tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
+        raise
+    own = [Statistics(*accumulator.moments()) for accumulator in accumulators]
+    merged = merged_over_ranks(_NAME, module, layers, own, communicator)
+    _set_statistics(layers, merged)
+
+
+def _checked_layers(module: nn.Module, forward: object, device: object) -> dict[str, Any]:
+    """Returns the layers whose statistics are to be set."""
+    check_module(module)
+    if forward is not None and not callable(forward):
+        raise TypeError(f"forward: expected a function of a batch, or None, got {type(forward).__name__}")
+    if forward is not None and device is not None:
+        raise ValueError("device: expected None together with forward, which gets the batches as they come")
+    layers = layers_with_statistics(module)
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise TypeError(
+                f"module: expected layers that can normalize on one rank, got {where_is(layer, name)} of torch; "
+                "convert_sync_batchnorm makes it one of this package"
+            )
+    return layers
+
+
+def _device_of(layers: dict[str, Any]) -> torch.device:
+    return next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
+
+
+def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return batches
+    shown: Iterable[Any] = tqdm(batches, _NAME, leave=False, disable=None)  # where there is no terminal
+    return shown
+
+
+def _forward_of(module: nn.Module, device: Any) -> Callable[[Any], Any]:
+    def forward(batch: Any) -> Any:
+        input = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+        if not isinstance(input, Tensor):
+            raise TypeError(
+                "batches: expected tensors, or lists or tuples that begin with one, got a batch of "
+                f"{type(batch).__name__}; give forward"
+            )
+        return module(input if device is None else input.to(device))
+
+    return forward
+
+
+def _run(
+    forward: Callable[[Any], Any], batches: Iterable[Any], layers: dict[str, Any]
+) -> list[ops.StatisticsAccumulator]:
+    """Returns the statistics of the inputs that the layers get while ``forward`` runs all batches."""
+    accumulators = []
+    with ExitStack() as hooks, torch.no_grad():
+        for layer in layers.values():
+            accumulator = ops.StatisticsAccumulator(layer.running_mean.numel(), layer.running_mean.device)
+            accumulators.append(accumulator)
+            hooks.callback(layer.register_forward_pre_hook(_adding_to(accumulator), with_kwargs=True).remove)
+        for batch in batches:
+            forward(batch)
+    return accumulators
+
+
+def _adding_to(accumulator: ops.StatisticsAccumulator) -> Callable[..., None]:
+    lock = Lock()  # replicas of a layer run in threads
+
+    def add(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        input = args[0] if args else options["input"]
+        if hasattr(input, "to_local"):  # a DTensor, which a layer on one rank takes only where nothing is sharded
+            input = input.to_local()
+        layer._check_input_dim(input)
+        masking = None
+        if isinstance(layer, SyncBatchNorm):
+            masking = masking_of(layer, input, options.get("mask"), options.get("lengths"), False)
+        stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)
+        with lock:
+            accumulator.add(stats.unsqueeze(0))
+
+    return add
+
+
+def _set_statistics(layers: dict[str, Any], merged: Sequence[Statistics]) -> None:
+    counts = [statistics.weight.item() for statistics in merged]
+    if layers and not any(counts):
+        raise ValueError("batches: expected at least one that reaches a layer, on some rank, got none")
+    kept = [name for name, count in zip(layers, counts, strict=True) if count < 2]
+    if kept:
+        warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=3)
+    for layer, statistics, count in zip(layers.values(), merged, counts, strict=True):
+        if count >= 2:
+            layer.running_mean.copy_(statistics.mean)
+            layer.running_var.copy_(statistics.var * (count / (count - 1)))
+
+
+@contextmanager
+def _all_as_before(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
+    """Has ``layers`` normalize each batch on their own and all else evaluate; restores all of it at the end."""
+    training = {id(layer) for layer in layers.values()}
+    modes = [(part, part.training) for part in module.modules()]
+    wrapped = [(part, part.broadcast_buffers) for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    groups = [(layer, vars(layer).get("_group_spec")) for layer in layers.values() if isinstance(layer, SyncBatchNorm)]
+    buffers = [(layer, dict(layer._buffers)) for layer in layers.values()]
+    values = [(buffer, buffer.clone()) for _, own in buffers for buffer in own.values() if buffer is not None]
+    with _random_states_as_before(module), _without_compiled_code():
+        try:
+            for part, _ in modes:  # not by train(), which some modules do more in
+                part.training = id(part) in training
+            for part, _ in wrapped:
+                part.broadcast_buffers = False
+            for layer, _ in groups:
+                layer.process_group = LOCAL
+            yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
+            for part, broadcasts in wrapped:
+                part.broadcast_buffers = broadcasts
+            for layer, spec in groups:
+                del layer._group_spec
+                if spec is not None:
+                    layer._group_spec = spec
+            with torch.no_grad():
+                for layer, own in buffers:
+                    layer._buffers.update(own)
+                for buffer, value in values:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _random_states_as_before(module: nn.Module) -> Iterator[None]:
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+def _without_compiled_code() -> AbstractContextManager[None]:
+    """Returns a context in which compiled models run as they are written: compiled code passes over new hooks."""
+    is_loaded = "torch._dynamo" in sys.modules  # which takes a second to import, and nothing is compiled without
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()

@@ -1,0 +1,152 @@
+"""merge_statistics: the running statistics of ranks that have their own become those of everybody."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from observed import collectives
+from torch import nn
+from user_layers import BatchNormAct1d
+
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, merge_statistics
+from bagua_syncbn.communicators import LOCAL
+
+BATCHES = {1: (3,), 2: (1, 4), 3: (2, 0, 3), 4: (2, 1, 0, 5)}
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def mixture(statistics, weights):
+    """Mean and variance of one value that comes from each rank with a probability of its weight."""
+    weights = torch.tensor(weights, dtype=torch.float64)
+    shares = (weights / weights.sum() if weights.any() else torch.full_like(weights, 1 / len(weights))).unsqueeze(1)
+    means, variances = (torch.stack(values).double() for values in zip(*statistics, strict=True))
+    mean = (shares * means).sum(0)
+    return mean, (shares * variances).sum(0) + (shares * (means - mean) ** 2).sum(0)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.BatchNorm1d(3, momentum=None),
+                BatchNormAct1d(3),
+                nn.BatchNorm1d(3).half(),
+                nn.BatchNorm1d(3, track_running_stats=False),
+                nn.BatchNorm1d(3),
+            ]
+        )
+        freeze_statistics(self.layers[4])
+
+    def forward(self, input):
+        for layer in self.layers:
+            layer(input.to(layer.weight.dtype))
+
+
+def train(model, batches, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(batches):
+        model(torch.randn(4, 3, generator=generator) * (dist.get_rank() + 1) + 2 * dist.get_rank())
+
+
+def merge_on_ranks(batches, weights, convert, counts):
+    rank, model = dist.get_rank(), Model()
+    if convert:
+        convert_sync_batchnorm(model, LOCAL)
+    train(model, batches[rank], rank)
+    for layer in model.layers[:3]:
+        layer.num_batches_tracked *= counts
+    before = copy.deepcopy(model.state_dict())
+    state = [(layer.running_mean, layer.running_var) for layer in model.layers[:3]]
+    every = gathered([[buffer.clone() for buffer in buffers] for buffers in state])
+    merge_statistics(model, weight=weights[rank])
+    factors = [count * weight * counts for count, weight in zip(batches, weights, strict=True)]
+    for number, (mean, var) in enumerate(state):
+        expected = mixture([own[number] for own in every], factors)
+        if len(batches) > 1:
+            torch.testing.assert_close((mean, var), tuple(value.to(mean.dtype) for value in expected))
+    for name, buffer in model.state_dict().items():
+        if "num_batches" in name or name.startswith(("layers.3", "layers.4")) or len(batches) == 1:
+            assert torch.equal(buffer, before[name]), name
+        else:
+            assert all(torch.equal(buffer, other) for other in gathered(buffer)), name
+    merge_statistics(model, weight=weights[rank])
+    with collectives() as third:  # in which the ranks know what comes
+        merge_statistics(model, weight=weights[rank])
+    return third.total()
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("ranks", BATCHES)
+def test_merged_statistics_are_those_of_the_mixture(pool, ranks, convert):
+    weights = (1.0, 2.5, 1.0, 0.5)[:ranks]
+    assert pool.run(merge_on_ranks, ranks, BATCHES[ranks], weights, convert, 1) == [int(ranks > 1)] * ranks
+
+
+def test_ranks_without_a_counted_batch_weigh_the_same(pool):
+    pool.run(merge_on_ranks, 3, (2, 1, 3), (1.0,) * 3, False, 0)
+
+
+def average_on_ranks():
+    rank, model = dist.get_rank(), nn.BatchNorm1d(3, momentum=None).double()
+    seen = []
+    for epoch in range(3):
+        for _ in range(1 + (rank + epoch) % 3):
+            seen.append(torch.randn(4, 3, dtype=torch.float64) + rank)
+            model(seen[-1])
+        merge_statistics(model)
+    batches = [batch for own in gathered(seen) for batch in own]
+    torch.testing.assert_close(model.running_mean, torch.stack([batch.mean(0) for batch in batches]).mean(0))
+
+
+def test_merges_while_training_goes_on_average_over_all_batches_of_all_ranks(pool):
+    pool.run(average_on_ranks, 3)
+
+
+def merge_groups():
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    layer = SyncBatchNorm(3, momentum=1.0, process_group=[[0, 1, 2], [3]]).double()
+    layer(torch.randn(4, 3, dtype=torch.float64) + rank)
+    every = gathered((layer.running_mean.clone(), layer.running_var.clone()))
+    merge_statistics(layer, [[0, 3], [1, 2]])
+    pairs = [every[0], every[3]] if rank in (0, 3) else [every[1], every[2]]
+    torch.testing.assert_close((layer.running_mean, layer.running_var), mixture(pairs, [1, 1]))
+    layer.running_mean, layer.running_var = (buffer.clone() for buffer in every[rank])
+    merge_statistics(layer)
+    torch.testing.assert_close((layer.running_mean, layer.running_var), mixture([every[0], every[3]], [3, 1]))
+
+
+def test_groups_weigh_as_many_times_as_they_have_ranks(pool):
+    pool.run(merge_groups, 4)
+
+
+def test_without_a_job_nothing_happens():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model(torch.randn(4, 3))
+    before = copy.deepcopy(model.state_dict())
+    merge_statistics(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.warns(UserWarning, match="found no layer with running statistics in Linear") as caught:
+        merge_statistics(nn.Linear(1, 1))
+    assert caught[0].filename == __file__
+
+
+def test_what_cannot_be_merged_is_refused_by_name():
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    for weight in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="weight: expected a finite number above 0, got"):
+            merge_statistics(model, weight=weight)
+    model[0].num_batches_tracked = None
+    with pytest.raises(ValueError, match="num_batches_tracked in a layer with momentum=None, got None in '0'"):
+        merge_statistics(model)
+    with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got list"):
+        merge_statistics([model])
+    with pytest.raises(TypeError, match="process_group"):
+        merge_statistics(model, "hosts")

@@ -1,0 +1,239 @@
+"""recalibrate_statistics: running statistics of the given batches of all ranks, and all else as it was."""
+
+import copy
+import random
+import sys
+import types
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from user_layers import BatchNormAct
+
+from bagua_syncbn import (
+    SyncBatchNorm1d,
+    convert_sync_batchnorm,
+    freeze_statistics,
+    fuse_activations,
+    masked,
+    recalibrate_statistics,
+)
+
+
+class Model(nn.Module):
+    """Layers of several kinds one after another, one of which runs twice; dropout would be seen."""
+
+    def __init__(self, momentum=0.1):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
+        self.twice = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.9))
+        self.own = BatchNormAct(4)
+        self.untracked = nn.BatchNorm2d(4, track_running_stats=False)
+
+    def forward(self, input):
+        return self.untracked(self.own(self.twice(self.twice(self.first(input)))))
+
+
+def draw(sizes, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 3, 6, 6, generator=generator, dtype=torch.float64) * (size + 1) for size in sizes]
+
+
+def expected_statistics(model, batches):
+    """Mean and variance of all that each layer gets while torch's layers normalize each batch by its own statistics."""
+    model = copy.deepcopy(model)
+    seen = {}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
+            part.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, []).append(args[0]))
+    for batch in batches:
+        model(batch)
+    values = {name: torch.cat([v.transpose(0, 1).flatten(1) for v in inputs], 1) for name, inputs in seen.items()}
+    return {name: (v.mean(1), v.var(1)) for name, v in values.items()}
+
+
+def check(model, expected):
+    for name, (mean, var) in expected.items():
+        layer = model.get_submodule(name)
+        torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), rtol=1e-9, atol=1e-9)
+
+
+# The sizes of the batches of each rank.
+SPREADS = {1: [(4, 2, 3)], 2: [(4, 2), (3,)], 3: [(), (4, 2, 3), (0,)], 4: [(3, 1), (), (2,), (5, 2, 1)]}
+
+
+def recalibrate_on_ranks(spread, kind):
+    torch.manual_seed(0)
+    plain = Model().double()
+    sizes = [size for own in spread for size in own]
+    batches, begin = draw(sizes), sum(len(own) for own in spread[: dist.get_rank()])
+    own = batches[begin : begin + len(spread[dist.get_rank()])]
+    model = copy.deepcopy(plain)
+    if kind != "torch's":
+        convert_sync_batchnorm(model)
+    if kind == "fused":
+        fuse_activations(model)
+    wrapped = DistributedDataParallel(model) if kind == "wrapped" else model
+    with torch.no_grad():
+        model(torch.randn(4, 3, 6, 6, dtype=torch.float64))  # after a call that is cached
+    recalibrate_statistics(wrapped, iter(own))
+    check(model, expected_statistics(plain, [batch for batch in batches if len(batch)]))
+    every = [None] * len(spread)
+    dist.all_gather_object(every, model.state_dict())
+    for other in every:
+        torch.testing.assert_close(other, model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["torch's", "converted", "wrapped", "fused"])
+@pytest.mark.parametrize("ranks", SPREADS)
+def test_ranks_equal_one_process_over_all_batches(pool, ranks, kind):
+    pool.run(recalibrate_on_ranks, ranks, SPREADS[ranks], kind)
+
+
+def all_of(model):
+    """What a recalibration must leave, beside the statistics."""
+    layers = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    others = {name: value for name, value in model.state_dict().items() if "running" not in name}
+    attributes = [sorted(vars(part)) for part in model.modules()]
+    hooks = [(list(part._forward_pre_hooks), list(part._forward_pre_hooks_with_kwargs)) for part in model.modules()]
+    modes = [part.training for part in model.modules()]
+    rest = [(layer.momentum, getattr(layer, "process_group", None), str(layer)) for layer in layers]
+    return copy.deepcopy(others), attributes, hooks, modes, rest, [list(map(id, layer.buffers())) for layer in layers]
+
+
+def random_states():
+    return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+
+class BrokenError(Exception):
+    pass
+
+
+def drawing(batches, breaks=False):
+    for batch in batches:
+        torch.rand(()), random.random(), numpy.random.rand()
+        yield batch
+    if breaks:
+        raise BrokenError
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("convert", [False, True])
+def test_all_else_is_as_before(convert, breaks):
+    model = Model(momentum=None).double()
+    if convert:
+        convert_sync_batchnorm(model)
+        convert_sync_batchnorm(model.first, "node")
+    model.first[1].register_forward_pre_hook(lambda *args: None)
+    model.own.eval()
+    freeze_statistics(model.twice)
+    before, states, statistics = all_of(model), random_states(), copy.deepcopy(model.state_dict())
+    with pytest.raises(BrokenError) if breaks else warnings.catch_warnings():
+        recalibrate_statistics(model, drawing(draw((4, 3)), breaks))
+    after = all_of(model)
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
+    assert after[1:] == before[1:]
+    assert random_states() == states
+    is_same = {name: torch.equal(value, statistics[name]) for name, value in model.state_dict().items()}
+    assert is_same["first.1.running_mean"] is is_same["own.running_var"] is breaks
+    assert is_same["twice.1.running_mean"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_averaged_weights_evaluate_as_their_own_statistics_say():
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))).double()
+    averaged = AveragedModel(model)
+    nn.init.normal_(averaged.module[0].weight)
+    (batch,) = draw([8])
+    recalibrate_statistics(averaged, [(batch, "label")], device="cpu")
+    layer, count = nn.BatchNorm2d(4, eps=1e-5).double(), batch[:, 0].numel()
+    layer.eps *= count / (count - 1)  # the batch is normalized by the biased variance
+    expected = layer(averaged.module[0](batch)) * (1 - 1 / count) ** 0.5
+    torch.testing.assert_close(averaged.eval()(batch), expected)
+
+
+def test_batches_of_another_kind_go_through_forward():
+    model = convert_sync_batchnorm(Model().double())
+    batches = draw((4, 3))
+    with pytest.raises(TypeError, match="got a batch of dict; give forward"):
+        recalibrate_statistics(model, [{"image": batch} for batch in batches])
+    recalibrate_statistics(
+        model, ({"image": batch} for batch in batches), forward=lambda batch: model(input=batch["image"])
+    )
+    check(model, expected_statistics(Model().double().requires_grad_(False), []))
+    plain = Model().double()
+    plain.load_state_dict(model.state_dict())
+    check(model, expected_statistics(plain, batches))
+
+
+def test_masked_positions_do_not_count():
+    layer = SyncBatchNorm1d(3).double()
+    input, lengths = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([2, 4])
+    values = torch.cat([input[0, :, :2], input[1, :, :4]], 1)
+
+    def within(batch):
+        with masked(layer, lengths=lengths, rule=lambda lengths, shape: lengths):
+            layer(batch)
+
+    for forward in (within, lambda batch: layer(batch, lengths=lengths)):
+        layer.reset_running_stats()
+        recalibrate_statistics(layer, [input], forward=forward)
+        torch.testing.assert_close((layer.running_mean, layer.running_var), (values.mean(1), values.var(1)))
+
+
+def test_compiled_models_are_seen():
+    torch._dynamo.reset()
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3))).double()
+    compiled = torch.compile(model, backend="eager")
+    (batch,) = draw([4])
+    compiled(batch)
+    recalibrate_statistics(compiled, [batch])
+    torch.testing.assert_close(model[0].running_mean, batch.mean((0, 2, 3)))
+
+
+def test_layers_that_no_batch_reaches_keep_their_statistics_and_are_named():
+    model = nn.ModuleDict({"main": nn.BatchNorm2d(3), "head": nn.BatchNorm2d(3)}).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="batches: expected at least one that reaches a layer"):
+        recalibrate_statistics(model, iter(()))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.warns(UserWarning, match="no batch reached these layers, which keep their statistics: head") as caught:
+        recalibrate_statistics(model, draw([4]), forward=model["main"])
+    assert caught[0].filename == __file__
+    assert torch.equal(model["head"].running_mean, before["head.running_mean"])
+    assert not torch.equal(model["main"].running_mean, before["main.running_mean"])
+
+
+def test_what_cannot_be_recalibrated_is_refused_and_nothing_has_moved():
+    model = nn.Sequential(nn.BatchNorm2d(3)).double()
+    before = copy.deepcopy(model.state_dict())
+    (batch,) = draw([4])
+    with pytest.raises(ValueError, match="device: expected None together with forward"):
+        recalibrate_statistics(model, [batch], forward=model, device="cpu")
+    with pytest.raises(TypeError, match="forward: expected a function"):
+        recalibrate_statistics(model, [batch], forward="model")
+    with pytest.raises(TypeError, match=r"got SyncBatchNorm at '0' of torch; convert"):
+        recalibrate_statistics(nn.Sequential(nn.SyncBatchNorm(3)), [batch])
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        recalibrate_statistics(model, [batch, batch[:1, :, :1, :1]])
+    with pytest.raises(RuntimeError, match="expected finite statistics on all ranks, got others in 0"):
+        recalibrate_statistics(model, [batch, batch * torch.inf])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.warns(UserWarning, match="found no layer with running statistics in Linear"):
+        recalibrate_statistics(nn.Linear(6, 6).double(), [batch])
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_progress_is_shown_where_tqdm_is_installed(installed, monkeypatch):
+    shown = []
+    fake = types.SimpleNamespace(tqdm=lambda batches, *args, **options: shown.append(options) or batches)
+    monkeypatch.setitem(sys.modules, "tqdm", fake if installed else None)
+    recalibrate_statistics(nn.BatchNorm2d(3).double(), draw([4]))
+    assert shown == ([{"leave": False, "disable": None}] if installed else [])

@@ -1,0 +1,110 @@
+"""Ranks that do not agree on merge_statistics or recalibrate_statistics: each is named, and no buffer moves.
+
+The table in docs/reliability.md is about these rows.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bagua_syncbn import convert_sync_batchnorm, merge_statistics, recalibrate_statistics
+from bagua_syncbn.communicators import communicator_of
+
+BATCHES = [torch.randn(4, 8), torch.randn(3, 8)]
+
+
+class Critic(nn.Sequential):
+    pass
+
+
+def raising():
+    yield BATCHES[0]
+    raise KeyError("no such file")
+
+
+def smaller(model):
+    return Critic(*list(model)[:1])
+
+
+# What the ranks do twice, what the last rank does in its place the second time, and what the errors say.
+ROWS = {
+    "merges another model": (
+        lambda model, group: merge_statistics(model, group),
+        lambda model, group: merge_statistics(smaller(model), group),
+        ("merge_statistics of Critic (channels: 16 in 2 layers", "(channels: 8 in 1 layers"),
+    ),
+    "trains while others merge": (
+        lambda model, group: (model(BATCHES[0]), merge_statistics(model, group)),
+        lambda model, group: (model(BATCHES[0]), model(BATCHES[0])),
+        ("merge_statistics of Critic (channels: 16", "forward of SyncBatchNorm1d '0' of Critic"),
+    ),
+    "is refused its weight": (
+        lambda model, group: merge_statistics(model, group),
+        lambda model, group: merge_statistics(model, group, weight=-1),
+        ("weight: expected a finite number above 0, got -1",),
+    ),
+    "has statistics that are not finite": (
+        lambda model, group: merge_statistics(model, group),
+        lambda model, group: (model[1].running_var.fill_(torch.nan), merge_statistics(model, group)),
+        ("merge_statistics: expected finite statistics on all ranks, got others in 1",),
+    ),
+    "raises in its batches": (
+        lambda model, group: recalibrate_statistics(model, BATCHES, process_group=group),
+        lambda model, group: recalibrate_statistics(model, raising(), process_group=group),
+        ("no such file",),
+    ),
+    "recalibrates another model": (
+        lambda model, group: recalibrate_statistics(model, BATCHES, process_group=group),
+        lambda model, group: recalibrate_statistics(smaller(model), BATCHES, process_group=group),
+        ("recalibrate_statistics of Critic (", "recalibrate_statistics of Critic #2 ("),
+    ),
+    "recalibrates while others merge": (
+        lambda model, group: merge_statistics(model, group),
+        lambda model, group: recalibrate_statistics(model, BATCHES, process_group=group),
+        ("merge_statistics of Critic", "recalibrate_statistics of Critic (before its batches)"),
+    ),
+}
+
+
+def run_row(name, first):
+    group = dist.new_group()
+    communicator = communicator_of(group)
+    model = convert_sync_batchnorm(Critic(nn.BatchNorm1d(8), nn.BatchNorm1d(8)), communicator)
+    do, do_instead, _ = ROWS[name]
+    if not first:
+        do(model, communicator)
+    before = copy.deepcopy(model.state_dict())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        do = do_instead
+    try:
+        do(model, communicator)
+    except Exception as error:
+        message = str(error)
+    else:
+        message = "finished"
+    if dist.get_rank() == 0 and not name.startswith("trains"):
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    dist.destroy_process_group(group)
+    return message
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ROWS)
+def test_ranks_that_do_not_agree_on_statistics_are_named(pool, name, ranks):
+    *others, odd = pool.run(run_row, ranks, name, False)
+    for message in others:
+        for told in ROWS[name][2]:
+            assert told in message
+    assert odd != "finished"
+
+
+@pytest.mark.parametrize("name", ["merges another model", "raises in its batches", "recalibrates while others merge"])
+def test_ranks_that_do_not_agree_from_the_first_call_on_are_named(pool, name):
+    *others, odd = pool.run(run_row, 2, name, True)
+    for message in others:
+        for told in ROWS[name][2]:
+            assert told in message
+    assert odd != "finished"
