@@ -92,6 +92,7 @@ def compare(
     wrap_first=False,
     autocast=False,
     batches=(9, 9),
+    evaluates=True,
 ):
     """Trains a compiled and an eager model side by side; returns the number of graphs that were compiled."""
     torch._dynamo.reset()
@@ -115,8 +116,8 @@ def compare(
     buffers, expected = (list(model.buffers()) for model in (compiled, eager))
     torch.testing.assert_close(buffers, expected, **tolerance)
     graphs = counters["stats"]["unique_graphs"]
-    compiled.eval()
-    torch.testing.assert_close(compiled(input), eager.eval()(input), **tolerance)
+    if evaluates:
+        torch.testing.assert_close(compiled.eval()(input), eager.eval()(input), **tolerance)
     return graphs
 
 
@@ -139,7 +140,7 @@ def test_compiled_models_equal_eager_on_other_numbers_of_ranks(pool, world_size,
 def codes_of_inductor():
     # The key of what is cached does not hold the tags of ops.
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(partial(compare, "inductor", kind="fused"))
+        _, codes = run_and_get_code(partial(compare, "inductor", kind="fused", evaluates=False))
     return codes
 
 

@@ -53,7 +53,7 @@ def sanitizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ranks", "messages"), [
-    (2, 20_000), (3, 10_000), (8, 1_000),
+    (2, 5_000), (3, 3_000), (8, 500),
     *(pytest.param(ranks, 10_000_000, marks=pytest.mark.slow) for ranks in (2, 3)),
 ])  # fmt: skip
 def test_each_value_of_each_message_arrives(stress, ranks, messages):

@@ -58,7 +58,7 @@ def check(shape, dtype, layout="contiguous", parameter_dtype=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", PLANAR_SIZES)
 def test_planar_rows_of_every_length_equal_the_reference(size, dtype):
-    for batch, channels in ((1, 1), (3, 2), (70, 1)):
+    for batch, channels in ((1, 1), (3, 2), (70 if size < 2000 else 5, 1)):  # the last in several parts
         check((batch, channels, size), dtype)
 
 
