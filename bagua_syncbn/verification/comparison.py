@@ -1,12 +1,14 @@
-"""Comparison of a step on ranks with one in one process."""
+"""Comparison of tensors of the ranks with those of one process."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Rounding in float64 is some 1e-16, in tensors whose terms cancel relative to the largest of their kind.
+from .ranks import Ranks
+
+# Rounding in float64 is some 1e-16; in tensors whose terms cancel, of the largest ones of their kind.
 _RELATIVE, _OF_LARGEST = 1e-7, 1e-12
 
 
@@ -21,46 +23,39 @@ class Pair(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A tensor that differs: its position among all, the largest difference, and what is said of it."""
+    """A pair that differs: its position, by how much, and what is said of it."""
 
     position: int
     size: float
     text: str
 
 
-def differences(pairs: Iterable[Pair], rank: int) -> list[Difference]:
-    """Returns the pairs that differ by more than rounding in float64 explains."""
-    pairs = list(pairs)
+def first_difference(ranks: Ranks, pairs: Sequence[Pair]) -> Difference | None:
+    """Returns the first pair that differs on a rank by more than rounding explains; None if all are equal on all."""
+    found = ranks.together("the comparison", lambda: _differences(pairs, ranks.rank))
+    return min((own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size))
+
+
+def _differences(pairs: Sequence[Pair], rank: int) -> list[Difference]:
     largest: dict[str, float] = {}
     for kind, _, _, expected in pairs:
         largest[kind] = max(largest.get(kind, 0.0), _largest(expected))
     found = []
-    for index, (kind, name, actual, expected) in enumerate(pairs):
+    for position, (kind, name, actual, expected) in enumerate(pairs):
         if actual.shape != expected.shape:
-            text = f"{kind} {name} has size {list(actual.shape)} on rank {rank}, {list(expected.shape)} in one process"
-            found.append(Difference(index, torch.inf, text))
+            text = f"{kind} {name} has size {list(actual.shape)} on rank {rank}, not {list(expected.shape)}"
+            found.append(Difference(position, torch.inf, text))
             continue
-        own = _largest(expected)
-        error = _largest(_error(actual, expected))
+        dtype = torch.promote_types(expected.dtype, torch.float64)
+        actual, expected = actual.detach().to(dtype), expected.detach().to(dtype)
+        same = (actual == expected) | (actual.isnan() & expected.isnan())
+        own, error = _largest(expected), _largest((actual - expected).masked_fill(same, 0))
         if not error <= _RELATIVE * own + _OF_LARGEST * largest[kind]:  # also NaN
-            where = f"{kind} {name}".rstrip()
-            text = f"{where} differs by up to {error:.1e} on rank {rank}, of values up to {own:.1e}"
-            found.append(Difference(index, error, text))
+            what = f"{kind} {name}".rstrip()
+            text = f"{what} differs by up to {error:.1e} on rank {rank}, of values up to {own:.1e}"
+            found.append(Difference(position, error, text))
     return found
 
 
-def first_of(found: Iterable[list[Difference]]) -> Difference | None:
-    """Returns the first of the differences that ranks have found, of several the largest; None if there are none."""
-    return min((own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size))
-
-
-def _error(actual: Tensor, expected: Tensor) -> Tensor:
-    dtype = torch.complex128 if expected.is_complex() else torch.float64
-    actual, expected = actual.detach().to(dtype), expected.detach().to(dtype)
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    return torch.where(same, torch.zeros_like(expected), actual - expected)
-
-
 def _largest(tensor: Tensor) -> float:
-    tensor = tensor.detach()
-    return float((tensor if tensor.is_complex() else tensor.double()).abs().max()) if tensor.numel() else 0.0
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

@@ -1,6 +1,6 @@
 """Layers one by one: each on the inputs that it meets on the ranks, against itself in one process on all of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ from ..communicators import LOCAL, spec_of
 from ..conversion import conversion_report
 from ..conversion.findings import Finding
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals import pytree
-from .comparison import Pair, differences, first_of
+from .comparison import Pair, first_difference
 from .ranks import Ranks, in_float64, joined, share_of
-from .steps import called, digest
+from .steps import called, digest, tensors_in, tensors_of
 
 
 class LayerChecks:
@@ -33,8 +32,6 @@ class LayerChecks:
         }
         self._at_work = False
         self.compared = 0
-        self.left_out: list[str] = []
-        """Calls of layers that cannot be compared, and why not."""
         self.differ: dict[nn.Module, str] = {}
         """What differs in each layer that does."""
         self.unlike: dict[str, None] = {}
@@ -51,94 +48,53 @@ class LayerChecks:
                 handle.remove()
 
     def _check(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        told, how = self._layers[layer]
         if self._at_work or not layer.training or layer in self.differ:
-            return
-        reason = _why_not_compared(layer, (args, kwargs))
-        if reason is not None:
-            self.left_out.append(f"{told}, which {reason}")
             return
         self._at_work = True
         try:
             with torch.enable_grad():  # the pass itself may be without gradients
-                found = self._compare(told, layer, (args, kwargs))
-        except _NotComparedError as error:
-            self.left_out.append(f"{told}, which {error}")
-            return
+                self._compare(layer, (args, kwargs))
         finally:
             self._at_work = False
-        self.compared += 1
-        if found is not None:
-            self.differ[layer] = f"{told} is not as in one process on the inputs that it meets: {found}; {how}"
 
-    def _compare(self, told: str, layer: nn.Module, given: Any) -> str | None:
-        """Returns what differs between a step of ``layer`` on the ranks and one of it alone on all inputs."""
-        ranks = self._ranks
-        inputs, states = zip(*ranks.together(f"the input of {told}", lambda: (given, _state_of(layer))), strict=True)
+    def _compare(self, layer: nn.Module, given: Any) -> None:
+        """Compares a step of ``layer`` on the ranks with one of it alone on all inputs."""
+        ranks, (told, how) = self._ranks, self._layers[layer]
+        _check_comparable(told, layer, given)
+        inputs, states = zip(*ranks.together(f"the input of {told}", lambda: (given, tensors_of(layer))), strict=True)
         state = states[0]
         for name in state:
             if any(digest(own[name]) != digest(state[name]) for own in states):
                 self.unlike[f"{name} of {told} differs between ranks before the step"] = None
-        arrange = _arranged if all(_has_positions_alone(layer, own) for own in inputs) else _as_it_is
-        alone = _Forward(layer, in_float64(_all_of(inputs, arrange), given), state, is_alone=True)
-        forwards: list[_Forward] = []
-
-        def forward() -> torch.Size:
-            forwards.append(_Forward(layer, in_float64(given, given), state))
-            return arrange(forwards[0].output).shape
-
-        shapes = ranks.together(f"the forward of {told}", forward)
-        own, output = forwards[0], arrange(forwards[0].output)
+        whole: Any
+        arrange: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+        if all(_has_positions(layer, own) for own in inputs):
+            arrange = _arranged
+            whole = (torch.cat([arrange(own) for (own,), _ in inputs], 2),), {}
+        else:
+            whole = joined(inputs, f"the input of {told}")
+        alone = _Forward(layer, in_float64(whole, given), state, is_alone=True)
+        own = ranks.each(f"the forward of {told}", lambda: _Forward(layer, in_float64(given, given), state))
+        output = arrange(own.output)
+        shapes = ranks.together(f"the output of {told}", lambda: output.shape)
         grad = torch.randn(alone.output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        own_grad, expected = share_of(grad, shapes, ranks.rank), share_of(alone.output, shapes, ranks.rank)
-        if own_grad is None or expected is None:
-            return f"output has sizes {shapes} on the ranks, {list(alone.output.shape)} in one process"
-        pairs = [Pair("output", "", output, expected)]
+        pairs = [Pair("output", "", output, _share(alone.output, shapes, ranks.rank))]
         if output.requires_grad:
             alone.output.backward(grad.to(alone.output))
-            output.backward(own_grad.to(output))
-            sizes = [arrange(_first_tensor(own)).shape for own in inputs]
-            share = share_of(alone.gradient, sizes, ranks.rank)
-            assert share is not None
+            output.backward(_share(grad, shapes, ranks.rank).to(output))
+            sizes = [arrange(tensors_in(own)[0]).shape for own in inputs]
+            share = _share(alone.gradient, sizes, ranks.rank)
             pairs.append(Pair("gradient of the input", "", arrange(own.gradient), share))
         for name, parameter in own.parameters.items():
             if parameter.grad is not None:
-                whole = alone.parameters[name].grad
-                assert whole is not None
-                pairs.append(Pair("gradient", name, ranks.add_up(parameter.grad), whole))
+                wanted = alone.parameters[name].grad
+                assert wanted is not None
+                pairs.append(Pair("gradient", name, ranks.add_up(parameter.grad), wanted))
         pairs += [Pair("buffer", name, own.buffers[name], alone.buffers[name]) for name in own.buffers]
-        first = first_of(ranks.together(f"the comparison of {told}", lambda: differences(pairs, ranks.rank)))
-        return None if first is None else first.text
-
-
-class _NotComparedError(Exception):
-    """A reason why a layer cannot be compared, which all ranks see."""
-
-
-def _has_positions_alone(layer: nn.Module, given: Any) -> bool:
-    """Whether ``layer`` computes the same for any arrangement of samples and positions in ``given``, (N, C, \\*)."""
-    args, kwargs = given
-    is_plain = type(layer).forward in (SyncBatchNorm.forward, _BatchNorm.forward, nn.SyncBatchNorm.forward)
-    return is_plain and not kwargs and len(args) == 1 and args[0].dim() > 2
-
-
-def _arranged(input: Tensor) -> Tensor:
-    """Returns ``input`` (N, C, \\*) as (1, C, positions of all samples, 1, ...)."""
-    return input.transpose(0, 1).reshape(1, input.size(1), -1, *[1] * (input.dim() - 3))
-
-
-def _as_it_is(input: Tensor) -> Tensor:
-    return input
-
-
-def _all_of(inputs: Sequence[Any], arrange: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the arguments of all ranks as one."""
-    try:
-        if arrange is _as_it_is:
-            return joined(inputs, "inputs")
-        return (torch.cat([arrange(own) for (own,), _ in inputs], 2),), {}
-    except (RuntimeError, ValueError) as error:
-        raise _NotComparedError(f"has inputs that cannot be joined: {error}") from error
+        first = first_difference(ranks, pairs)
+        self.compared += 1
+        if first is not None:
+            self.differ[layer] = f"{told} is not as in one process on the inputs that it meets: {first.text}; {how}"
 
 
 class _Forward:
@@ -146,7 +102,7 @@ class _Forward:
 
     def __init__(self, layer: nn.Module, given: Any, state: dict[str, Tensor], is_alone: bool = False) -> None:
         args, kwargs = given
-        self.input = _first_tensor(given).requires_grad_()
+        self._input = tensors_in(given)[0].requires_grad_()
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         before = [(part, dict(vars(part))) for part in layer.modules()]
@@ -157,9 +113,9 @@ class _Forward:
                     own[kind] = dict(own[kind])
                     for name, tensor in own[kind].items():
                         if tensor is not None:
-                            whole_name = f"{prefix}.{name}".lstrip(".")
-                            copied = in_float64(state[whole_name], tensor)
-                            own[kind][name] = found[whole_name] = copied.requires_grad_(tensor.requires_grad)
+                            full_name = f"{prefix}.{name}".lstrip(".")
+                            copied = in_float64(state[full_name], tensor).requires_grad_(tensor.requires_grad)
+                            own[kind][name] = found[full_name] = copied
                 own.pop("_cached_call", None)
                 if is_alone and isinstance(part, SyncBatchNorm):
                     own["_group_spec"] = spec_of(LOCAL)
@@ -175,27 +131,37 @@ class _Forward:
     @property
     def gradient(self) -> Tensor:
         """The gradient of the input."""
-        return torch.zeros_like(self.input) if self.input.grad is None else self.input.grad
+        return torch.zeros_like(self._input) if self._input.grad is None else self._input.grad
 
 
-def _state_of(layer: nn.Module) -> dict[str, Tensor]:
-    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-
-
-def _first_tensor(given: Any) -> Tensor:
-    found: Tensor = next(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
-    return found
-
-
-def _why_not_compared(layer: nn.Module, given: Any) -> str | None:
+def _check_comparable(told: str, layer: nn.Module, given: Any) -> None:
+    """Raises ValueError if ``layer`` cannot be compared by itself."""
+    got = None
     if getattr(layer, "_masking", None) is not None or getattr(layer, "_accumulator", None) is not None:
-        return "is within masked or accumulate_statistics"
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-    if not tensors:
-        return "was called with no tensor"
-    if any(map(is_distributed, (*tensors, *_state_of(layer).values()))):
-        return "has or was given a DTensor"
-    return None
+        got = "within masked or accumulate_statistics"
+    elif not tensors_in(given) or any(map(is_distributed, (*tensors_in(given), *tensors_of(layer).values()))):
+        got = "with a DTensor, or none"
+    if got is not None:
+        raise ValueError(f"model: expected layers that can be compared one by one, got {told} {got}")
+
+
+def _has_positions(layer: nn.Module, given: Any) -> bool:
+    """Whether ``layer`` computes the same for any arrangement of samples and positions in ``given``, (N, C, \\*)."""
+    args, kwargs = given
+    is_plain = type(layer).forward in (SyncBatchNorm.forward, _BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return is_plain and not kwargs and len(args) == 1 and args[0].dim() > 2
+
+
+def _arranged(input: Tensor) -> Tensor:
+    """Returns ``input`` (N, C, \\*) as (1, C, positions of all samples, 1, ...)."""
+    return input.transpose(0, 1).reshape(1, input.size(1), -1, *[1] * (input.dim() - 3))
+
+
+def _share(whole: Tensor, shapes: Any, rank: int) -> Tensor:
+    share = share_of(whole, shapes, rank)
+    if share is None:
+        raise ValueError(f"model: expected layers whose outputs join as their inputs, got {shapes} and {whole.shape}")
+    return share
 
 
 def _how(layer: nn.Module, finding: Finding | None) -> str:

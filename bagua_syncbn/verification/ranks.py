@@ -1,7 +1,7 @@
 """Ranks that verify together: what one finds all know, and an error of one is an error of all."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,12 +68,6 @@ class Ranks:
         return tensor
 
 
-def first_unlike(values: Sequence[dict[str, Any]]) -> str | None:
-    """Returns the first name whose value is not alike on all ranks; None if all are."""
-    names = dict.fromkeys(name for own in values for name in own)
-    return next((name for name in names if any(own.get(name) != values[0].get(name) for own in values)), None)
-
-
 def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
 
@@ -86,74 +80,51 @@ def joined(parts: Sequence[Any], name: str) -> Any:
     """
     flat = [pytree.tree_flatten_with_path(part) for part in parts]
     (leaves, structure), *_ = flat
-    for rank, (_, other) in enumerate(flat):
-        if other != structure:
-            raise ValueError(
-                f"{name}: expected tuples, lists and dicts alike on all ranks, got {structure}, and {other} on rank "
-                f"{rank}; merge makes one batch of others"
-            )
-    whole = [
-        _joined_leaf([leaves[index][1] for leaves, _ in flat], name + pytree.keystr(path))
-        for index, (path, _) in enumerate(leaves)
-    ]
+    unlike = next((other for _, other in flat if other != structure), None)
+    if unlike is not None:
+        raise ValueError(
+            f"{name}: expected tuples, lists and dicts alike on all ranks, got {structure} and {unlike}; merge makes "
+            "one batch of others"
+        )
+    rows = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
+    whole = [_joined(row, name + pytree.keystr(path)) for (path, _), row in zip(leaves, rows, strict=True)]
     return pytree.tree_unflatten(whole, structure)
 
 
-def _joined_leaf(parts: list[Any], name: str) -> Any:
+def _joined(parts: tuple[Any, ...], name: str) -> Any:
     first = parts[0]
-    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
-        if not all(_are_alike(part, first) for part in parts):
-            raise ValueError(f"{name}: expected a tensor, or the same on all ranks, got {parts}; merge makes one batch")
-        return first
-    if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+    if all(isinstance(part, Tensor) and part.dim() for part in parts):
+        if len({(part.shape[1:], part.dtype) for part in parts}) == 1:
+            return torch.cat(parts).detach().requires_grad_(first.requires_grad)
         got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
         raise ValueError(f"{name}: expected tensors of ranks that differ in their first dimension alone, got {got}")
-    return torch.cat(parts).detach().requires_grad_(first.requires_grad)
-
-
-def _are_alike(first: Any, second: Any) -> bool:
-    try:
-        return type(first) is type(second) and bool(first == second)
-    except (RuntimeError, ValueError):  # several values in one
-        return False
+    if len({pickle.dumps(part) for part in parts}) > 1:
+        raise ValueError(f"{name}: expected tensors, or the same on all ranks, got {parts}; merge makes one batch")
+    return first
 
 
 def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor | None:
-    """Returns the part of ``whole`` that is the share of ``rank``, where ranks have parts of these shapes.
-
-    None where parts of these shapes do not make up ``whole``.
-    """
+    """Returns the part of ``rank`` in ``whole``, of which ranks have parts of ``shapes``; None if these do not fit."""
     for dim, size in enumerate(whole.shape):
-        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in shapes if len(shape) == whole.dim()]
-        fits = len(others) == len(shapes) and all(
-            other == [*whole.shape[:dim], *whole.shape[dim + 1 :]] for other in others
-        )
-        if fits and sum(shape[dim] for shape in shapes) == size:
+        others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if others == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
             part: Tensor = whole.split([shape[dim] for shape in shapes], dim)[rank]
             return part
     return None
 
 
 def in_float64(values: Any, like: Any) -> Any:
-    """Returns ``values`` with tensors in float64 if they are of floating point, where those of ``like`` are.
+    """Returns ``values`` with copies of tensors: in float64 if of floating point, and on the devices of ``like``.
 
-    Raises:
-        ValueError: ``values`` has another structure, and the tensors of ``like`` are on several devices.
+    Where ``like`` has another number of tensors, all are on the device of its first one.
     """
-    leaves, structure = pytree.tree_flatten(values)
-    own, own_structure = pytree.tree_flatten(like)
-    devices: list[Any] = [getattr(leaf, "device", None) for leaf in own]
-    if structure != own_structure:
-        distinct = {device for device in devices if device is not None}
-        if len(distinct) > 1:
-            raise ValueError(f"batch: expected one structure on all ranks, or tensors on one device, got {distinct}")
-        devices = [*distinct, *[None] * len(leaves)][:1] * len(leaves)
-    placed = [_placed(leaf, device) for leaf, device in zip(leaves, devices, strict=True)]
-    return pytree.tree_unflatten(placed, structure)
+    devices = [leaf.device for leaf in pytree.tree_leaves(like) if isinstance(leaf, Tensor)]
+    number = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
+    places: Iterator[Any] = iter(devices if number == len(devices) else [*devices[:1], "cpu"][:1] * number)
 
+    def placed(tensor: Tensor) -> Tensor:
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        copied: Tensor = tensor.detach().to(next(places), dtype, copy=True)
+        return copied.requires_grad_(tensor.requires_grad)
 
-def _placed(leaf: Any, device: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    dtype = torch.float64 if leaf.is_floating_point() else leaf.dtype
-    return leaf.detach().to(device, dtype, copy=True).requires_grad_(leaf.requires_grad)
+    return pytree.tree_map_only(Tensor, placed, values)

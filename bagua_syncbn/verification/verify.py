@@ -14,20 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..torch_internals import pytree
-from .causes import calls_of, first_to_differ, random_modules
-from .comparison import Difference, Pair, differences, first_of
+from .comparison import Pair, first_difference
 from .layers import LayerChecks
-from .ranks import Ranks, first_unlike, in_float64, joined, share_of
+from .ranks import Ranks, in_float64, joined, share_of
 from .steps import (
     Loss,
     Step,
     copied,
-    digests,
-    modes,
+    digest,
+    loss_of,
+    random_modules,
     run,
-    sizes,
     telling_peers,
+    tensors_in,
     tensors_of,
     try_out,
     unchanged,
@@ -53,12 +52,10 @@ class Verdict:
 
     def __str__(self) -> str:
         are = ("ranks", "equal", "differ from") if self.ranks > 1 else ("rank", "equals", "differs from")
-        if self.difference is None:
-            told, seen = f"{self.ranks} {are[0]} {are[1]} one process: {self.compared}", self.seen
-        else:
-            told = f"{self.ranks} {are[0]} {are[2]} one process: {self.difference}"
-            seen = self.seen or ("no cause was found",)
-        return "\n- ".join([told, *seen])
+        told = f"{are[1]} one process: {self.compared}"
+        if self.difference is not None:
+            told = f"{are[2]} one process: {self.difference}"
+        return "\n- ".join([f"{self.ranks} {are[0]} {told}", *self.seen])
 
 
 def verify_synchronization(
@@ -104,8 +101,12 @@ def verify_synchronization(
     ranks = Ranks(group)
     module = ranks.each("the check of the model", lambda: _checked(model, loss))
     with unchanged(module), torch.inference_mode(False):
+        unlike = _unlike_before(ranks, module)
+        if unlike is not None:
+            return Verdict(ranks.size, "nothing", f"{unlike} is not alike on all ranks before the step", ())
         if by_layer:
             return _verify_layers(module, batch, loss, ranks)
+        merge = merge or (lambda batches: joined(batches, "batch"))
         return _Verification(model, batch, loss, ranks, merge).verdict()
 
 
@@ -120,19 +121,27 @@ def _checked(model: Any, loss: Any) -> nn.Module:
     return unwrapped(model)
 
 
+def _unlike_before(ranks: Ranks, model: nn.Module) -> str | None:
+    """Returns the first mode, dtype or size that differs between ranks, so that no step can be made."""
+
+    def facts() -> dict[str, Any]:
+        modes = {f"mode of module {name!r}": module.training for name, module in model.named_modules()}
+        return modes | {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors_of(model).items()}
+
+    of_ranks = ranks.together("the state of the model", facts)
+    names = dict.fromkeys(name for own in of_ranks for name in own)
+    return next((name for name in names if any(own.get(name) != of_ranks[0].get(name) for own in of_ranks)), None)
+
+
 def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
     checks = LayerChecks(model, ranks)
-    unlike = first_unlike(ranks.together("the modes", lambda: modes(model)))
-    if unlike is not None:
-        return Verdict(ranks.size, "nothing", f"{unlike} is not alike on all ranks before the step", ())
     with torch.no_grad():
         with unchanged(model):
             ranks.together("a trial of the loss", lambda: try_out(model, batch, loss))
         with checks.installed():
-            ranks.together("the forward pass", lambda: telling_peers(model, lambda: [loss(model, batch)].clear()))
-    if checks.left_out or not checks.compared:
-        got = checks.left_out[0] if checks.left_out else "no call of one in training"
-        raise ValueError(f"model: expected batch normalization layers that can be compared one by one, got {got}")
+            ranks.each("the forward pass", lambda: telling_peers(model, lambda: loss_of(model, batch, loss)))
+    if not checks.compared:
+        raise ValueError("model: expected calls of batch normalization layers in training, got none")
     first, *others = (*checks.differ.values(), *checks.unlike) or (None,)
     told = f"{checks.compared} layer{'s' * (checks.compared != 1)}, on the inputs that they met"
     return Verdict(ranks.size, told, first, tuple(others))
@@ -142,9 +151,8 @@ class _Verification:
     """The step of a whole model, on the ranks and in one process."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, ranks: Ranks, merge: Any) -> None:
-        self._model, self._batch, self._loss, self._ranks = unwrapped(model), batch, loss, ranks
+        self._model, self._batch, self._loss, self._ranks, self._merge = unwrapped(model), batch, loss, ranks, merge
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        self._merge = merge or (lambda batches: joined(batches, "batch"))
         self._whole: Any = None
         self._values: dict[str, Tensor] = {}  # values of rank 0 for tensors that differ between ranks
         self._own_values: dict[str, Tensor] = {}  # those that DistributedDataParallel broadcasts
@@ -152,47 +160,41 @@ class _Verification:
 
     def verdict(self) -> Verdict:
         ranks = self._ranks
-        unlike = self._compare_before()
-        if unlike is not None:
-            return Verdict(ranks.size, "nothing", unlike, tuple(self._seen))
+        self._compare_before()
         ranks.together("a trial of the loss", lambda: try_out(self._copy(), self._own_batch(), self._loss))
         batches = ranks.together("the batch", lambda: self._batch)
         self._whole = ranks.each("the merge of batches", lambda: in_float64(self._merge(batches), self._batch))
-        expected = self._step_alone()
-        actual = self._step()
+        expected, actual = self._step_alone(), self._step()
         pairs = self._pairs(actual, expected)
-        first = self._first(pairs)
-        difference = None if first is None else first.text
-        unused = self._unused(actual)
+        first = first_difference(ranks, pairs)
+        difference = self._unused(actual)
         if first is not None:
+            difference = first.text
             self._look_for_causes(actual, expected)
-            if not self._seen and first.position and pairs[first.position].kind == "loss":
-                self._seen.append("outputs are equal: the loss of all batches is not the mean of the losses of ranks")
+            if not self._seen:
+                is_loss = first.position and pairs[first.position].kind == "loss"
+                unequal = "outputs are equal: the loss of all batches is not the mean of the losses of ranks"
+                self._seen.append(unequal if is_loss else "no cause was found")
         counted = Counter(pair.kind for pair in pairs)
-        compared = ", ".join(f"{number} {kind}{_plural(kind) * (number > 1)}" for kind, number in counted.items())
-        return Verdict(ranks.size, compared, difference or unused, tuple(self._seen))
+        compared = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
+        return Verdict(ranks.size, compared, difference, tuple(self._seen))
 
-    def _compare_before(self) -> str | None:
-        """Notes what differs between ranks before the step. Returns it if no step can be made."""
-        states = self._ranks.together("the state of the model", lambda: modes(self._model) | sizes(self._model))
-        unlike = first_unlike(states)
-        if unlike is not None:
-            return f"{unlike} is not alike on all ranks before the step"
-        values = self._ranks.together("the values of the model", lambda: digests(self._model))
-        differ = [name for name, value in values[0].items() if any(other[name] != value for other in values)]
-        own = tensors_of(self._model)
-        send = {name: own[name] for name in differ} if self._ranks.rank == 0 else {}
-        self._values = self._ranks.together("the values of rank 0", lambda: send)[0]
+    def _compare_before(self) -> None:
+        """Notes values that differ between ranks before the step."""
+        ranks, own = self._ranks, tensors_of(self._model)
+        digests = ranks.together("the values", lambda: {name: digest(tensor) for name, tensor in own.items()})
+        names = [name for name in own if any(other[name] != digests[0][name] for other in digests)]
+        self._values = ranks.together(
+            "the values of rank 0", lambda: {name: own[name] for name in names} if ranks.rank == 0 else {}
+        )[0]
         if self._wrapper is not None and self._wrapper.broadcast_buffers:
             buffers = dict(self._model.named_buffers())
             self._own_values = {name: value for name, value in self._values.items() if name in buffers}
-        self._seen += [
-            f"{name} differs between ranks before the step" for name in differ if name not in self._own_values
-        ]
-        return None
+        differ = (name for name in names if name not in self._own_values)
+        self._seen += [f"{name} differs between ranks before the step" for name in differ]
 
     def _copy(self, alone: bool = False) -> nn.Module:
-        return copied(self._model, alone, self._values if alone else self._own_values)
+        return copied(self._model, self._values if alone else self._own_values, alone)
 
     def _own_batch(self) -> Any:
         return in_float64(self._batch, self._batch)
@@ -200,19 +202,22 @@ class _Verification:
     def _step_alone(self) -> Step:
         return self._ranks.each("the step in one process", lambda: run(self._copy(alone=True), self._whole, self._loss))
 
-    def _step(self, weight: float = 1.0, watch: Callable[[nn.Module], Any] = lambda _: nullcontext()) -> Step:
+    def _step(self, weight: float = 1.0, checks: list[LayerChecks] | None = None) -> Step:
+        """Makes the step on the ranks, with a loss that is multiplied by ``weight``; adds checks to ``checks``."""
+
         def step() -> Step:
             model = self._copy()
-            with watch(model):
+            if checks is not None:
+                checks.append(LayerChecks(model, self._ranks))
+            with nullcontext() if checks is None else checks[0].installed():
                 return telling_peers(model, lambda: run(model, self._own_batch(), self._loss, weight))
 
         return self._ranks.each("the step on ranks", step)
 
     def _pairs(self, actual: Step, expected: Step, factor: float = 1.0) -> list[Pair]:
         """Returns outputs, loss, gradients and buffers; losses and gradients averaged, and multiplied by ``factor``."""
-        ranks = self._ranks
+        ranks, pairs = self._ranks, []
         shapes = ranks.together("the outputs", lambda: [list(output.shape) for output in actual.outputs])
-        pairs = []
         if all(len(own) == len(expected.outputs) for own in shapes):
             for index, output in enumerate(actual.outputs):
                 share = share_of(expected.outputs[index], [own[index] for own in shapes], ranks.rank)
@@ -226,101 +231,51 @@ class _Verification:
                 zeros = torch.zeros_like(self._model.get_parameter(name), dtype=torch.float64)
                 total = ranks.add_up(zeros if own is None else own.to_dense().clone()) * factor / ranks.size
                 pairs.append(Pair("gradient", name, total, zeros if whole is None else whole.to_dense()))
-        pairs += [Pair("buffer", name, own, expected.buffers[name]) for name, own in actual.buffers.items()]
-        return pairs
-
-    def _first(self, pairs: list[Pair]) -> Difference | None:
-        """Returns the first pair that differs on a rank; None if all are equal on all."""
-        return first_of(self._ranks.together("the comparison", lambda: differences(pairs, self._ranks.rank)))
+        return pairs + [Pair("buffer", name, own, expected.buffers[name]) for name, own in actual.buffers.items()]
 
     def _unused(self, actual: Step) -> str | None:
         """Notes parameters without a gradient on some ranks. Returns one that DistributedDataParallel does not take."""
-        ranks, wrapper = self._ranks, self._wrapper
-        own = [name for name, gradient in actual.gradients.items() if gradient is None]
-        missing: dict[str, list[int]] = {}
-        for rank, names in enumerate(ranks.together("the gradients", lambda: own)):
-            for name in names:
-                missing.setdefault(name, []).append(rank)
+        wrapper, own = self._wrapper, [name for name, grad in actual.gradients.items() if grad is None]
+        of_ranks = self._ranks.together("the gradients", lambda: own)
         fails = wrapper is not None and not (wrapper.find_unused_parameters or wrapper.static_graph)
-        told = [
-            f"gradient {name}: none on rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}, in which it is unused"
-            for name, which in missing.items()
-            if fails or len(which) < ranks.size
-        ]
+        told = []
+        for name in dict.fromkeys(name for names in of_ranks for name in names):
+            which = [str(rank) for rank, names in enumerate(of_ranks) if name in names]
+            if fails or len(which) < self._ranks.size:
+                told.append(
+                    f"gradient {name}: none on rank{'s' * (len(which) > 1)} {', '.join(which)}, in which it is unused"
+                )
         self._seen += [f"{text}; DistributedDataParallel needs find_unused_parameters=True" for text in told]
         return told[0] if fails and told else None
 
     def _look_for_causes(self, actual: Step, expected: Step) -> None:
-        ranks, loss = self._ranks, self._loss
-        again = self._step_alone()
-        changed = ranks.together("the second step", lambda: bool(differences(_own_pairs(again, expected), ranks.rank)))
-        if any(changed):
-            find = lambda: random_modules(self._copy(alone=True), self._whole, loss)  # noqa: E731
-            names = dict.fromkeys(name for own in ranks.together("the third step", find) for name in own)
+        ranks, again, checks = self._ranks, self._step_alone(), list[LayerChecks]()
+        before, after = ([step.loss, *step.outputs] for step in (expected, again))
+        is_random = (
+            first_difference(ranks, [Pair("", "", *pair) for pair in zip(after, before, strict=False)]) is not None
+        )
+        if is_random:
+            copy = lambda: self._copy(alone=True)  # noqa: E731
+            found = ranks.together("the third step", lambda: random_modules(copy(), self._whole, self._loss))
+            names = dict.fromkeys(name for own in found for name in own)
             told = [f"{name} is random: it gives another output for the same input" for name in names]
             self._seen += told or ["the step is random: a second one in one process gives another result"]
-        checks: list[LayerChecks] = []
-
-        def watch(model: nn.Module) -> Any:
-            checks.append(LayerChecks(model, ranks))
-            return checks[0].installed()
-
         with suppress(Exception):  # of a layer that cannot be compared; all ranks have it
-            self._step(watch=watch)
-        self._seen += list(checks[0].differ.values())
-        if any(changed) or checks[0].differ:
+            self._step(checks=checks)
+        self._seen += checks[0].differ.values()
+        if is_random or checks[0].differ or ranks.size == 1:
             return
-        if ranks.size > 1 and self._first(self._pairs(actual, expected, ranks.size)) is None:
+        if first_difference(ranks, self._pairs(actual, expected, ranks.size)) is None:
             self._seen.append("the loss adds up over samples: added up and not averaged, ranks equal one process")
-        counts: list[Any] = ranks.together("the sizes of batches", lambda: _count(self._batch))
+        sizes = {tensor.size(0) for tensor in tensors_in(self._batch) if tensor.dim()}
+        counts: list[Any] = ranks.together("the sizes of batches", lambda: sizes.pop() if len(sizes) == 1 else None)
         if None not in counts and len(set(counts)) > 1:
             weighted = self._step(counts[ranks.rank] * ranks.size / sum(counts))
-            if self._first(self._pairs(weighted, expected)) is None:
+            if first_difference(ranks, self._pairs(weighted, expected)) is None:
                 self._seen.append(
                     f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples "
                     "* ranks / all samples, ranks equal one process"
                 )
-        if not self._seen:
-            self._say_where_it_begins()
-
-    def _say_where_it_begins(self) -> None:
-        ranks, recorded = self._ranks, {}
-
-        def record(model: nn.Module) -> Any:
-            recorded["ranks"] = calls_of(model)
-            return nullcontext()
-
-        def alone() -> None:
-            model = self._copy(alone=True)
-            recorded["alone"] = calls_of(model)
-            run(model, self._whole, self._loss)
-
-        self._step(watch=record)
-        ranks.each("the step in one process", alone)
-        where = first_to_differ(ranks, recorded["ranks"], recorded["alone"])
-        if where is not None:
-            self._seen.append(where)
-
-
-def _own_pairs(actual: Step, expected: Step) -> list[Pair]:
-    """Returns the pairs of two steps in one process."""
-    pairs = [Pair("output", "", own, whole) for own, whole in zip(actual.outputs, expected.outputs, strict=False)]
-    pairs.append(Pair("loss", "", actual.loss, expected.loss))
-    for name, own in actual.gradients.items():
-        whole = expected.gradients[name]
-        if own is not None and whole is not None:
-            pairs.append(Pair("gradient", name, own.to_dense(), whole.to_dense()))
-    return pairs
-
-
-def _count(batch: Any) -> int | None:
-    """Returns the number of samples: the first dimension of all tensors of ``batch``, None if they have several."""
-    sizes = {leaf.size(0) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _plural(kind: str) -> str:
-    return "es" if kind == "loss" else "s"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -195,9 +195,7 @@ DIFFERENT = {
         of_scores,
         ("loss differs", "gradient scale: none on rank 0, in which it is unused; Distributed"),
     ),
-    "a module mixes samples": Case(
-        lambda: model(Centered()), told=("output differs", "the output of Centered '3' is the first in the modules to")
-    ),
+    "a module mixes samples": Case(lambda: model(Centered()), told=("output differs", "no cause was found")),
     "a loss of pairs of samples": Case(
         model, loss=pairs, told=("loss differs", "outputs are equal: the loss of all batches is not")
     ),
@@ -256,7 +254,7 @@ def test_what_differs_is_named_with_what_causes_it(pool, name):
     first, *seen = text.split("\n")
     assert not equal
     assert case.told[0] in first, text
-    assert len(seen) == max(len(case.told) - 1, "no cause" in text), text
+    assert len(seen) == len(case.told) - 1, text
     for line, told in zip(seen, case.told[1:], strict=False):
         assert told in line, text
 
@@ -289,7 +287,7 @@ def within_masks():
             return model(batch[0])[:, :, 0].square().mean()
 
     given = torch.randn(2, 3, 4), lengths + dist.get_rank()
-    with pytest.raises(ValueError, match="one by one, got SyncBatchNorm1d '0', which is within masked"):
+    with pytest.raises(ValueError, match="one by one, got SyncBatchNorm1d '0' within masked"):
         verify_synchronization(own, given, loss, by_layer=True)
     return str(verify_synchronization(own, given, loss))
 
