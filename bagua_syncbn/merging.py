@@ -9,6 +9,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from .communicators import spec_of
 from .conversion.findings import check_module
@@ -60,7 +61,9 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         RuntimeError: ranks make other calls, or have other layers; merged statistics are not finite. No buffer has
             moved then.
 
-    A warning says if there is nothing to merge. Without a job nothing happens.
+    Unless it is made with ``broadcast_buffers=False``, :class:`~torch.nn.parallel.DistributedDataParallel` gives all
+    ranks the buffers of rank 0 in each forward pass, and leaves the others little of their own. A warning says so where
+    ``module`` is wrapped like that, and another one if there is nothing to merge. Without a job nothing happens.
 
     Example::
 
@@ -76,6 +79,12 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         layers = layers_with_statistics(module)
         if not layers:
             warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=2)
+        if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
+            warn(
+                "merge_statistics: expected ranks to keep running statistics of their own, got DistributedDataParallel "
+                "which gives them those of rank 0 in each forward pass; make it with broadcast_buffers=False",
+                stacklevel=2,
+            )
         own = [_statistics_of(name, layer, weight) for name, layer in layers.items()]
     except (TypeError, ValueError) as error:
         tell_peers(spec, module if isinstance(module, nn.Module) else None, error)

@@ -50,7 +50,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
 
     If it raises, ``module`` is unchanged. It warns if there is no layer to freeze. Frozen layers stay frozen, with
     ``parameters=True`` their parameters too. Their ``reset_running_stats`` raises RuntimeError, and so does
-    :func:`torch.optim.swa_utils.update_bn`, which calls it.
+    :func:`torch.optim.swa_utils.update_bn`, which calls it; use :func:`recalibrate_statistics`.
 
     Example::
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from observed import collectives
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from user_layers import BatchNormAct1d
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, merge_statistics
@@ -125,6 +126,17 @@ def merge_groups():
 
 def test_groups_weigh_as_many_times_as_they_have_ranks(pool):
     pool.run(merge_groups, 4)
+
+
+def merge_broadcast():
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3)))
+    with pytest.warns(UserWarning, match="make it with broadcast_buffers=False") as caught:
+        merge_statistics(model)
+    assert caught[0].filename == __file__
+
+
+def test_statistics_that_every_forward_overwrites_are_warned_of(pool):
+    pool.run(merge_broadcast, 2)
 
 
 def test_without_a_job_nothing_happens():

@@ -232,6 +232,7 @@ _CONTENTS = {
     "fairscale.experimental.nn": {"SyncBatchNorm": _named(Fairscale, "SyncBatchNorm")},
     "fairscale.nn.checkpoint": {"checkpoint_wrapper": fairscale_checkpoint_wrapper},
     "lightning.pytorch": {"Callback": type("Callback", (), {}), "Trainer": _Trainer},
+    "lightning.pytorch.strategies": {"DDPStrategy": SimpleNamespace},
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
     "mmcv.ops": {"SyncBatchNorm": _named(Mmcv, "SyncBatchNorm")},
     "mmengine.runner": {"Runner": SimpleNamespace},
