@@ -85,11 +85,10 @@ class LayerChecks:
             sizes = [arrange(tensors_in(own)[0]).shape for own in inputs]
             share = _share(alone.gradient, sizes, ranks.rank)
             pairs.append(Pair("gradient of the input", "", arrange(own.gradient), share))
-        for name, parameter in own.parameters.items():
-            if parameter.grad is not None:
-                wanted = alone.parameters[name].grad
-                assert wanted is not None
-                pairs.append(Pair("gradient", name, ranks.add_up(parameter.grad), wanted))
+        grads = ranks.together(f"the gradients of {told}", lambda: own.gradients)
+        for name, wanted in alone.gradients.items():
+            total = torch.stack([of_rank[name] for of_rank in grads]).sum(0)
+            pairs.append(Pair("gradient", name, total.to(wanted.device), wanted))
         pairs += [Pair("buffer", name, own.buffers[name], alone.buffers[name]) for name in own.buffers]
         first = first_difference(ranks, pairs)
         self.compared += 1
@@ -127,6 +126,11 @@ class _Forward:
             for part, attributes in before:
                 vars(part).clear()
                 vars(part).update(attributes)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the parameters that have one."""
+        return {name: own.grad for name, own in self.parameters.items() if own.grad is not None}
 
     @property
     def gradient(self) -> Tensor:
