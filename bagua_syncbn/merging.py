@@ -41,11 +41,12 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     where none has, or there is no counter, each rank weighs the same. The ranks of a group that synchronizes have
     counted the same batches, so a group weighs as many times as it has ranks.
 
-    ``num_batches_tracked`` stays what it is on each rank. So training can go on, with ``momentum=None`` too, and later
-    merges weigh everything that a rank has seen: then the result is the average over all batches of all ranks.
+    ``num_batches_tracked`` stays what it is on each rank. So training can go on, and later merges weigh everything that
+    a rank has seen: with ``momentum=None`` the mean is then that over all batches of all ranks.
 
     Layers without running statistics and frozen ones (:func:`freeze_statistics`) stay as they are. The sum is computed
-    in float64, then rounded to the dtype of the buffers.
+    in float64, then rounded to the dtype of the buffers. The first calls in a job send a small message more each, by
+    which the ranks agree on the size.
 
     Args:
         module: the model, wrapped or not, in any mode; its layers may be synchronized or those of torch. All ranks make
