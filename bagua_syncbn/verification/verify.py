@@ -101,7 +101,7 @@ def verify_synchronization(
     ranks = Ranks(group)
     module = ranks.each("the check of the model", lambda: _checked(model, loss))
     with unchanged(module), torch.inference_mode(False):
-        unlike = _unlike_before(ranks, module)
+        unlike = _unlike_before(ranks, module, by_layer)
         if unlike is not None:
             return Verdict(ranks.size, "nothing", f"{unlike} is not alike on all ranks before the step", ())
         if by_layer:
@@ -121,12 +121,13 @@ def _checked(model: Any, loss: Any) -> nn.Module:
     return unwrapped(model)
 
 
-def _unlike_before(ranks: Ranks, model: nn.Module) -> str | None:
+def _unlike_before(ranks: Ranks, model: nn.Module, is_sharded: bool) -> str | None:
     """Returns the first mode, dtype or size that differs between ranks, so that no step can be made."""
 
     def facts() -> dict[str, Any]:
-        modes = {f"mode of module {name!r}": module.training for name, module in model.named_modules()}
-        return modes | {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors_of(model).items()}
+        modes: dict[str, Any] = {f"mode of module {name!r}": own.training for name, own in model.named_modules()}
+        tensors = {} if is_sharded else tensors_of(model)
+        return modes | {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors.items()}
 
     of_ranks = ranks.together("the state of the model", facts)
     names = dict.fromkeys(name for own in of_ranks for name in own)

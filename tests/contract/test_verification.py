@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_syncbn
@@ -262,7 +262,7 @@ def test_what_differs_is_named_with_what_causes_it(pool, name):
 
 
 def sharded():
-    """Verdicts of models that fully_shard has sharded."""
+    """Verdicts of models that fully_shard has sharded, and of one in FullyShardedDataParallel."""
     verdicts = []
     for converted in (True, False):
         own = model(converted=converted)
@@ -271,12 +271,14 @@ def sharded():
         with pytest.raises(RuntimeError, match=r"copy\.deepcopy can copy, got .*; by_layer=True"):
             verify_synchronization(own, batch(), cross_entropy)
         verdicts.append(str(verify_synchronization(own, batch(), cross_entropy, by_layer=True)))
-    return verdicts
+    flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    return [*verdicts, str(verify_synchronization(flat, batch(), cross_entropy, by_layer=True))]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_sharded_models_are_verified_layer_by_layer(pool):
-    for equal, different in pool.run(sharded, 2):
-        assert equal == "2 ranks equal one process: 2 layers, on the inputs that they met"
+    for equal, different, flat in pool.run(sharded, 2):
+        assert equal == flat == "2 ranks equal one process: 2 layers, on the inputs that they met"
         assert "BatchNorm1d '1' is not as in one process" in different
         assert UNCONVERTED in different
 
