@@ -85,7 +85,7 @@ sanitize-%:
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$* PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive \
 		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/ops/test_native.py \
-			-k 'not instruction_set and not temporaries'
+			-k 'not instruction_set and not temporaries and not trains_on'
 
 # Ranks that diverge or die: all that is in docs/reliability.md, also with 3 and 4 ranks.
 test-faults: $(VENV)/installed-test
