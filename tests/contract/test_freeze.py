@@ -29,7 +29,7 @@ SPLITS = {1: (5,), 2: (2, 3), 3: (1, 4, 0), 4: (2, 1, 3, 1)}
 
 
 class ByConstants(nn.Module):
-    """What a frozen layer computes, written out."""
+    """The formula of a frozen layer, written out."""
 
     def __init__(self, layer):
         super().__init__()
@@ -75,7 +75,7 @@ def freeze_on_ranks(split):
             torch.testing.assert_close(actual[:2], [tensor[own] for tensor in expected[:2]])
             torch.testing.assert_close(actual[2:], expected[2:])
             torch.testing.assert_close(model.state_dict(), plain.state_dict())
-        messages.append(seen.total())  # of the last step, in which no call is probed
+        messages.append(seen.total())  # no call of the last step is probed
     return messages
 
 

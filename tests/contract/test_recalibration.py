@@ -98,7 +98,7 @@ def test_ranks_equal_one_process_over_all_batches(pool, ranks, kind):
 
 
 def all_of(model):
-    """What a recalibration must leave, beside the statistics."""
+    """Returns all that a recalibration must leave, beside the statistics."""
     layers = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     others = {name: value for name, value in model.state_dict().items() if "running" not in name}
     attributes = [sorted(vars(part)) for part in model.modules()]

@@ -29,7 +29,7 @@ def smaller(model):
     return Critic(*list(model)[:1])
 
 
-# What the ranks do twice, what the last rank does in its place the second time, and what the errors say.
+# Calls of the ranks, made twice; the call of the last rank in its place the second time; words of the errors.
 ROWS = {
     "merges another model": (
         lambda model, group: merge_statistics(model, group),

@@ -42,7 +42,7 @@ def test_values_and_gradients_equal_the_reference(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_atens_kernels_give_what_the_reference_gives(shape, dtype):
-    if len(shape) == 2 or dtype.itemsize > 2:  # of planar half inputs they round products
+    if len(shape) == 2 or dtype.itemsize > 2:  # they round products of planar half inputs
         check_ops(aten, *tensors(shape, dtype), torch.float32)
     if len(shape) == 4:
         check_ops(aten, *tensors(shape, dtype, "channels_last"), torch.float32)

@@ -1,4 +1,4 @@
-"""What ATen's batch norm functions for CUDA compute, for a CPU, which has no such kernels.
+"""ATen's batch norm functions for CUDA, for a CPU, which has no such kernels.
 
 They demand what ATen's demand, and what these read without asking: dtypes, sizes, contiguous factors.
 """
