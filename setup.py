@@ -5,7 +5,7 @@ made.
 
 ================================  ==================================================================================
 BAGUA_SYNCBN_BUILD=python         no native kernels: the ops run in plain torch
-BAGUA_SYNCBN_BUILD=cpu            CPU kernels; needs torch's headers and a C++17 compiler
+BAGUA_SYNCBN_BUILD=cpu            CPU kernels; needs Linux, torch's headers and a C++17 compiler
 BAGUA_SYNCBN_BUILD=cuda           CUDA kernels too; needs nvcc besides
 unset                             the last of these for which the tools are there and there are sources
 ================================  ==================================================================================
@@ -28,6 +28,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,8 +66,8 @@ def find_tools() -> dict[str, str | None]:
     nvcc = next((path for name in nvccs if (path := shutil.which(name))), None)
     compilers = [compiler_of(os.environ["CXX"])] if "CXX" in os.environ else ["g++", "clang++"]
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
-    torch = find_torch()
-    return {"torch": None if torch is None else str(torch), "compiler": compiler, "nvcc": nvcc}
+    torch, linux = find_torch(), sys.platform if sys.platform == "linux" else None
+    return {"Linux": linux, "torch": None if torch is None else str(torch), "compiler": compiler, "nvcc": nvcc}
 
 
 def compiler_of(command: str) -> str:
@@ -77,7 +78,8 @@ def compiler_of(command: str) -> str:
 
 def decide(tools: dict[str, str | None]) -> tuple[str, str]:
     """Returns the kind of build and the reason for it."""
-    needs = {"python": (), "cpu": ("torch", "compiler"), "cuda": ("torch", "compiler", "nvcc")}
+    # Elsewhere flags and linking are others, and a compiler is often not the one that torch was built with.
+    needs = {"python": (), "cpu": ("Linux", "torch", "compiler"), "cuda": ("Linux", "torch", "compiler", "nvcc")}
     missing = {kind: [name for name in needs[kind] if tools[name] is None] for kind in KINDS}
     if not list(ROOT.glob("csrc/cuda/*.cu")):
         missing["cuda"].append("CUDA sources")

@@ -24,10 +24,19 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def decide(checkout, **environment):
+# What setuptools and sysconfig know of the real platform they know before.
+ON_PLATFORM = """
+import runpy, setuptools, sys, sysconfig
+sysconfig.get_config_vars()
+_, sys.platform, *sys.argv = sys.argv
+runpy.run_path("setup.py")
+"""
+
+
+def decide(checkout, platform=sys.platform, **environment):
     """Builds all but the library; returns the exit status, the output and what was recorded."""
     result = subprocess.run(
-        [sys.executable, "setup.py", "build_py", "--build-lib", "lib"],
+        [sys.executable, "-c", ON_PLATFORM, platform, "setup.py", "build_py", "--build-lib", "lib"],
         cwd=checkout,
         env={key: value for key, value in os.environ.items() if key not in ("CXX", "NVCC")} | environment,
         capture_output=True,
@@ -39,6 +48,12 @@ def decide(checkout, **environment):
         result.stdout + result.stderr,
         json.loads(recorded.read_text()) if recorded.exists() else {},
     )
+
+
+def write_tool(path, script):
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
 
 NO_NVCC = {"NVCC": "no-such-nvcc", "CUDA_HOME": "/nowhere"}
@@ -65,6 +80,20 @@ def test_what_is_built_with_some_of_the_tools(checkout, environment, build, reas
     assert (info["build_compiler"] is None) == (build == "python")
 
 
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_elsewhere_than_on_linux_compilers_are_left_alone(checkout, tmp_path, platform):
+    touched = tmp_path / "touched"
+    write_tool(tmp_path / "bin" / "g++", f"touch {touched}; exit 1")  # without Xcode, macOS asks for it in a window
+    tools = {"CXX": str(tmp_path / "bin" / "g++")}
+    status, _, info = decide(checkout, platform, **tools)
+    assert status == 0
+    assert (info["build"], info["build_reason"]) == ("python", "found without Linux")
+    status, output, _ = decide(checkout, platform, **tools, BAGUA_SYNCBN_BUILD="cpu")
+    assert status != 0
+    assert "BAGUA_SYNCBN_BUILD=cpu: expected to find Linux, got none" in output
+    assert not touched.exists()
+
+
 @pytest.mark.parametrize(("environment", "message"), [
     ({"BAGUA_SYNCBN_BUILD": "cpu", "CXX": "no-such-compiler"}, "BAGUA_SYNCBN_BUILD=cpu: expected to find compiler"),
     ({"BAGUA_SYNCBN_BUILD": "cuda", **NO_NVCC}, "expected to find nvcc"),
@@ -87,12 +116,6 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
     status, output, _ = decide(checkout, CXX=f"{launcher} no-such-compiler", BAGUA_SYNCBN_BUILD="cpu")
     assert status != 0
     assert "expected to find compiler" in output
-
-
-def write_tool(path, script):
-    path.parent.mkdir(parents=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(("seen", "chosen", "archs"), [
@@ -121,3 +144,25 @@ def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_on
     subprocess.run([sys.executable, "-c", code, str(checkout)], cwd=checkout, env=environment, check=True)
     assert not (package / "_C.abi3.so").exists()
     assert json.loads((package / "build_info.json").read_text())["build"] == "python"
+
+
+# Modules and functions that Windows has not, nor macOS some of them. torch is imported before it is told where it is.
+ELSEWHERE = """
+import os, signal, sys, torch
+for name in ("fcntl", "grp", "posix", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+for module in (os, signal):
+    for name in ("fork", "sched_getaffinity", "register_at_fork", "sysconf", "uname", "SIGKILL", "SIGUSR1", "SIGALRM"):
+        vars(module).pop(name, None)
+sys.platform = "win32"
+import bagua_syncbn
+model = bagua_syncbn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)))
+model(torch.randn(2, 3, 5, 5)).square().mean().backward()
+assert model[1].weight.grad.abs().min() > 0
+"""
+
+
+def test_imports_and_trains_without_what_only_posix_has():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "BAGUA_SYNCBN_KERNELS": "reference"}
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
