@@ -25,7 +25,7 @@ from .autograd import (
 from .checks import check_tensors, check_tracer, checked_options, is_distributed
 from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
 from .masks import masking_of
-from .options import Options
+from .options import NO_MASKS, Masks, Options, Tensors
 from .sync import FIXED_STATISTICS, name_of, sync_of, tell_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
@@ -135,30 +135,23 @@ def sync_batch_norm(
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
     tensors = input, weight, bias, residual
     masks = mask, lengths, zero_masked
-    return batch_norm(*tensors, buffers, options, training, process_group, layer, *masks)
+    return batch_norm(tensors, buffers, options, training, process_group, layer, masks)
 
 
 def batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    tensors: Tensors,
     buffers: ops.Buffers,
     options: Options,
     training: bool,
     process_group: Any,
     layer: nn.Module | None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    zero_masked: bool = False,
+    masks: Masks = NO_MASKS,
 ) -> Tensor:
-    """Calls :func:`sync_batch_norm` with options in one record, and reports an error to the other ranks."""
-    tensors = input, weight, bias, residual
-    masks = mask, lengths, zero_masked
+    """Calls :func:`sync_batch_norm` with its arguments in records, and reports an error to the other ranks."""
     if torch.compiler.is_compiling():
-        return _batch_norm(*tensors, buffers, options, training, process_group, layer, *masks)
+        return _batch_norm(tensors, buffers, options, training, process_group, layer, masks)
     try:
-        return _batch_norm(*tensors, buffers, options, training, process_group, layer, *masks)
+        return _batch_norm(tensors, buffers, options, training, process_group, layer, masks)
     except (TypeError, ValueError, RuntimeError) as error:
         if training:
             tell_peers(process_group, layer, error)
@@ -167,28 +160,22 @@ def batch_norm(
 
 
 def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    tensors: Tensors,
     buffers: ops.Buffers,
     options: Options,
     training: bool,
     process_group: Any,
     layer: nn.Module | None,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    zero_masked: bool,
+    masks: Masks,
 ) -> Tensor:
+    input, weight, bias, residual = tensors
     if is_distributed(input):
         from .sharded import on_shards  # not above, because it imports torch.distributed.tensor
 
-        masks = mask, lengths, zero_masked
-        tensors = input, weight, bias, residual
-        return on_shards(_batch_norm, *tensors, buffers, options, training, process_group, layer, *masks)
+        return on_shards(_batch_norm, tensors, buffers, options, training, process_group, layer, masks)
     check_tensors(input, weight, bias, residual, buffers)
     options = checked_options(options, training)
-    masking = masking_of(layer, input, mask, lengths, zero_masked)
+    masking = masking_of(layer, input, masks)
     if not training:
         return _evaluate(input, weight, bias, residual, buffers, options, masking)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:

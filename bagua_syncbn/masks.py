@@ -12,17 +12,17 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .checks import check_is_tensor
 from .ops import Masking
+from .options import Masks
 from .torch_internals import is_transforming
 
 
-def masking_of(
-    layer: nn.Module | None, input: Tensor, mask: Tensor | None, lengths: Tensor | None, zero_masked: bool
-) -> Masking | None:
+def masking_of(layer: nn.Module | None, input: Tensor, masks: Masks) -> Masking | None:
     """Returns the masking of a call of ``layer`` with ``input`` (N, C, \\*); None to use all positions.
 
     Raises:
         TypeError, ValueError, RuntimeError: ``mask`` or ``lengths`` is wrong, see :func:`.sync_batch_norm`.
     """
+    mask, lengths, zero_masked = masks
     if mask is None and lengths is None:
         given: _ModelMask | None = getattr(layer, "_masking", None)
         if given is None:
@@ -111,7 +111,7 @@ class _ModelMask(NamedTuple):
     rule: Rule | None
     zero_masked: bool
 
-    def for_call(self, layer: nn.Module | None, input: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+    def for_call(self, layer: nn.Module | None, input: Tensor) -> Masks:
         """Returns mask, lengths and ``zero_masked`` for a call of ``layer``."""
         if self.lengths is not None:
             assert self.rule is not None

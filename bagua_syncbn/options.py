@@ -5,7 +5,17 @@ forward of its own passes them on. A new option is a field here, an attribute an
 argument of :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+# Input, weight, bias and residual of a call.
+Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+# mask, lengths and zero_masked of a call.
+Masks: TypeAlias = tuple[Tensor | None, Tensor | None, bool]
+
+NO_MASKS: Masks = None, None, False
 
 
 class Options(NamedTuple):

@@ -165,7 +165,7 @@ def _adding_to(accumulator: ops.StatisticsAccumulator) -> Callable[..., None]:
         layer._check_input_dim(input)
         masking = None
         if isinstance(layer, SyncBatchNorm):
-            masking = masking_of(layer, input, options.get("mask"), options.get("lengths"), False)
+            masking = masking_of(layer, input, (options.get("mask"), options.get("lengths"), False))
         stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)
         with lock:
             accumulator.add(stats.unsqueeze(0))

@@ -10,23 +10,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from . import ops
 from .checks import check_dimensions
 from .communicators import Replica, spec_of
-from .options import Options
+from .options import Masks, Options, Tensors
 
 
 def on_shards(
     compute: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    tensors: Tensors,
     buffers: ops.Buffers,
     options: Options,
     training: bool,
     process_group: Any,
     layer: nn.Module | None,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    zero_masked: bool,
+    masks: Masks,
 ) -> Tensor:
     """Returns ``compute`` of these arguments, with shards in place of DTensors, as a DTensor placed as ``input``.
 
@@ -36,6 +31,8 @@ def on_shards(
         ValueError: the ranks of ``process_group`` do not hold each value of a channel once; this rank is not in the
             mesh of ``input``.
     """
+    input, weight, bias, residual = tensors
+    mask, lengths, _ = masks
     shards = _Shards(input)
     mean, var, batches, _ = buffers
     buffers = ops.Buffers(
@@ -48,8 +45,8 @@ def on_shards(
     own_input, own_residual = shards.own("input", input), shards.own("residual", residual)
     # Last, because they may communicate.
     parameters = shards.parameter("weight", weight), shards.parameter("bias", bias)
-    masks = None, None, zero_masked
-    output = compute(own_input, *parameters, own_residual, buffers, options, training, process_group, layer, *masks)
+    own = own_input, *parameters, own_residual
+    output = compute(own, buffers, options, training, process_group, layer, masks)
     return shards.whole(output)
 
 

@@ -142,7 +142,7 @@ class _Redirect(TorchFunctionMode):
                     options = options_of(layer)._replace(eps=call.eps, momentum=call.momentum)
                     ranks = layer._ranks() if call.training else LOCAL
                     tensors = call.input, call.weight, call.bias, None
-                    return batch_norm(*tensors, buffers, options, call.training, ranks, layer)
+                    return batch_norm(tensors, buffers, options, call.training, ranks, layer)
             elif self.layer.training and call.training and not self._is_of_a_part(call):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)
