@@ -75,13 +75,13 @@ class SharedCommunicator(TorchCommunicator):
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         numel, itemsize = packed.numel(), packed.element_size()
-        self._native.exchange(self._segment, kind, packed.data_ptr(), numel, itemsize, 0, 0, "", target.data_ptr())
+        self._native.exchange(self._segment, kind, packed.data_ptr(), numel, itemsize, target.data_ptr())
         return target
 
     def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
         packed = packed.contiguous()
         numel, itemsize = packed.numel(), packed.element_size()
-        self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize, 0, 0, "")
+        self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize)
         return _Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel))
 
     def _close(self) -> None:

@@ -3,8 +3,6 @@
 
 #if defined(__linux__)
 
-#include <algorithm>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <string>
@@ -97,30 +95,21 @@ bool read(PyObject* const* arguments, Py_ssize_t count, int64_t* values) {
   return true;
 }
 
-// (segment, kind, source, numel, itemsize, speaker, call, said)
-constexpr Py_ssize_t kPublished = 8;
+// (segment, kind, source, numel, itemsize)
+constexpr Py_ssize_t kPublished = 5;
 
 bool publish_message(Rank& rank, PyObject* const* arguments) {
-  int64_t values[kPublished - 2];
-  Py_ssize_t length = 0;
-  if (!read(arguments + 1, kPublished - 2, values)) return false;
-  const char* said = PyUnicode_AsUTF8AndSize(arguments[kPublished - 1], &length);
-  if (said == nullptr) return false;
-  const auto [kind, source, numel, itemsize, speaker, call] = values;
-  const bool is_sound = kind >= kGather && kind <= kNotice && (itemsize == 4 || itemsize == 8) && numel >= 0 &&
+  int64_t values[kPublished - 1];
+  if (!read(arguments + 1, kPublished - 1, values)) return false;
+  const auto [kind, source, numel, itemsize] = values;
+  const bool is_sound = (kind == kGather || kind == kSum) && (itemsize == 4 || itemsize == 8) && numel >= 0 &&
                         numel <= kSlotBytes / itemsize;
   if (!is_sound) {
     refuse("packed: expected float32 or float64 values of at most " + std::to_string(kSlotBytes) + " bytes, got " +
            std::to_string(numel) + " of " + std::to_string(itemsize) + " bytes");
     return false;
   }
-  Header header;
-  header.kind = static_cast<int32_t>(kind);
-  header.itemsize = static_cast<int32_t>(itemsize);
-  header.numel = kind == kNotice ? 0 : numel;
-  header.speaker = speaker;
-  header.call = call;
-  std::memcpy(header.said, said, std::min<Py_ssize_t>(length, kSaidBytes));
+  const Header header{static_cast<int32_t>(kind), static_cast<int32_t>(itemsize), numel};
   if (rank.publish(header, reinterpret_cast<const void*>(source))) return true;
   refuse("process_group: expected a call to wait for the " + std::to_string(kAhead) +
          " messages that were begun before, got one more");

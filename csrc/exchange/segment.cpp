@@ -105,12 +105,8 @@ void add(T* __restrict target, const T* __restrict values, int64_t count) {
 }  // namespace
 
 std::string Header::text() const {
-  std::string text(said, strnlen(said, kSaidBytes));
-  if (!text.empty()) return text;
-  const char* kinds[] = {"gathers", "sums", "a notice"};
-  text = kinds[kind];
-  if (kind != kNotice) text += " " + std::to_string(numel) + (itemsize == 4 ? " float32" : " float64");
-  return text;
+  const char* does = kind == kGather ? "gathers " : "sums ";
+  return does + std::to_string(numel) + (itemsize == 4 ? " float32" : " float64");
 }
 
 std::shared_ptr<Memory> Memory::make(const std::string& name, int ranks) {
@@ -238,7 +234,7 @@ Result Rank::collect(void* target, Patience& patience) {
       } else {
         add(static_cast<double*>(target), static_cast<const double*>(payload), own.numel);
       }
-    } else if (own.kind != kNotice) {
+    } else {
       std::memcpy(static_cast<char*>(target) + (own.kind == kGather ? rank * bytes : 0), payload, bytes);
     }
   }

@@ -25,22 +25,17 @@ namespace bagua_syncbn::exchange {
 constexpr int64_t kSlotBytes = 1 << 16;
 constexpr uint32_t kAhead = 2;
 constexpr uint32_t kTurns = 2 * kAhead;
-constexpr int64_t kSaidBytes = 320;
 
-enum Kind : int32_t { kGather, kSum, kNotice };  // a notice holds no values
+enum Kind : int32_t { kGather, kSum };
 
-// All that ranks must have in common in a message, and in words what the rank does.
+// All that ranks must have in common in a message.
 struct Header {
-  int32_t kind = kNotice;
-  int32_t itemsize = 0;  // 4 for float32, 8 for float64
+  int32_t kind = kGather;
+  int32_t itemsize = 4;  // 4 for float32, 8 for float64
   int64_t numel = 0;
-  int64_t speaker = 0;
-  int64_t call = 0;
-  char said[kSaidBytes] = {};
 
   bool agrees_with(const Header& other) const {
-    return kind == other.kind && itemsize == other.itemsize && numel == other.numel && speaker == other.speaker &&
-           call == other.call;
+    return kind == other.kind && itemsize == other.itemsize && numel == other.numel;
   }
   int64_t bytes() const { return numel * itemsize; }
   std::string text() const;

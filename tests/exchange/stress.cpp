@@ -45,35 +45,33 @@ Header header_of(uint32_t message) {
   std::minstd_rand random(message * 2654435761u + 1);
   random.discard(4);
   Header header;
-  header.kind = static_cast<int32_t>(random() % 3);
+  header.kind = static_cast<int32_t>(random() % 2);
   header.itemsize = random() % 2 ? 8 : 4;
-  header.numel = header.kind == kNotice ? 0 : random() % 8 == 0 ? kSlotBytes / header.itemsize : random() % 40;
-  header.speaker = message % 5;
-  header.call = message;
+  header.numel = random() % 8 == 0 ? kSlotBytes / header.itemsize : random() % 40;
   return header;
 }
 
 template <typename T>
-void send(Rank& rank, const Header& header, std::vector<double>& memory) {
+void send(Rank& rank, uint32_t message, const Header& header, std::vector<double>& memory) {
   T* values = reinterpret_cast<T*>(memory.data());
   for (int64_t i = 0; i < header.numel; ++i) {
-    values[i] = static_cast<T>(value_of(rank.rank(), static_cast<uint32_t>(header.call), i));
+    values[i] = static_cast<T>(value_of(rank.rank(), message, i));
   }
   expect(rank.publish(header, values), "a message is refused");
 }
 
 template <typename T>
-void check(const Rank& rank, const Header& header, const std::vector<double>& memory) {
+void check(const Rank& rank, uint32_t message, const Header& header, const std::vector<double>& memory) {
   const T* values = reinterpret_cast<const T*>(memory.data());
-  const int rows = header.kind == kGather ? rank.ranks() : header.kind == kSum ? 1 : 0;
+  const int rows = header.kind == kGather ? rank.ranks() : 1;
   for (int row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < header.numel; ++i) {
       double expected = 0;
       const bool sums = header.kind == kSum;
       for (int r = sums ? 0 : row; r < (sums ? rank.ranks() : row + 1); ++r) {
-        expected += value_of(r, static_cast<uint32_t>(header.call), i);
+        expected += value_of(r, message, i);
       }
-      expect(values[row * header.numel + i] == expected, "value in message " + std::to_string(header.call));
+      expect(values[row * header.numel + i] == expected, "value in message " + std::to_string(message));
     }
   }
 }
@@ -92,15 +90,18 @@ void run_rank(Rank& rank, uint32_t messages, unsigned seed) {
     lose_time(random);
     const uint32_t ahead = 1 + random() % kAhead;
     while (sent < messages && sent - collected < ahead) {
-      const Header header = header_of(sent++);
-      header.itemsize == 4 ? send<float>(rank, header, source) : send<double>(rank, header, source);
+      const Header header = header_of(sent);
+      header.itemsize == 4 ? send<float>(rank, sent, header, source) : send<double>(rank, sent, header, source);
+      ++sent;
       lose_time(random);
     }
     if (sent - collected == kAhead) expect(!rank.publish(Header(), nullptr), "no message is refused");
     const Result result = rank.collect(target.data(), patience);
     expect(result.outcome == Outcome::kCollected, "outcome " + std::to_string(static_cast<int>(result.outcome)));
-    const Header header = header_of(collected++);
-    header.itemsize == 4 ? check<float>(rank, header, target) : check<double>(rank, header, target);
+    const Header header = header_of(collected);
+    header.itemsize == 4 ? check<float>(rank, collected, header, target)
+                         : check<double>(rank, collected, header, target);
+    ++collected;
   }
 }
 
