@@ -114,16 +114,13 @@ class Batch {
   bool any;
 
   __device__ __forceinline__ Batch(const Plan& plan, const Where& where, bool reversed)
-      : walk(plan, reversed), plan_(plan), where_(where) {
-    if constexpr (kPlanar && kMasked) end_ = plan.samples_of_part.begin_of(Place(reversed).z + 1);
-    if constexpr (!kPlanar && kMasked) end_ = plan.rows_of_part.begin_of(walk.part + 1);
-  }
+      : walk(plan, reversed), plan_(plan), where_(where) {}
 
   __device__ __forceinline__ void next() {
     any = !walk.done();
 #pragma unroll
     for (int u = 0; u < K; ++u) {
-      if constexpr (kMasked) places_[u] = end_ - walk.left();
+      if constexpr (kMasked) places_[u] = walk.place();
       slots[u] = next_slot(walk);
     }
   }
@@ -161,7 +158,6 @@ class Batch {
 
   const Plan& plan_;
   const Where& where_;
-  int64_t end_;        // of the samples or rows of the part
   int64_t places_[K];  // samples or rows
   unsigned valid_;     // a bit for each value, or row, that counts
 };

@@ -57,7 +57,7 @@ const char* launch(void (*kernel)(Parameters...), const Grid& grid, dim3 threads
 
 template <typename Plan>
 dim3 block_of(const Plan& plan) {
-  return dim3(static_cast<unsigned>(plan.columns), static_cast<unsigned>(plan.rows));
+  return dim3(static_cast<unsigned>(plan.block().x), static_cast<unsigned>(plan.block().y));
 }
 
 template <typename Kernels>
@@ -74,10 +74,10 @@ inline const Known known_grouped(Kernels::grouped());
 template <typename Kernels, typename T, int W, typename Start>
 const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const Start& start) {
   static_cast<void>(&known_of<Kernels>);  // so that it is there
-  const char* const too_large = "more than 2^30 values, samples or rows in a part of a channel";
+  const char* const too_large = "more than 2^30 values in a row, slots of a channel, or rows in a part of it";
   if (g.interleaved) {
     const Interleaved plan = split_interleaved(g, W, sizeof(T), pass);
-    return fits(plan, W) ? start(Kernels::interleaved, plan) : too_large;
+    return fits(plan) ? start(Kernels::interleaved, plan) : too_large;
   }
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);
   if constexpr (kHasGrouped<Kernels>) {
@@ -85,7 +85,7 @@ const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const
     if (misaligned == 0 && takes_groups(g, W)) return start(Kernels::grouped(), split_grouped(g, W));
   }
   const Planar plan = split_planar(g, W, misaligned, pass);
-  return fits(plan, W) ? start(Kernels::planar, plan) : too_large;
+  return fits(plan) ? start(Kernels::planar, plan) : too_large;
 }
 
 // Calls `start(kernel, plan)` for the layout and the alignment of `tensors`, all of type T.

@@ -2,7 +2,7 @@
 //
 // Threads are mapped to data as there, and add up deviations from a center, their own first value that counts. What is
 // not known here is how many values a part has, nor of any value, before it is read, that it counts: so there is no
-// origin in common, and threads and parts are merged by mean, sum of squared deviations and count, in double.
+// origin in common. Threads are merged by center, mean beside it, sum of squared deviations and count; parts in double.
 
 #include "../packed_stats.h"
 #include "batch.cuh"
@@ -11,12 +11,36 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
+// Moments of which the mean is that beside a center, one of the values: in float as precise as deviations from it are.
+template <typename A>
+struct Centered {
+  using Scalar = A;
+  static constexpr bool kCounted = true;
+  A center;
+  A mean;
+  A m2;
+
+  __device__ __forceinline__ void merge(const Centered& other, const Shares<A>& shares) {
+    const A difference = (other.center - center) + (other.mean - mean);
+    const bool is_first = shares.second == 1;  // there were no values
+    m2 += other.m2 + difference * difference * shares.cross;
+    mean = is_first ? other.mean : mean + difference * shares.second;
+    center = is_first ? other.center : center;
+  }
+  __device__ __forceinline__ Centered of_lane_after(int distance) const {
+    return {from_lane_after(center, distance), from_lane_after(mean, distance), from_lane_after(m2, distance)};
+  }
+  __device__ __forceinline__ Moments<double> in_double() const {
+    return {static_cast<double>(center) + static_cast<double>(mean), m2};
+  }
+};
+
 // The moments of a thread, from sums about a center.
 template <typename A>
-__device__ __forceinline__ Moments<double> moments_about(double center, const Sums<A>& sums, double count) {
-  if (count == 0) return {0, 0};
-  const double shift = sums.first / count;
-  return {center + shift, max(0.0, sums.second - shift * sums.first)};
+__device__ __forceinline__ Centered<A> moments_about(A center, const Sums<A>& sums, A count) {
+  if (count == 0) return {0, 0, 0};
+  const A mean = sums.first / count;
+  return {center, mean, max(A(0), sums.second - mean * sums.first)};
 }
 
 // A part leaves two entries for each channel: mean and sum of squared deviations, and the count.
@@ -49,18 +73,20 @@ __device__ __forceinline__ void take(Moments<double>& moments, double& count, co
 
 // Merges what the threads of a block have, and then, in the last block, what its parts have left. Whether this thread
 // has the result: for the one channel of the block; for channel t of the tile, thread t.
-template <int W>
-__device__ __forceinline__ bool merge(Moments<double>& moments, double& count, Moments<double> (&own)[1],
-                                      const Planar& plan, const PlanarWalk<W>& walk, const Scratch& scratch) {
-  moments = own[0];
-  reduce_block<true>(moments, count);
+template <int W, typename A>
+__device__ __forceinline__ bool merge(Moments<double>& moments, double& count, Centered<A> (&own)[1],
+                                      unsigned own_count, const Planar& plan, const PlanarWalk<W>& walk,
+                                      const Scratch& scratch) {
+  reduce_block<true>(own[0], own_count);
+  moments = own[0].in_double();
+  count = own_count;
   const bool first = thread_index() == 0;
   const int64_t parts = plan.parts();
   if (parts == 1) return first;
   if (first) leave(scratch, walk.part * plan.channels + walk.channel, moments, count);
   if (!arrives_last(scratch.tickets + walk.channel, parts)) return false;
   take(moments, count, scratch, plan.channels, walk.channel, thread_index(), blockDim.x * blockDim.y, parts);
-  reduce_block<true>(moments, count);
+  reduce_block<true>(moments, count, parts);
   return first;
 }
 
@@ -88,13 +114,17 @@ __device__ inline void take_tile(Moments<double>& moments, double& count, const 
   }
 }
 
-template <int W>
-__device__ __forceinline__ bool merge(Moments<double>& moments, double& count, Moments<double> (&own)[W],
-                                      const Interleaved& plan, const InterleavedWalk<W>& walk, const Scratch& scratch) {
-  moments = reduce_rows<W>(own, count);
+template <int W, typename A>
+__device__ __forceinline__ bool merge(Moments<double>& moments, double& count, Centered<A> (&own)[W],
+                                      unsigned own_count, const Interleaved& plan, const InterleavedWalk<W>& walk,
+                                      const Scratch& scratch) {
+  const Centered<A> sum = reduce_rows<W>(own, own_count);
+  moments = {0, 0};
+  count = own_count;
   const int tile = blockDim.x * W;
   const int64_t channel = walk.tile_begin + thread_index();
   const bool has_channel = thread_index() < tile && channel < plan.channels;
+  if (has_channel) moments = sum.in_double();
   if (plan.parts() == 1) return has_channel;
   if (has_channel) leave(scratch, walk.part * plan.channels + channel, moments, count);
   if (!arrives_last(scratch.tickets + walk.tile_begin / tile, plan.parts())) return false;
@@ -116,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   };
   A centers[kLanes] = {};
   Sums<A> sums[kLanes] = {};
-  int found = 0;
+  unsigned found = 0;
   load();
   while (batch.any) {
 #pragma unroll
@@ -140,11 +170,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     found += batch.found();
     load();
   }
-  double count = found;
-  Moments<double> own[kLanes], moments;
+  Centered<A> own[kLanes];
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) own[lane] = moments_about(centers[lane], sums[lane], count);
-  if (!merge(moments, count, own, plan, batch.walk, scratch)) return;
+  for (int lane = 0; lane < kLanes; ++lane) own[lane] = moments_about(centers[lane], sums[lane], static_cast<A>(found));
+  Moments<double> moments;
+  double count;
+  if (!merge(moments, count, own, found, plan, batch.walk, scratch)) return;
   write_stats(packed, plan.channels, batch.walk.first_channel() + thread_index(), moments, count, words);
 }
 

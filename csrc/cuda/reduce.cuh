@@ -14,6 +14,19 @@ __device__ __forceinline__ A from_lane_after(A value, int distance) {
   return __shfl_down_sync(kAllLanes, value, distance);
 }
 
+template <typename A>
+__device__ __forceinline__ A from_first_lane(A value) {
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
+// The sum over the lanes of a warp; all of them get it.
+template <typename A>
+__device__ __forceinline__ A add_lanes(A value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance >= 1; distance /= 2) value += from_lane_after(value, distance);
+  return from_first_lane(value);
+}
+
 // How two sets of `a` and `b` values are merged (Chan, Golub and LeVeque): the share of the second, and the factor of
 // the squared difference of the means. No share if both are empty.
 template <typename A>
@@ -27,6 +40,7 @@ struct Shares {
 // Mean and sum of squared deviations.
 template <typename A>
 struct Moments {
+  using Scalar = A;
   static constexpr bool kCounted = true;
   A mean;
   A m2;
@@ -44,6 +58,7 @@ struct Moments {
 // Two sums, to which counts do not matter: of a part of any reduction, and of gradients at every level.
 template <typename A>
 struct Sums {
+  using Scalar = A;
   static constexpr bool kCounted = false;
   A first;
   A second;
@@ -58,11 +73,13 @@ struct Sums {
   }
 };
 
-// Merges `values`, W sums over `count` values each, with those of the lane `distance` after.
-template <int W, typename S, typename A>
-__device__ __forceinline__ void merge_lanes(S (&values)[W], A& count, int distance) {
-  const A other = S::kCounted ? from_lane_after(count, distance) : A(0);
-  const Shares<A> shares(count, other);
+// Merges `values`, W sums over `count` values each, with those of the lane `distance` after. Here and below, a count
+// can be an integer, which is exact beyond 2^24.
+template <int W, typename S, typename Count>
+__device__ __forceinline__ void merge_lanes(S (&values)[W], Count& count, int distance) {
+  using A = typename S::Scalar;
+  const Count other = S::kCounted ? from_lane_after(count, distance) : Count(0);
+  const Shares<A> shares(static_cast<A>(count), static_cast<A>(other));
 #pragma unroll
   for (int w = 0; w < W; ++w) values[w].merge(values[w].of_lane_after(distance), shares);
   count += other;
@@ -75,16 +92,35 @@ __device__ __forceinline__ void reduce_warp(S (&values)[W], A& count, int stride
   for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// Merges all lanes in less machine code: for sums that divide in double.
+// The same with a stride of one, in less machine code: for merges that divide.
 template <typename S, typename A>
 __device__ __forceinline__ void reduce_warp_in_a_loop(S (&values)[1], A& count) {
 #pragma unroll 1
   for (int distance = kWarp / 2; distance >= 1; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// Merges the sums of all threads of the block; the result is that of thread 0.
+// What the first lane of each warp has, for the first threads of the block, one for each warp; S{} for the others.
+template <typename S>
+__device__ __forceinline__ S share_warps(const S& own) {
+  __shared__ S of_warps[kThreads / kWarp];
+  const int thread = thread_index(), warps = blockDim.x * blockDim.y / kWarp;
+  if (thread % kWarp == 0) of_warps[thread / kWarp] = own;
+  __syncthreads();
+  const S found = thread < warps ? of_warps[thread] : S{};
+  __syncthreads();  // before the next call writes there
+  return found;
+}
+
+template <typename S, typename A>
+struct Counted {
+  S value;
+  A count;
+};
+
+// Merges the sums of all threads of the block, of which the first `threads` have any; the result is that of thread 0.
+// The other warps do nothing: consumer cards take 64 times as long for arithmetic in double as for that in float.
 template <bool kInALoop = false, typename S, typename A>
-__device__ void reduce_block(S& value, A& count) {
+__device__ void reduce_block(S& value, A& count, int64_t threads = kThreads) {
   const auto reduce = [](S(&values)[1], A& values_count) {
     if constexpr (kInALoop) {
       reduce_warp_in_a_loop(values, values_count);
@@ -92,24 +128,14 @@ __device__ void reduce_block(S& value, A& count) {
       reduce_warp(values, values_count, 1);
     }
   };
-  __shared__ S values[kThreads / kWarp];
-  __shared__ A counts[kThreads / kWarp];
-  const int thread = thread_index(), lane = thread % kWarp, warp = thread / kWarp;
-  const int warps = blockDim.x * blockDim.y / kWarp;
   S single[1] = {value};
+  if (thread_index() / kWarp * kWarp < threads) reduce(single, count);
+  const Counted<S, A> of_warp = share_warps(Counted<S, A>{single[0], count});
+  if (thread_index() >= kWarp) return;
+  single[0] = of_warp.value;
+  count = of_warp.count;
   reduce(single, count);
-  if (lane == 0) {
-    values[warp] = single[0];
-    counts[warp] = count;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    single[0] = lane < warps ? values[lane] : S{};
-    count = lane < warps ? counts[lane] : 0;
-    reduce(single, count);
-  }
   value = single[0];
-  __syncthreads();  // before the next call writes there
 }
 
 // Counts `counter` up, or from `highest` to zero, and returns what it was: what this thread wrote or has seen before is
@@ -132,7 +158,7 @@ __device__ inline unsigned count_up(unsigned* counter, unsigned highest) {
 // The barrier orders what the threads of a block wrote before thread 0's increment. That is a release, which makes it
 // visible to all blocks, also what thread 0 knows of only by the barrier; and an acquire: the block that draws the last
 // number is after all other increments, and the second barrier orders the reads of its threads after that. It reads
-// with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_handshake.py tries all interleavings.
+// with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_cuda_emulated.py holds these steps.
 // The counter wraps to zero at the last increment, so the next kernel on the stream finds it as this one did.
 __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   __shared__ bool last;
@@ -173,16 +199,17 @@ __device__ inline bool merge_parts(Sums<double>& sums, const Planar& plan, int64
   if (!arrives_last(scratch.tickets + channel, parts)) return false;
   sums = add_partials<4>(scratch.partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
   double count = 0;
-  reduce_block(sums, count);
+  reduce_block(sums, count, parts);
   return true;
 }
 
 // Interleaved: merges the sums that the threads of a block have for their W channels; the result for channel t of the
 // tile is that of thread t.
-template <int W, typename S, typename A>
-__device__ S reduce_rows(S (&values)[W], A& count) {
+template <int W, typename S, typename Count>
+__device__ S reduce_rows(S (&values)[W], Count& count) {
+  using A = typename S::Scalar;
   __shared__ S rows[kThreads / kWarp][kTileChannels<W>];
-  __shared__ A counts[kThreads / kWarp];
+  __shared__ Count counts[kThreads / kWarp];
   const int thread = thread_index(), lane = thread % kWarp, warp = thread / kWarp;
   const int columns = blockDim.x, warps = blockDim.x * blockDim.y / kWarp;
   reduce_warp(values, count, columns);
@@ -196,7 +223,7 @@ __device__ S reduce_rows(S (&values)[W], A& count) {
   count = 0;
   if (thread < columns * W) {
     for (int i = 0; i < warps; ++i) {
-      result.merge(rows[i][thread], Shares<A>(count, counts[i]));
+      result.merge(rows[i][thread], Shares<A>(static_cast<A>(count), static_cast<A>(counts[i])));
       count += counts[i];
     }
   }

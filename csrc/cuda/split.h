@@ -40,8 +40,8 @@ constexpr int kBatch = 4;
 constexpr int64_t kFewestSlots = kBatch + kBatch / 2;
 // Partial results that a thread of the last block to arrive has under way, where there are many.
 constexpr int kMergeAhead = 8;
-// Values of a row and samples that a planar part has at most.
-constexpr int64_t kMostOfPart = int64_t(1) << 30;
+// Values of a planar row, slots of a planar channel, and rows of an interleaved part at most.
+constexpr int64_t kMost = int64_t(1) << 30;
 
 // The smallest power of two from `value` on, in [low, high], which are powers of two.
 inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
@@ -50,16 +50,30 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
   return power;
 }
 
-// `count` things in `parts` ranges of nearly the same length. Divided by the host: a division takes a thread longer
-// than all else it does before its first load.
-struct Ranges {
-  int64_t length;
-  int64_t longer;  // so many, the first ones, are longer by one
+// How `count` things, slots or rows, are shared out over `parts` blocks of `threads`.
+//
+// In ranges of nearly the same length for passes of more blocks than run at a time. In turns for those that all run
+// together: each part takes as many as it has threads, then the next part, and so on round and round. So a reduction
+// goes over all of the tensor in the order of memory, and the cache keeps its end, where the next pass begins; of parts
+// that are ranges it would keep the end of each. Divided by the host: a division takes a thread longer than all else it
+// does before its first load.
+struct Sharing {
+  int64_t count;
+  int64_t length;  // of a range, or of a turn
+  int64_t longer;  // so many ranges, the first ones, are longer by one
+  int64_t step;    // from one of a thread to its next
+  bool in_turns;
 
-  Ranges(int64_t count, int64_t parts) : length(count / parts), longer(count % parts) {}
+  Sharing(int64_t count, int64_t parts, int64_t threads, bool in_turns)
+      : count(count),
+        length(in_turns ? threads : count / parts),
+        longer(in_turns ? 0 : count % parts),
+        step(in_turns ? parts * threads : threads),
+        in_turns(in_turns) {}
   BAGUA_SYNCBN_HOST_DEVICE int64_t begin_of(int64_t part) const {
     return part * length + (part < longer ? part : longer);
   }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t end_of(int64_t part) const { return in_turns ? count : begin_of(part + 1); }
 };
 
 // Blocks run in about the order of x, then y, then z, which is that of memory.
@@ -67,28 +81,29 @@ struct Grid {
   int64_t x, y, z;
 };
 
-// Planar. A row of `inner` values lies in `slots` slots of the kernel's width, which are aligned; the first and the
-// last slot of a row may be cut short by its ends. A part is a range of samples and a range of slots.
+// Planar. The values of a channel lie in slots of the kernel's width, which are aligned: `slots` for the row of each
+// sample, of which the first and the last may be cut short by its ends. A block has some of all slots of a channel.
 struct Planar {
   int64_t batch;
   int64_t channels;
   int64_t inner;
   int64_t slots;
-  int64_t along_batch;
-  int64_t along_inner;
-  int64_t columns;                             // threads along a row
-  int64_t rows;                                // threads across rows
-  int64_t step = 0;                            // from a row of a thread to its next
+  int64_t number;   // of parts
+  int64_t threads;  // of a block
+  Sharing sharing{1, 1, 1, false};
+  uint32_t inverse = 0;                        // 2^32 / slots, to divide by
+  int slots_on = 0, rows_on = 0;               // from a slot of a thread to its next
+  int64_t values_on = 0;                       // those rows
+  int64_t row_step = 0;                        // from a row of a channel to its next
   int misaligned = 0;                          // by so many values the tensor begins after an aligned slot
   bool cut_before = false, cut_after = false;  // whether its first slot begins before it, its last ends after it
-  Ranges samples_of_part{1, 1};
-  Ranges slots_of_part{1, 1};
 
-  BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return along_batch * along_inner; }
-  Grid grid() const { return {channels, along_inner, along_batch}; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return number; }
+  Grid grid() const { return {channels, number, 1}; }
+  Grid block() const { return {threads, 1, 1}; }
 };
 
-// Interleaved. A block has a tile of channels and a range of rows.
+// Interleaved. A block has a tile of channels and some of the rows.
 struct Interleaved {
   int64_t height;  // rows of the tensor
   int64_t channels;
@@ -96,11 +111,12 @@ struct Interleaved {
   int64_t row_parts;
   int64_t columns;  // threads along a row
   int64_t rows;     // threads across rows
-  Ranges rows_of_part{1, 1};
+  Sharing sharing{1, 1, 1, false};
   int64_t step = 0;  // from a slot of a thread to its next
 
   BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return row_parts; }
   Grid grid() const { return {tiles, row_parts, 1}; }
+  Grid block() const { return {columns, rows, 1}; }
 };
 
 // Planar, a group of channels in a block: so many that they begin and end at multiples of the kernel's width in every
@@ -138,44 +154,31 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
 }
 
 inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pass pass) {
-  Planar plan{g.batch, g.channels, g.inner, 0, 1, 1, 1, 1};
   const bool aligned = misaligned == 0 && g.inner % width == 0;
+  const int64_t slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width), all = g.batch * slots;
+  Planar plan{g.batch, g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, pass), kThreads};
+  // Where blocks fill the card, small ones, so that a thread has something to do beside beginning and ending.
+  const int64_t slots_of_thread = plan.parts() * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
+  plan.threads = power_of_two(ceil_div(ceil_div(all, plan.parts()), slots_of_thread), kWarp, kThreads);
+  plan.sharing = {all, plan.parts(), plan.threads, pass == Pass::kReduction};
+  plan.inverse = static_cast<uint32_t>(UINT32_MAX / slots);
+  plan.slots_on = static_cast<int>(plan.sharing.step % slots);
+  plan.rows_on = static_cast<int>(plan.sharing.step / slots);
+  plan.row_step = g.channels * g.inner;
+  plan.values_on = plan.rows_on * plan.row_step;
   plan.misaligned = misaligned;
   plan.cut_before = misaligned != 0;
   plan.cut_after = (misaligned + g.batch * g.channels * g.inner) % width != 0;
-  plan.slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
-  const int64_t parts = parts_of(g.channels, g.batch * plan.slots / kThreads, width, pass);
-  // As many samples in each part, but for the last ones: one more would make a part of two samples half as long again.
-  plan.along_batch = parts < g.batch ? ceil_div(g.batch, g.batch / parts) : g.batch;
-  plan.along_inner = std::clamp<int64_t>(ceil_div(parts, plan.along_batch), 1, plan.slots);
-  plan.samples_of_part = {plan.batch, plan.along_batch};
-  plan.slots_of_part = {plan.slots, plan.along_inner};
-  const int64_t part_slots = ceil_div(plan.slots, plan.along_inner);
-  const int64_t part_rows = ceil_div(g.batch, plan.along_batch);
-  // Where blocks fill the card, small ones, so that a thread has something to do beside beginning and ending.
-  const int64_t slots_of_thread = plan.parts() * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
-  const int64_t threads = power_of_two(ceil_div(part_slots * part_rows, slots_of_thread), kWarp, kThreads);
-  // As many along a row as leave the fewest without a slot.
-  const auto slots_with = [&](int64_t columns) {
-    return ceil_div(part_slots, columns) * ceil_div(part_rows, threads / columns);
-  };
-  plan.columns = power_of_two(part_slots, 1, threads);
-  for (int64_t fewer = plan.columns / 2; fewer >= kLineBytes / kVectorBytes; fewer /= 2) {
-    if (slots_with(fewer) < slots_with(plan.columns)) plan.columns = fewer;
-  }
-  plan.rows = threads / plan.columns;
-  plan.step = plan.rows * g.channels * g.inner;
   return plan;
 }
 
-// Whether a part is so small that a thread can count in 32 bits; all are that fit the memory of a card.
-inline bool fits(const Planar& plan, int64_t width) {
-  const int64_t slots = ceil_div(plan.slots, plan.along_inner), samples = ceil_div(plan.batch, plan.along_batch);
-  return slots * width < kMostOfPart && samples < kMostOfPart;
+// Whether a thread can count in 32 bits, which it can for all that fits the memory of a card.
+inline bool fits(const Planar& plan) {
+  return plan.inner <= kMost && plan.batch < kMost && plan.batch * plan.slots < kMost;
 }
 
-inline bool fits(const Interleaved& plan, int64_t) {
-  return ceil_div(plan.height, plan.row_parts) < kMostOfPart;
+inline bool fits(const Interleaved& plan) {
+  return ceil_div(plan.height, plan.row_parts) < kMost;
 }
 
 // Parts of a tile from which on merging them costs more than it saves: of `batches` batches a thread in all, each part
@@ -199,8 +202,8 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t v
     const int64_t worth = parts_worth_merging(slots_of_thread / kBatch, threads / (plan.columns * width));
     plan.row_parts = std::min({plan.row_parts, worth, std::max<int64_t>(1, kReduceRowBlocks / plan.tiles)});
   }
-  plan.rows_of_part = {plan.height, plan.row_parts};
-  plan.step = plan.rows * plan.channels;
+  plan.sharing = {plan.height, plan.row_parts, plan.rows, pass == Pass::kReduction && plan.height < kMost};
+  plan.step = plan.sharing.step * plan.channels;
   return plan;
 }
 
@@ -208,10 +211,16 @@ inline Grouped split_grouped(const Geometry& g, int64_t width) {
   const int64_t group = width / std::gcd(width, g.inner), columns = group * g.inner / width;
   const int64_t batches = ceil_div(g.batch, kBatch * std::max<int64_t>(1, kThreads / columns));
   const int64_t rows = ceil_div(g.batch, kBatch * batches);
-  return {
-      {g.batch, g.channels * g.inner, g.channels / group, 1, columns, rows, {g.batch, 1}, rows * g.channels * g.inner},
-      group,
-      g.inner};
+  return {{g.batch,
+           g.channels * g.inner,
+           g.channels / group,
+           1,
+           columns,
+           rows,
+           {g.batch, 1, rows, false},
+           rows * g.channels * g.inner},
+          group,
+          g.inner};
 }
 
 // Whether a reduction takes groups: of rows that are not aligned by themselves, where a block has room for a group, and

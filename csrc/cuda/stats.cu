@@ -37,6 +37,22 @@ __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t
   if (c == 0) pack_count(packed, channels, count, words);
 }
 
+// The values of a warp: their number, and their moments about a center, which is one of them.
+template <typename A>
+struct Warp {
+  A center, mean, m2, count;
+};
+
+// Merges the sums of its lanes, each about a center of its own. Not in double, see reduce_block(): and it costs no
+// precision, since mean and squares are again those of deviations from one of the values.
+template <typename A>
+__device__ __forceinline__ Warp<A> merge_warp(const Sums<A>& sums, A center, A count) {
+  const A pivot = from_first_lane(center), distance = center - pivot, all = add_lanes(count);
+  const A mean = add_lanes(sums.first + count * distance) / max(all, A(1));
+  const A own = count > 0 ? sums.first / count : 0, difference = distance + own - mean;
+  return {pivot, mean, add_lanes(sums.second - sums.first * own + count * difference * difference), all};
+}
+
 template <typename T, int W, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, 4)
     planar_stats(Planar plan, const T* x, A* packed, Words words, Scratch scratch) {
@@ -52,9 +68,12 @@ __global__ void __launch_bounds__(kThreads, 4)
   };
   bool more = !walk.done();
   unsigned valid = load();
-  const T first_of_channel = x[walk.channel * plan.inner];  // waited for after the loop
-  // A slot that is cut short at its beginning is not at its end: no row is so short.
-  const T own_first = slots[0].first == 0 ? packs[0].values[0] : packs[0].values[W - 1];
+  const T first_of_channel = x[walk.channel * plan.inner];
+  // A slot that is cut short at its beginning is not at its end: no row is so short. The last one of a row can be
+  // empty.
+  const T own_first = slots[0].last <= 0    ? first_of_channel
+                      : slots[0].first == 0 ? packs[0].values[0]
+                                            : packs[0].values[W - 1];
   const A center = widen(own_first);
   Sums<A> sums{0, 0};
   int count = 0;
@@ -71,10 +90,16 @@ __global__ void __launch_bounds__(kThreads, 4)
     more = !walk.done();
     valid = load();
   }
+  const Warp<A> warp = share_warps(merge_warp(sums, center, static_cast<A>(count)));
   const double origin = widen(first_of_channel);
-  Sums<double> total = sums_about_origin(sums, static_cast<double>(center) - origin, double(count));
-  double unused = 0;
-  reduce_block(total, unused);
+  Sums<double> total{0, 0};
+  if (thread_index() < kWarp) {
+    const double mean = static_cast<double>(warp.center) + static_cast<double>(warp.mean);
+    Sums<double> of_warps[1] = {sums_about(origin, mean, warp.m2, warp.count)};
+    double unused = 0;
+    reduce_warp(of_warps, unused, 1);
+    total = of_warps[0];
+  }
   if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
   if (thread_index() == 0)
     write_stats(packed, plan.channels, walk.channel, origin, total, plan.batch * plan.inner, words);
@@ -121,9 +146,15 @@ __device__ __forceinline__ A add_columns(InterleavedWalk<W>& walk, const T* x, A
   return count;
 }
 
+// Blocks for which a multiprocessor has the registers: with more the compiler spills. 0: as many as it sees fit.
+template <typename T>
+constexpr int kResident = sizeof(T) == 8   ? 3
+                          : sizeof(T) == 4 ? 4
+                                           : 0;
+
 // One count and one division serve all W channels of a thread.
 template <typename T, int W, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 0)
+__global__ void __launch_bounds__(kThreads, kResident<T>)
     interleaved_stats(Interleaved plan, const T* x, A* packed, Words words, Scratch scratch) {
   InterleavedWalk<W> walk(plan, false);
   const int64_t channel = walk.tile_begin + thread_index();
@@ -150,8 +181,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 0)
     moments[w] = {centers[w] - pivots[threadIdx.x * W + w] + mean, sums[w].second - sums[w].first * mean};
   }
   const Moments<A> sum = reduce_rows<W>(moments, count);
-  const double pivot = has_channel ? pivots[thread_index()] : A(0), origin = widen(own_origin);
-  Sums<double> total = sums_about(origin, pivot + sum.mean, sum.m2, count);
+  const double origin = widen(own_origin);
+  Sums<double> total{0, 0};
+  if (has_channel) total = sums_about(origin, static_cast<double>(pivots[thread_index()]) + sum.mean, sum.m2, count);
   if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
   write_stats(packed, plan.channels, channel, origin, total, plan.height, words);
 }

@@ -102,13 +102,11 @@ struct Place {
         z(reversed ? gridDim.z - 1 - blockIdx.z : blockIdx.z) {}
 };
 
-// Planar: block (channel, slots of a part, samples of a part). Threads go `columns` slots along a row and `rows`
-// samples at a time.
+// Planar: block (channel, part). Threads take slots of the channel in turn, sample by sample. Of two parts of two
+// threads, in turns, where a row has seven slots:
 //
-//   part: samples n0 .. n1, slots k0 .. k1           columns = 4, rows = 2
-//     sample n0      | t0 t1 t2 t3 t0 t1 t2 t3 |
-//     sample n0 + 1  | t4 t5 t6 t7 t4 t5 t6 t7 |
-//     sample n0 + 2  | t0 t1 t2 t3 t0 t1 t2 t3 |
+//     sample 0  | a0 a1 b0 b1 a0 a1 b0 |
+//     sample 1  | b1 a0 a1 b0 b1 a0 a1 |
 template <int W>
 class PlanarWalk {
  public:
@@ -118,60 +116,50 @@ class PlanarWalk {
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
     channel = place.x;
-    const unsigned b = place.z, i = place.y;
-    part = b * gridDim.y + i;
-    const bool first = place.x + i + b == 0;
-    const bool last = place.x == gridDim.x - 1 && i == gridDim.y - 1 && b == gridDim.z - 1;
-    whole_ = !(first && plan.cut_before) && !(last && plan.cut_after);
-    const int64_t sample = plan.samples_of_part.begin_of(b), slot = plan.slots_of_part.begin_of(i);
-    slots_ = static_cast<int>(plan.slots_of_part.begin_of(i + 1) - slot);
-    const int64_t row = (sample * plan.channels + channel) * plan.inner;
-    const int64_t start = row + slot * W - offset_in_slot(row);
-    first_value_ = min(max(start, row), row + plan.inner - 1);
-    row_begin_ = slot == 0 ? 0 : INT32_MIN;
-    row_end_ = static_cast<int>(min(plan.inner - slot * W, int64_t(kMostOfPart)));
-    slot_ = threadIdx.x;
-    left_ = slot_ < slots_ ? static_cast<int>(plan.samples_of_part.begin_of(b + 1) - sample) - int(threadIdx.y) : 0;
-    offset_ = row + slot * W + threadIdx.y * plan.channels * plan.inner;
+    part = place.y;
+    const auto begin = static_cast<unsigned>(plan.sharing.begin_of(part));
+    const auto end = static_cast<unsigned>(plan.sharing.end_of(part));
+    whole_ = !(plan.cut_before && place.x + place.y == 0) &&
+             !(plan.cut_after && place.x == gridDim.x - 1 && end == plan.sharing.count);
+    const unsigned first = begin + threadIdx.x;
+    left_ = static_cast<int>(end - first);
+    // At most one less than the quotient, since `first` is less than 2^31.
+    const unsigned sample = __umulhi(first, plan.inverse), slot = first - sample * static_cast<unsigned>(plan.slots);
+    const bool more = slot >= plan.slots;
+    sample_ = static_cast<int>(sample + more);
+    slot_ = static_cast<int>(slot - (more ? plan.slots : 0));
+    offset_ = (sample_ * plan.channels + channel) * plan.inner;
   }
-
-  // A value of the part, the same for all threads; of the row next to it if the part has none.
-  __device__ int64_t first_value() const { return first_value_; }
 
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
-  // Samples of the part from that of the next slot on; none or less when there are no more.
-  __device__ __forceinline__ int left() const { return left_; }
+  // The sample of the next slot.
+  __device__ __forceinline__ int64_t place() const { return sample_; }
 
   // Whether every slot of the part lies in the tensor with all its values, those of neighbouring rows included.
   __device__ __forceinline__ bool whole() const { return whole_; }
 
   // The next slot; one without values when there are no more. Without a branch: all slots of a batch are found at once.
   __device__ __forceinline__ Slot<W> next() {
-    const int shift = offset_in_slot(offset_);
-    const int begin = slot_ * W - shift;
-    const Slot<W> slot{offset_ + begin, begin < row_begin_ ? shift : 0, done() ? 0 : min(row_end_ - begin, W)};
-    slot_ += blockDim.x;
-    const bool across = slot_ >= slots_;
-    slot_ = across ? threadIdx.x : slot_;
-    left_ -= across ? blockDim.y : 0;
-    offset_ += across ? plan_.step : 0;
+    // The row begins so far into its first slot.
+    const int shift = W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(offset_) + plan_.misaligned) % W);
+    const int begin = slot_ * W - shift, rest = static_cast<int>(plan_.inner) - begin;
+    const Slot<W> slot{offset_ + begin, begin < 0 ? shift : 0, done() ? 0 : min(rest, W)};
+    slot_ += plan_.slots_on;
+    const bool across = slot_ >= static_cast<int>(plan_.slots);
+    slot_ -= across ? static_cast<int>(plan_.slots) : 0;
+    sample_ += plan_.rows_on + across;
+    offset_ += plan_.values_on + (across ? plan_.row_step : 0);
+    left_ -= static_cast<int>(plan_.sharing.step);
     return slot;
   }
 
  private:
-  // How far into its slot the row that begins at `row` begins, or anything a number of slots after it.
-  __device__ __forceinline__ int offset_in_slot(int64_t row) const {
-    return W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(row) + plan_.misaligned) % W);
-  }
-
   const Planar& plan_;
   bool whole_;
-  int64_t first_value_;
-  // Only the offset of the part in the row does not fit 32 bits: next() is most of what a thread does.
-  int64_t offset_;
-  int row_begin_, row_end_;  // of its values, from where the part begins
-  int slot_, slots_, left_;  // rows that are left
+  int64_t offset_;  // of the row
+  int sample_, slot_;
+  int left_;  // slots of the part from the next one on
 };
 
 // Interleaved: block (tile, part). A thread has the same W channels in every row.
@@ -193,8 +181,9 @@ class InterleavedWalk {
     tile_begin = place.x * plan.columns * W;
     channel = tile_begin + threadIdx.x * W;
     active = channel < plan.channels;
-    const int64_t row = plan.rows_of_part.begin_of(part);
-    left_ = active ? static_cast<int>(plan.rows_of_part.begin_of(part + 1) - row) - int(threadIdx.y) : 0;
+    const int64_t row = plan.sharing.begin_of(part);
+    end_ = plan.sharing.end_of(part);
+    left_ = active ? static_cast<int>(end_ - row) - int(threadIdx.y) : 0;
     offset_ = (row + threadIdx.y) * plan.channels + channel;
   }
 
@@ -202,21 +191,21 @@ class InterleavedWalk {
   __device__ __forceinline__ int64_t first_channel() const { return tile_begin; }  // of the block
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
-  // Rows of the part from that of the next slot on; none or less when there are no more.
-  __device__ __forceinline__ int left() const { return left_; }
+  // The row of the next slot.
+  __device__ __forceinline__ int64_t place() const { return end_ - left_; }
 
   // The offset of the next slot, or -1 when there are no more.
   __device__ __forceinline__ int64_t next() {
     const int64_t offset = done() ? -1 : offset_;
-    left_ -= blockDim.y;
+    left_ -= static_cast<int>(plan_.sharing.step);
     offset_ += plan_.step;
     return offset;
   }
 
  private:
   const Interleaved& plan_;
-  int64_t offset_;
-  int left_;
+  int64_t offset_, end_;
+  int left_;  // rows of the part from the next one on
 };
 
 // The first `columns` of a thread's columns are of one channel of a group, the rest of the next one, if there is.

@@ -250,6 +250,12 @@ def test_statistics_survive_data_that_drifts_and_has_outliers(emulated, shape):
     torch.testing.assert_close(packed.double(), reference.batch_norm_stats(input.double()), rtol=2e-5, atol=0)
 
 
+def test_statistics_survive_a_large_mean_where_the_last_slot_of_some_rows_is_empty(emulated):
+    input = torch.randn(20, 3, 1003) * 1e-2 + 1e3
+    packed = emulated.batch_norm_stats(input)
+    torch.testing.assert_close(packed.double(), reference.batch_norm_stats(input.double()), rtol=2e-7, atol=0)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("shape", [(5, 4, 33), (1, 3, 20000), (70, 33), (3000, 8)])
@@ -352,7 +358,7 @@ def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
     """No card has the memory for them. Nothing is read: the buffers hold less than is said here."""
     header = emulated._header(0, {"input": torch.ones(2, 3, 8)})
     header[3:6] = sizes
-    with pytest.raises(EmulationError, match="more than 2\\^30 values, samples or rows"):
+    with pytest.raises(EmulationError, match="more than 2\\^30 values in a row, slots of a channel, or rows"):
         emulated._call([*header, 0, 0, 0], [0.0], [(torch.ones(8), 0), NO_BUFFER, (torch.zeros(8), 0)])
 
 
@@ -368,7 +374,7 @@ def test_the_last_block_has_seen_what_all_others_wrote():
 # A bug of each kind that the emulator itself has to see, in which kernel it shows, and the error if one is certain.
 PLANTED = {
     "no barrier between warps": ("stats", "reduce.cuh",
-        "    counts[warp] = count;\n  }\n  __syncthreads();", "    counts[warp] = count;\n  }", None),
+        "of_warps[thread / kWarp] = own;\n  __syncthreads();", "of_warps[thread / kWarp] = own;", None),
     "a lane missing in the mask": ("stats", "reduce.cuh", "0xffffffffu", "0x7fffffffu", "shuffle"),
     "one ticket too many": ("stats", "reduce.cuh",
         "static_cast<unsigned>(parts - 1)", "static_cast<unsigned>(parts)", "ticket counter is not zero"),

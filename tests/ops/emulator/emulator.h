@@ -86,7 +86,14 @@ T __shfl_down_sync(unsigned mask, T value, int distance) {
   std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int lane) {
+  return __shfl_down_sync(mask, value, lane - static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) % 32);
+}
 
 inline int __popc(unsigned value) {
   return __builtin_popcount(value);
+}
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(uint64_t(a) * b >> 32);
 }
