@@ -286,9 +286,16 @@ def _is_recorded(input: Tensor) -> bool:
     return is_traced or is_transforming()
 
 
+_DEFAULTS = list(Options()[2:-1])  # of all options but eps, momentum and the activation
+
+
 def _is_torchs(options: Options) -> bool:
-    """Whether F.batch_norm supports these options. With ``momentum=None`` the host would have to read the factor."""
-    return options.momentum is not None and options.eps_mode == "plus" and not options.skip_nonfinite
+    """Whether F.batch_norm supports these options: it has eps and momentum, and an activation can follow it.
+
+    All others, new ones too, must have their defaults. With ``momentum=None`` the host would have to read the factor.
+    """
+    _, momentum, *others, _ = options
+    return momentum is not None and others == _DEFAULTS
 
 
 def _batch_norm_alone(
