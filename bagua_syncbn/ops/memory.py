@@ -5,7 +5,6 @@ import re
 import torch
 
 _NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
-_OF_SIZE = {"2": torch.float16, "4": torch.float32, "8": torch.float64}
 
 
 def raise_torchs(error: Exception) -> None:
@@ -19,7 +18,7 @@ def raise_torchs(error: Exception) -> None:
         return
     values, itemsize, device = found.groups()
     try:
-        torch.empty(int(values), dtype=_OF_SIZE[itemsize], device=device)
+        torch.empty(int(values), int(itemsize), dtype=torch.uint8, device=device)
     except RuntimeError as torchs:
         raise torchs from None
     if device != "cpu":
