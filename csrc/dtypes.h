@@ -1,8 +1,10 @@
 // The float dtypes that tensors can have: the one list of them, and the type in which their values are computed.
 //
 // A new dtype is a line here, its name in kDTypeNames, and its storage below; widen and narrow in cpu/loops/vectors.inl
-// and cuda/values.cuh; and _INPUT_DTYPES in bagua_syncbn/checks.py. One of a byte takes more: the kernels of cuda/ are
-// bounded for the registers of 8 values in a vector, which then holds 16.
+// and cuda/values.cuh; and _INPUT_DTYPES in bagua_syncbn/checks.py. One that ATen's batch normalization does not take
+// is refused in _torch_takes in functional.py and _takes in ops/aten.py. One of a byte takes its size in allocate.h,
+// too, and vectors of 8 bytes in cuda/values.cuh and cuda/walk.cuh: of 16 values a batch has more than the 32 bits in
+// which kernels note which of them count, and threads more than their registers hold.
 #pragma once
 
 #include <cstdint>
