@@ -286,7 +286,7 @@ def _is_recorded(input: Tensor) -> bool:
     return is_traced or is_transforming()
 
 
-_DEFAULTS = list(Options()[2:-1])  # of all options but eps, momentum and the activation
+_DEFAULTS = list(Options()[2:-1])  # all options but eps, momentum and the activation
 
 
 def _is_torchs(options: Options) -> bool:

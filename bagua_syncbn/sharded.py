@@ -147,7 +147,7 @@ def _sharded_dim(placement: Placement, dims: int) -> int | None:
         return None
     if placement.is_partial():
         raise TypeError(f"input: expected a DTensor that is sharded or replicated, got {placement}; redistribute it")
-    return int(placement.dim) % dims  # type: ignore[attr-defined]  # of Shard and _StridedShard
+    return int(placement.dim) % dims  # type: ignore[attr-defined]  # Shard and _StridedShard have it
 
 
 def _told(tensor: Tensor) -> str:

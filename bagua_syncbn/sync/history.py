@@ -23,8 +23,8 @@ class CallHistory:
 
     def __init__(self, compiled: set[int]) -> None:
         self.calls = 0
-        self.number = 1  # of the next call, as a header has it; never 0, which stands for compiled code
-        self.device: torch.device | None = None  # of the messages; None before the first one
+        self.number = 1  # next call's number in headers; never 0, which stands for compiled code
+        self.device: torch.device | None = None  # device of the messages; None before the first one
         self.failure: str | None = None  # the call after which this rank does not know what others expect
         self.pending: Any = None  # PendingError, in case the failure is an error that others may have raised too
         # Kinds whose calls here were compiled. As compiled code does, their eager calls say no more than their options.
@@ -32,7 +32,7 @@ class CallHistory:
         self.last: CallSignature | None = None
         self.step = 0  # hash of the calls of this step
         self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the hash with it
-        self.next: tuple[CallSignature, int] | None = None  # of them, in this place of a step
+        self.next: tuple[CallSignature, int] | None = None  # entry of after_step for this place of a step
         self._after_call: dict[tuple[int, int], CallSignature] = {}
         self._numbers: dict[int, tuple[ref[Any], int]] = {}
         self._callers: Counter[str] = Counter()
@@ -121,7 +121,6 @@ def note_compilation(group_name: str | None, kind: str, *constants: Any) -> None
     compiled.add(word)
 
 
-# Run while torch.compile traces, and not traced: a checkpointed region that is compiled must not change what is outside
-# of it.
+# torch.compile runs it and does not trace it: a checkpointed region that is compiled must not change outside state.
 _untraced: Any = note_compilation
 _untraced._dynamo_marked_constant = True

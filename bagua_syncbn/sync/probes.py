@@ -112,7 +112,7 @@ def resume(history: CallHistory) -> None:
 def codes_of(text: str) -> Tensor:
     """Returns ``text`` as a message."""
     said = text.encode("ascii", "replace").ljust(_TEXT)
-    if len(said) > _TEXT:  # what a long one ends in tells calls apart too
+    if len(said) > _TEXT:  # the end of a long text tells calls apart too
         said = said[: _TEXT // 2 - 5] + b" ... " + said[-_TEXT // 2 :]
     return torch.tensor(list(said), dtype=torch.float32, device="cpu")
 

@@ -156,7 +156,7 @@ class _Verification:
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         self._whole: Any = None
         self._values: dict[str, Tensor] = {}  # values of rank 0 for tensors that differ between ranks
-        self._own_values: dict[str, Tensor] = {}  # those that DistributedDataParallel broadcasts
+        self._own_values: dict[str, Tensor] = {}  # buffers that DistributedDataParallel broadcasts
         self._seen: list[str] = []
 
     def verdict(self) -> Verdict:
@@ -261,7 +261,7 @@ class _Verification:
             names = dict.fromkeys(name for own in found for name in own)
             told = [f"{name} is random: it gives another output for the same input" for name in names]
             self._seen += told or ["the step is random: a second one in one process gives another result"]
-        with suppress(Exception):  # of a layer that cannot be compared; all ranks have it
+        with suppress(Exception):  # a layer that cannot be compared raises on all ranks
             self._step(checks=checks)
         self._seen += checks[0].differ.values()
         if is_random or checks[0].differ or ranks.size == 1:

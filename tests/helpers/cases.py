@@ -59,6 +59,16 @@ class Case:
         return input.to(self.dtype), torch.randn(size, generator=generator).to(self.dtype)
 
 
+# Shapes, each in a layout that :func:`laid_out` takes.
+SHAPES_IN_LAYOUTS = [
+    ((7, 5), "contiguous"),
+    ((3, 4, 33), "transposed"),
+    ((2, 16, 5, 6), "channels_last"),
+    ((2, 3, 5, 6), "sliced"),
+    ((2, 8, 3, 4, 5), "channels_last_3d"),
+]
+
+
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
     """Returns a tensor of the same values in the given layout."""
     if layout == "contiguous":

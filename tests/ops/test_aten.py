@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aten_functions import ATEN
-from cases import laid_out
+from cases import SHAPES_IN_LAYOUTS, laid_out
 from comparison import check_not_finite, check_ops
 from tolerances import assert_close
 from torch import nn
@@ -32,13 +32,7 @@ def called():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "layout"), [
-    ((7, 5), "contiguous"),
-    ((3, 4, 33), "transposed"),
-    ((2, 16, 5, 6), "channels_last"),
-    ((2, 3, 5, 6), "sliced"),
-    ((2, 8, 3, 4, 5), "channels_last_3d"),
-])  # fmt: skip
+@pytest.mark.parametrize(("shape", "layout"), SHAPES_IN_LAYOUTS)
 def test_values_and_gradients_equal_the_reference(called, shape, layout, dtype):
     for parameter_dtype in (torch.float32, torch.float16):
         tensors = ((torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype))

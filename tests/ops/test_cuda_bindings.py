@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from aten_functions import ATEN
-from cases import laid_out
+from cases import SHAPES_IN_LAYOUTS, laid_out
 from comparison import check_act_ops, check_masked_ops, check_ops
 from emulated import find_headers
 from tolerances import assert_close
@@ -39,14 +39,7 @@ def tensors(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "layout"), [
-    ((7, 5), "contiguous"),
-    ((3, 4, 33), "transposed"),
-    ((2, 16, 5, 6), "channels_last"),
-    ((2, 3, 5, 6), "sliced"),
-    ((2, 8, 3, 4, 5), "channels_last_3d"),
-    (SPLIT, "contiguous"),
-])  # fmt: skip
+@pytest.mark.parametrize(("shape", "layout"), [*SHAPES_IN_LAYOUTS, (SPLIT, "contiguous")])
 def test_ops_called_by_torch_equal_the_reference(ops, shape, layout, dtype):
     check_ops(ops, *(laid_out(tensor, layout) for tensor in tensors(shape, dtype)), torch.float32)
 
