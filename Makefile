@@ -104,7 +104,7 @@ bench-results: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json --charts docs/charts
 	$(BIN)/python -m benchmarks --sections anew --output $(RESULTS)/anew.json
 	$(BIN)/python -m benchmarks --sections compiled --ranks 2 --seconds 40 --output $(RESULTS)/compiled.json
-	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json --charts docs/charts
+	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json --charts docs/charts
 	$(MAKE) bench-docs
 

@@ -54,18 +54,6 @@ def machine_table(results: Results) -> str:
     return table(["", ""], rows)
 
 
-def exchange_chapter(results: Results) -> str:
-    """Chart and table of one message, with what they show."""
-    return "\n\n".join([
-        "### One message",
-        "Through shared memory, as ranks of one host exchange small ones on CPU, and by gloo's collectives. Forward\n"
-        "passes gather, backward passes add up. Medians, in brackets the least, in microseconds.",
-        "![Bars for messages of 256 to 65,536 bytes between two ranks: gather and sum, by collectives and through\n"
-        "shared memory](charts/exchange.svg)",
-        exchange_table(results),
-    ])  # fmt: skip
-
-
 # Each with the section that it needs.
 TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "machine": (None, machine_table),
@@ -77,7 +65,6 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "local": ("local", local_table),
     "peers": ("peers", peers_table),
     "exchange": ("exchange", exchange_table),
-    "exchange_chapter": ("exchange", exchange_chapter),
     "headline": ("layers", headline_table),
     "summary": ("layers", summary_table),
     "layers": ("layers", layers_table),
@@ -86,8 +73,8 @@ TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
     "training": ("training", training_table),
 }
 
-# Not for the end of a run: tables with a row for each case, and what is for a page alone.
-DETAILS = ("ops", "local", "layers", "phases", "exchange_chapter")
+# Not for the end of a run: tables with a row for each case.
+DETAILS = ("ops", "local", "layers", "phases")
 
 
 def table_names(results: Results) -> list[str]:

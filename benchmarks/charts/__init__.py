@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import exchange, peers, stored
+from . import peers, stored
 from .picture import Picture
 
 CHARTS: dict[str, Callable[[dict[str, Any]], Picture | None]] = {
-    "exchange": exchange.draw,
     "peers": peers.draw,
     "stored": stored.draw,
 }

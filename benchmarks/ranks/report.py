@@ -165,27 +165,26 @@ def compiled_table(results: Results) -> str:
 
 
 def training_table(results: Results) -> str:
-    """Training on digits: step over that of the layer that does not synchronize, and time to a loss."""
-    runs = of_section(results, "training")
+    """Training on digits: step over that of the layer that does not synchronize, with quartiles, and time to a loss."""
+    runs, times = of_section(results, "training"), step_times(results)
+    names = list(dict.fromkeys(name for own in times.values() for name in own))
+    synchronized = [name for name in names if name != "local"]
 
-    def row(ranks: int, name: str, times: dict[str, list[float]]) -> list[str]:
-        own, local = times[name], median(times["local"])
-        low, middle, high = quartiles(own)
+    def step(ranks: int, name: str) -> str:
+        low, middle, high = (time / median(times[ranks]["local"]) for time in quartiles(times[ranks][name]))
+        return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+    def seconds(ranks: int, name: str) -> str:
         reached = [seconds_to_target(case, name) for case in runs if case["ranks"] == ranks]
-        seconds = [value for value in reached if value is not None]
-        shown = "not in every run"
-        if len(seconds) == len(reached):
-            shown = f"{median(seconds):.3g} ({min(seconds):.3g}-{max(seconds):.3g})"
-        return [
-            _marked(ranks, results),
-            name,
-            f"{middle / local:.2f} ({low / local:.2f}-{high / local:.2f})",
-            f"{1e3 / middle:.3g}",
-            shown,
-        ]
+        known = [value for value in reached if value is not None]
+        return f"{median(known):.3g}" if len(known) == len(reached) else "not in every run"
 
-    header = ["ranks", "peer", "step / local", "steps a second", f"seconds to a loss of {TARGET:g}"]
-    return table(header, [row(ranks, name, times) for ranks, times in step_times(results).items() for name in times])
+    def row(ranks: int) -> list[str]:
+        steps = [step(ranks, name) for name in synchronized]
+        return [_marked(ranks, results), *steps, *(seconds(ranks, name) for name in names)]
+
+    header = ["ranks", *(f"{name} / local" for name in synchronized)]
+    return table([*header, *(f"seconds to {TARGET:g}, {name}" for name in names)], map(row, times))
 
 
 def peers_table(results: Results) -> str:
