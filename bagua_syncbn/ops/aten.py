@@ -10,6 +10,7 @@ each channel, and wants the momentum on the host.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ def _takes(input: Tensor, *values: Tensor | None) -> bool:
     return all(v is None or v.shape == input.shape[1:2] or (tuple(v.shape), v.dtype) == fits for v in values)
 
 
+def _has_more(options: Sequence[Any]) -> bool:
+    """Whether one of ``options``, the last arguments of an op, is given: a tensor, or a number that is not 0."""
+    return any(isinstance(option, Tensor) or option for option in options)
+
+
 def _parameter(values: Tensor | None, like: Tensor) -> Tensor | None:
     """Returns ``values`` (C) in the dtype of ``like``: ATen takes parameters of this dtype or that of the input."""
     return None if values is None else values.to(like.dtype).contiguous()
@@ -68,13 +74,9 @@ def batch_norm_elemt(
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
-    mask: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    parameter: float = 0.0,
+    *after: Any,
 ) -> Tensor:
-    if mask is not None or residual is not None or activation or not _takes(input, weight, bias, mean, invstd):
-        after = mask, residual, activation, parameter
+    if _has_more(after) or not _takes(input, weight, bias, mean, invstd):
         return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
     weight, bias = _parameter(weight, mean), _parameter(bias, mean)
     return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # the last is not used
@@ -87,16 +89,10 @@ def batch_norm_backward_reduce(
     invstd: Tensor,
     weight: Tensor | None,
     fingerprint: int | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    parameter: float = 0.0,
-    grad: Tensor | None = None,
+    *through: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if mask is not None or activation or grad is not None or not _takes(input, grad_output, mean, invstd):
-        through = fingerprint, mask, bias, residual, activation, parameter, grad
-        return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, *through)
+    if _has_more(through) or not _takes(input, grad_output, mean, invstd):
+        return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, fingerprint, *through)
     sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, None, True, False, False
     )
@@ -116,15 +112,11 @@ def batch_norm_backward_elemt(
     ranks: int = 1,
     fault: Tensor | None = None,
     call: int = 0,
-    mask: Tensor | None = None,
-    zeroes: bool = False,
-    bias: Tensor | None = None,
-    activation: int = 0,
-    parameter: float = 0.0,
+    *through: Any,
 ) -> Tensor:
-    if mask is not None or activation or not _takes(input, grad_output, weight, mean, invstd):
-        merged, rest = (sums, count, ranks, fault, call), (mask, zeroes, bias, activation, parameter)
-        return reference.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, *merged, *rest)
+    if _has_more(through) or not _takes(input, grad_output, weight, mean, invstd):
+        merged = sums, count, ranks, fault, call
+        return reference.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, *merged, *through)
     means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
     # ATen divides sums by a count of 32 bits, which the values of all ranks may exceed: it gets means, and 1.
     one = torch.ones(1, dtype=torch.int32, device=input.device)
