@@ -3,17 +3,18 @@
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicators import spec_of
 from .conversion.findings import check_module
 from .conversion.freezing import is_frozen
+from .ops import Moments
 from .sync import sum_over_ranks, tell_peers
 
 # Weight of a rank that has counted no batch: invisible beside that of any batch, and the same for all where none has.
@@ -86,7 +87,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
                 "which gives them those of rank 0 in each forward pass; make it with broadcast_buffers=False",
                 stacklevel=2,
             )
-        own = [_statistics_of(name, layer, weight) for name, layer in layers.items()]
+        own = [_moments_of(name, layer, weight) for name, layer in layers.items()]
     except (TypeError, ValueError) as error:
         tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
         raise
@@ -95,17 +96,9 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         return
     merged = merged_over_ranks("merge_statistics", module, layers, own, communicator)
     with torch.no_grad():
-        for layer, statistics in zip(layers.values(), merged, strict=True):
-            layer.running_mean.copy_(statistics.mean)
-            layer.running_var.copy_(statistics.var)
-
-
-class Statistics(NamedTuple):
-    """Mean and variance (C) of what a rank saw of a layer's input, and the weight that they have, a scalar."""
-
-    mean: Tensor
-    var: Tensor
-    weight: Tensor
+        for layer, moments in zip(layers.values(), merged, strict=True):
+            layer.running_mean.copy_(moments.mean)
+            layer.running_var.copy_(moments.var)
 
 
 def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
@@ -120,42 +113,35 @@ def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _statistics_of(name: str, layer: Any, weight: float) -> Statistics:
+def _moments_of(name: str, layer: Any, weight: float) -> Moments:
     mean, var, counter = layer.running_mean.double(), layer.running_var.double(), layer.num_batches_tracked
     if counter is None:
         if layer.momentum is None:
             raise ValueError(
                 f"module: expected num_batches_tracked in a layer with momentum=None, got None in {name!r}"
             )
-        return Statistics(mean, var, mean.new_tensor(weight))
-    return Statistics(mean, var, counter.double().reshape(()).clamp(min=_NO_BATCH) * weight)
+        return Moments(mean, var, mean.new_tensor([weight]))
+    return Moments(mean, var, counter.double().reshape(1).clamp(min=_NO_BATCH) * weight)
 
 
 def merged_over_ranks(
-    what: str, module: nn.Module, layers: Mapping[str, Any], own: Sequence[Statistics], communicator: Any
-) -> list[Statistics]:
-    """Returns for each of ``layers`` the statistics of the mixture of what all ranks have as their ``own``.
+    what: str, module: nn.Module, layers: Mapping[str, Any], own: Sequence[Moments], communicator: Any
+) -> list[Moments]:
+    """Returns for each of ``layers`` the moments of the mixture of what all ranks have as their ``own``.
 
     Raises:
         RuntimeError: ranks make other calls than ``what`` of ``module`` with these layers; a result is not finite.
     """
-    sizes = [statistics.mean.numel() for statistics in own]
+    sizes = [moments.mean.numel() for moments in own]
     layout = zlib.crc32(repr(list(zip(layers, sizes, strict=True))).encode())
     details = f"channels: {sum(sizes)} in {len(sizes)} layers, of names and sizes {layout:08x}"
-    rows = [torch.cat([weight * mean, weight * (var + mean.square()), weight.view(1)]) for mean, var, weight in own]
-    packed = torch.cat([row.to(rows[0].device) for row in rows]) if rows else torch.empty(0, dtype=torch.float64)
+    sums = [moments.as_sums() for moments in own]
+    packed = torch.cat([one.to(sums[0].device) for one in sums]) if sums else torch.empty(0, dtype=torch.float64)
     total = sum_over_ranks(packed, communicator, what, module, details).split([2 * size + 1 for size in sizes])
     merged = list(own)
     if communicator.size > 1:
-        merged = [_mixture_of(row.to(statistics.mean.device)) for row, statistics in zip(total, own, strict=True)]
-    wrong = [name for name, row in zip(layers, merged, strict=True) if not torch.cat(row[:2]).isfinite().all()]
+        merged = [Moments.of_sums(one.to(moments.mean.device)) for one, moments in zip(total, own, strict=True)]
+    wrong = [name for name, moments in zip(layers, merged, strict=True) if not torch.cat(moments).isfinite().all()]
     if wrong:
         raise RuntimeError(f"{what}: expected finite statistics on all ranks, got others in {', '.join(wrong)}")
     return merged
-
-
-def _mixture_of(sums: Tensor) -> Statistics:
-    """Returns the statistics of sums over ranks, zeros where no rank has any."""
-    weight = sums[-1]
-    mean, square = (sums[:-1] / weight.where(weight > 0, 1)).chunk(2)
-    return Statistics(mean, (square - mean.square()).clamp(min=0), weight)

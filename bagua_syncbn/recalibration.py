@@ -16,7 +16,8 @@ from . import ops
 from .communicators import LOCAL, spec_of
 from .conversion.findings import check_module, where_is
 from .masks import masking_of
-from .merging import Statistics, layers_with_statistics, merged_over_ranks
+from .merging import layers_with_statistics, merged_over_ranks
+from .options import Options, options_of
 from .sync import sum_over_ranks, tell_peers
 from .sync_batchnorm import SyncBatchNorm
 
@@ -92,7 +93,7 @@ def recalibrate_statistics(
     except Exception as error:
         tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
         raise
-    own = [Statistics(*accumulator.moments()) for accumulator in accumulators]
+    own = [accumulator.moments() for accumulator in accumulators]
     merged = merged_over_ranks(_NAME, module, layers, own, communicator)
     _set_statistics(layers, merged)
 
@@ -173,17 +174,19 @@ def _adding_to(accumulator: ops.StatisticsAccumulator) -> Callable[..., None]:
     return add
 
 
-def _set_statistics(layers: dict[str, Any], merged: Sequence[Statistics]) -> None:
-    counts = [statistics.weight.item() for statistics in merged]
+def _set_statistics(layers: dict[str, Any], merged: Sequence[ops.Moments]) -> None:
+    counts = [moments.weight.item() for moments in merged]
     if layers and not any(counts):
         raise ValueError("batches: expected at least one that reaches a layer, on some rank, got none")
     kept = [name for name, count in zip(layers, counts, strict=True) if count < 2]
     if kept:
         warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=3)
-    for layer, statistics, count in zip(layers.values(), merged, counts, strict=True):
+    for layer, moments, count in zip(layers.values(), merged, counts, strict=True):
         if count >= 2:
-            layer.running_mean.copy_(statistics.mean)
-            layer.running_var.copy_(statistics.var * (count / (count - 1)))
+            options = options_of(layer) if isinstance(layer, SyncBatchNorm) else Options()
+            # From 0, because the running statistics may be infinite or NaN, which stay by any weight.
+            buffers = ops.Buffers(layer.running_mean.zero_(), layer.running_var.zero_())
+            ops.merge_stats(moments.as_row(), buffers, options._replace(momentum=1.0))
 
 
 @contextmanager

@@ -71,7 +71,7 @@ from .masking import Masking, of_positions
 from .memory import raise_torchs
 from .merge import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
 from .native import KERNELS, prefer_native, recompute_is_cheaper
-from .summing import SUMMED_REST, add_up_stats
+from .summing import SUMMED_REST, Moments, add_up_stats
 from .words import PARTS, WORDS, parts_of, words_of_row
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
@@ -93,6 +93,7 @@ __all__ = [
     "Buffers",
     "Masking",
     "MergedStats",
+    "Moments",
     "StatisticsAccumulator",
     "accumulate_dtype",
     "activation_of",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .gather_stats import merge_dtype, mixture
+from .summing import Moments
 from .words import COUNT_BASE, words_in
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ class StatisticsAccumulator:
             rows = torch.cat([self.row.to(rows), rows])
         self.row = merge_rows(rows)
 
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns mean (C) and biased variance (C) of all batches so far, and their count, a scalar."""
+    def moments(self) -> Moments:
+        """Returns the moments of all batches so far."""
         channels = self.row.size(1) // 2 - 1
-        mean, var, count = self.row[0].split([channels, channels, 2])
-        return mean, var, count[0] + count[1] * COUNT_BASE
+        mean, var, low, high = self.row[0].split([channels, channels, 1, 1])
+        return Moments(mean, var, low + high * COUNT_BASE)
 
     def move_later(self, buffers: Buffers, options: "Options") -> None:
         """Takes what :meth:`move` is to move, and how."""
@@ -84,8 +85,7 @@ def merge_rows(rows: Tensor) -> Tensor:
     means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
     counts = low + high * COUNT_BASE
     total = counts.sum().view(1)
-    mean, var = mixture(means, variances, counts / total.clamp(min=1))
-    return torch.cat([mean, var, total % COUNT_BASE, total.div(COUNT_BASE, rounding_mode="floor")]).unsqueeze(0)
+    return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()
 
 
 def _checked(rows: Tensor) -> Tensor:

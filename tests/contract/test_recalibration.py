@@ -211,6 +211,18 @@ def test_layers_that_no_batch_reaches_keep_their_statistics_and_are_named():
     assert not torch.equal(model["main"].running_mean, before["main.running_mean"])
 
 
+@pytest.mark.parametrize("convert", [False, True])
+def test_statistics_that_were_not_finite_become_those_of_the_batches(convert):
+    model, (batch,) = nn.Sequential(nn.BatchNorm2d(3, momentum=None)).double(), draw([4])
+    if convert:
+        convert_sync_batchnorm(model, skip_nonfinite=True)
+    model[0].running_mean.fill_(torch.nan)
+    model[0].running_var.fill_(torch.inf)
+    recalibrate_statistics(model, [batch])
+    check(model, {"0": (batch.mean((0, 2, 3)), batch.transpose(0, 1).flatten(1).var(1))})
+    assert model[0].num_batches_tracked == 0
+
+
 def test_what_cannot_be_recalibrated_is_refused_and_nothing_has_moved():
     model = nn.Sequential(nn.BatchNorm2d(3)).double()
     before = copy.deepcopy(model.state_dict())
