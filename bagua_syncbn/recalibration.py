@@ -198,6 +198,7 @@ def _all_as_before(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
     groups = [(layer, vars(layer).get("_group_spec")) for layer in layers.values() if isinstance(layer, SyncBatchNorm)]
     buffers = [(layer, dict(layer._buffers)) for layer in layers.values()]
     values = [(buffer, buffer.clone()) for _, own in buffers for buffer in own.values() if buffer is not None]
+    accumulating = [(layer, layer._accumulator) for layer, _ in groups if layer._accumulator is not None]
     with _random_states_as_before(module), _without_compiled_code():
         try:
             for part, _ in modes:  # not by train(), which some modules do more in
@@ -206,6 +207,8 @@ def _all_as_before(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
                 part.broadcast_buffers = False
             for layer, _ in groups:
                 layer.process_group = LOCAL
+            for layer, _ in accumulating:
+                layer._accumulator = None
             yield
         finally:
             for part, mode in modes:
@@ -216,6 +219,8 @@ def _all_as_before(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
                 del layer._group_spec
                 if spec is not None:
                     layer._group_spec = spec
+            for layer, accumulator in accumulating:
+                layer._accumulator = accumulator
             with torch.no_grad():
                 for layer, own in buffers:
                     layer._buffers.update(own)

@@ -17,6 +17,8 @@ from user_layers import BatchNormAct
 
 from bagua_syncbn import (
     SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    accumulate_statistics,
     convert_sync_batchnorm,
     freeze_statistics,
     fuse_activations,
@@ -186,6 +188,17 @@ def test_masked_positions_do_not_count():
         layer.reset_running_stats()
         recalibrate_statistics(layer, [input], forward=forward)
         torch.testing.assert_close((layer.running_mean, layer.running_var), (values.mean(1), values.var(1)))
+
+
+def test_batches_of_a_recalibration_are_no_micro_batches():
+    layer = SyncBatchNorm2d(3, momentum=0.3).double()
+    own, other = draw([4, 3])
+    with accumulate_statistics(layer):
+        layer(own)
+        recalibrate_statistics(layer, [other])
+    expected = other.mean((0, 2, 3)).lerp(own.mean((0, 2, 3)), 0.3)
+    torch.testing.assert_close(layer.running_mean, expected)
+    assert layer.num_batches_tracked == 1
 
 
 def test_compiled_models_are_seen():
