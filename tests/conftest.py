@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def library(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test with the mark ``ranks(n)`` on each of n ranks; with ``new_job=True`` in a job of its own."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    pool, arguments = pyfuncitem._request.getfixturevalue("pool"), pyfuncitem.funcargs
+    test = partial(pyfuncitem.obj, **{name: arguments[name] for name in pyfuncitem._fixtureinfo.argnames})
+    is_new = mark.kwargs.get("new_job", False)
+    if is_new:
+        pool.forget_job()
+    pool.run(test, *mark.args, timeout=mark.kwargs.get("timeout", 120))
+    if is_new:
+        pool.forget_job()
+    return True
 
 
 def pytest_collection_modifyitems(items):

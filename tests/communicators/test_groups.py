@@ -20,22 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
-from bagua_syncbn.communicators import (
-    LOCAL,
-    Communicator,
-    RankGroup,
-    TorchCommunicator,
-    c10d,
-    groups,
-)
+from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, c10d, groups
 
 # Groups by description
 
 
-def ranks_of(process_group):
-    return dist.get_process_group_ranks(sync_group(process_group))
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("process_group", "expected"), [
     (2, [[0, 1], [2, 3]]),
     (1, [[0], [1], [2], [3]]),
@@ -44,189 +34,138 @@ def ranks_of(process_group):
     (((0,), (1, 2, 3)), [[0], [1, 2, 3]]),
     ("node", [[0, 1, 2, 3]]),
 ], ids=str)  # fmt: skip
-def test_each_description_stands_for_its_ranks(pool, process_group, expected):
-    groups_of = {rank: ranks for ranks in expected for rank in ranks}
-    assert pool.run(ranks_of, 4, process_group) == [groups_of[rank] for rank in range(4)]
-    means = pool.run(mean_over, 4, process_group)
-    assert means == pytest.approx([sum(groups_of[rank]) / len(groups_of[rank]) for rank in range(4)])
+def test_each_description_stands_for_its_ranks(process_group, expected):
+    own = next(ranks for ranks in expected if dist.get_rank() in ranks)
+    assert dist.get_process_group_ranks(sync_group(process_group)) == own
+    assert mean_over(process_group) == pytest.approx(sum(own) / len(own))
 
 
-def on_hosts(number):
-    exchanges = []
-    host, exchange = groups._host, c10d.Job.exchange
-
-    def counted(*args):
-        exchanges.append(args)
-        return exchange(*args)
-
-    forget_groups()
-    groups._host = lambda: (f"host {dist.get_rank() % number}", "")
-    c10d.Job.exchange = counted
-    try:
-        return ranks_of("node"), [mean_over("node") for _ in range(3)], len(exchanges)
-    finally:
-        groups._host, c10d.Job.exchange = host, exchange
-        forget_groups()
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_the_ranks_of_a_host_are_asked_for_once(pool, number):
-    for rank, (ranks, means, exchanges) in enumerate(pool.run(on_hosts, 4, number)):
-        assert ranks == list(range(rank % number, 4, number))
-        assert means == [sum(ranks) / len(ranks)] * 3
-        assert exchanges == 1
+def test_the_ranks_of_a_host_are_asked_for_once(number):
+    own = list(range(dist.get_rank() % number, 4, number))
+    forget_groups()
+    with (
+        patch.object(groups, "_host", lambda: (f"host {dist.get_rank() % number}", "")),
+        patch.object(c10d.Job, "exchange", autospec=True, side_effect=c10d.Job.exchange) as exchange,
+    ):
+        assert dist.get_process_group_ranks(sync_group("node")) == own
+        assert [mean_over("node") for _ in range(3)] == [sum(own) / len(own)] * 3
+    assert exchange.call_count == 1
+    forget_groups()
 
 
-def shared():
+@pytest.mark.ranks(4)
+def test_layers_and_copies_share_a_group_that_is_made_once():
     forget_groups()
     known = dist.distributed_c10d._world.pg_names
-    before = len(known)
-    pairs = [[1, 2], [3, 0]]
-    model = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(3)))
-    convert_sync_batchnorm(model, pairs)
-    model(torch.randn(3, 1))
-    copy.deepcopy(model)(torch.randn(3, 1))
-    of_layers = len(known) - before
+    before, pairs = len(known), [[1, 2], [3, 0]]
+    model = convert_sync_batchnorm(nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(3))), pairs)
+    for net in (model, copy.deepcopy(model)):
+        net(torch.randn(3, 1))
+    assert len(known) == before + 1
     assert sync_group(4) is dist.group.WORLD
     assert sync_group(pairs) is sync_group([[0, 3], [2, 1]])
     assert sync_group(pairs) is not communicator_of(pairs).group is communicator_of([[3, 0], [1, 2]]).group
     assert sync_group(2) is sync_group([[0, 1], [2, 3]])
-    return of_layers, len(known) - before
+    assert len(known) == before + 5  # for the layers, of all ranks and of two pairs, and for the user of the two
 
 
-def test_layers_and_copies_share_a_group_that_is_made_once(pool):
-    # For the layers, of all ranks and of two pairs, and for the user of the two.
-    assert pool.run(shared, 4) == [(1, 5)] * 4
-
-
-def alone_together():
-    """Whether each way to say who gives a group that nobody else uses, and that is as the one it stands for."""
+@pytest.mark.ranks(4)
+def test_layers_have_groups_of_their_own_for_each_way_to_name_a_group():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[dist.get_rank() // 2]
+    first = dist.get_rank() // 2 * 2
+    mine = pairs[first // 2]
     kinds = (None, dist.group.WORLD, 4, mine, copy.deepcopy(SyncBatchNorm(1, process_group=mine)).process_group, 2)
     made = [communicator_of(kind).group for kind in (*kinds, [[0, 1], [2, 3]])]
     assert made[0] is made[1] is made[2] is not dist.group.WORLD
     assert made[3] is made[4]
     assert made[5] is made[6]
     assert len({*map(id, made), id(mine)}) == 4
+    assert {dist.get_backend(group) for group in made} == {"gloo"}
+    assert mean_over(mine) == first + 0.5
     exactly = TorchCommunicator(mine)
     layer = SyncBatchNorm(1, process_group=exactly)
     assert layer.process_group is copy.deepcopy(layer).process_group is exactly
     assert exactly.group is mine
+    assert f"process_group=TorchCommunicator(ranks={(first, first + 1)})" in repr(layer)
     with pytest.raises(TypeError, match=r"got TorchCommunicator\(ranks=\(\d, \d\)\), which is one group"):
         pickle.dumps(layer)
-    return {dist.get_backend(group) for group in made}, repr(layer)
 
 
-def test_layers_have_groups_of_their_own(pool):
-    for rank, (backends, text) in enumerate(pool.run(alone_together, 4)):
-        assert backends == {"gloo"}
-        assert f"process_group=TorchCommunicator(ranks={(rank // 2 * 2, rank // 2 * 2 + 1)})" in text
-
-
-def in_different_numbers_of_groups():
+@pytest.mark.ranks(3)
+def test_members_alone_make_the_groups_of_their_layers():
     """Rank 0 is in more groups than rank 1; members make the group of the layers, in whatever order."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return [mean_over(first)]
-    if dist.get_rank() == 2:
-        return [mean_over(second)]
-    return [mean_over(second), mean_over(first)]
+    own = {0: [(second, 1.0), (first, 0.5)], 1: [(first, 0.5)], 2: [(second, 1.0)]}[dist.get_rank()]
+    assert [mean_over(group) for group, _ in own] == [mean for _, mean in own]
 
 
-def test_members_alone_make_the_groups_of_their_layers(pool):
-    assert pool.run(in_different_numbers_of_groups, 3) == [[1.0, 0.5], [0.5], [1.0]]
+STEPS, THREADS = 4, 4
+GIVEN = {
+    "ranks": lambda: dist.new_group([0, 1]),
+    "all": dist.new_group,
+    "local": lambda: dist.new_group([0, 1], use_local_synchronization=True),
+}
 
 
-STEPS = 4
-
-
-def in_threads(kind):
-    """Each thread trains a model of its own, in a group of its own; returns what each has computed."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", GIVEN)
+def test_threads_with_groups_of_their_own_are_jobs_of_their_own(kind):
+    """Each thread trains a model of its own, in a group of its own, like one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    threads = 4
-    groups = {
-        "ranks": lambda: dist.new_group([0, 1]),
-        "all": dist.new_group,
-        "local": lambda: dist.new_group([0, 1], use_local_synchronization=True),
-    }
-    groups = [groups[kind]() for _ in range(threads)]
+    given = [GIVEN[kind]() for _ in range(THREADS)]
     forget_groups()
 
     def train(index):
-        layer = nn.BatchNorm1d(index + 1).double()
+        generator = torch.Generator().manual_seed(index)
+        values = torch.randn(2, STEPS, size, 3, index + 1, dtype=torch.float64, generator=generator)
+        reference = nn.BatchNorm1d(index + 1).double()
         # A copy too keeps to the group that was given.
-        layer = copy.deepcopy(convert_sync_batchnorm(nn.Sequential(layer), groups[index]))[0]
-        inputs, grads = batches_of_thread(index, size)
-        results = []
-        for step in range(STEPS):
-            time.sleep(0.002 * ((index + rank) % threads))
-            x = inputs[step, rank].clone().requires_grad_()
-            y = layer(x)
-            y.backward(grads[step, rank])
-            results.append((y.detach(), x.grad))
-        return results, layer.running_var
+        layer = copy.deepcopy(convert_sync_batchnorm(nn.Sequential(copy.deepcopy(reference)), given[index]))[0]
+        for input, grad in zip(*values, strict=True):
+            time.sleep(0.002 * ((index + rank) % THREADS))
+            own, whole = input[rank].clone().requires_grad_(), input.flatten(0, 1).requires_grad_()
+            output, expected = layer(own), reference(whole)
+            output.backward(grad[rank])
+            expected.backward(grad.flatten(0, 1))
+            torch.testing.assert_close(output, expected.chunk(size)[rank])
+            torch.testing.assert_close(own.grad, whole.grad.chunk(size)[rank])
+        torch.testing.assert_close(layer.running_var, reference.running_var)
 
-    with ThreadPoolExecutor(threads) as pool:
-        # In another order on each rank.
-        answers = {index: pool.submit(train, index) for index in sorted(range(threads), reverse=bool(rank))}
-        return [answers[index].result() for index in range(threads)]
-
-
-def batches_of_thread(index, size):
-    generator = torch.Generator().manual_seed(index)
-    return torch.randn(2, STEPS, size, 3, index + 1, dtype=torch.float64, generator=generator)
+    with ThreadPoolExecutor(THREADS) as threads:  # in another order on each rank
+        for done in [threads.submit(train, index) for index in sorted(range(THREADS), reverse=bool(rank))]:
+            done.result()
 
 
-@pytest.mark.parametrize("kind", ["ranks", "all", "local"])
-def test_threads_with_groups_of_their_own_are_jobs_of_their_own(pool, kind):
-    for rank, threads in enumerate(pool.run(in_threads, 2, kind)):
-        for index, (results, running_var) in enumerate(threads):
-            reference = nn.BatchNorm1d(index + 1).double()
-            for result, x, grad in zip(results, *batches_of_thread(index, 2), strict=True):
-                x = x.flatten(0, 1).requires_grad_()
-                y = reference(x)
-                y.backward(grad.flatten(0, 1))
-                torch.testing.assert_close(result, (y.detach().chunk(2)[rank], x.grad.chunk(2)[rank]))
-            torch.testing.assert_close(running_var, reference.running_var)
-
-
-def different_descriptions():
+@pytest.mark.ranks(4)
+def test_descriptions_that_differ_are_named_on_every_rank():
     forget_groups()
     rank = dist.get_rank()
-    errors = []
-    for mine in ((2, 2, 4)[rank % 3], None if rank else "node"):
-        layer = SyncBatchNorm(1, process_group=mine)
-        with pytest.raises(ValueError, match="expected the same on all 4 ranks") as error:
-            layer(torch.randn(2, 1))
-        errors.append(str(error.value))
-    return errors
+    for mine, told in [
+        ((2, 2, 4)[rank % 3], "got 2 on rank 0, 4 on rank 2"),
+        (None if rank else "node", "got node on rank 0, None on rank 1"),
+    ]:
+        with pytest.raises(ValueError, match=f"expected the same on all 4 ranks of the job, {told}"):
+            SyncBatchNorm(1, process_group=mine)(torch.randn(2, 1))
 
 
-def test_descriptions_that_differ_are_named_on_every_rank(pool):
-    for errors in pool.run(different_descriptions, 4):
-        assert "got 2 on rank 0, 4 on rank 2" in errors[0]
-        assert "got node on rank 0, None on rank 1" in errors[1]
-
-
-def timeouts_of_groups(store):
+@pytest.mark.ranks(3, new_job=True)
+def test_groups_have_the_time_out_of_the_job_or_of_the_group_that_was_given(tmp_path):
     rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
     given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
-    kinds = [None] if rank == 2 else [None, given, RankGroup((0, 1))]
-    groups = [communicator_of(kind).group for kind in kinds]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    # Ranks stand for the group that was given with them.
+    for kind, seconds in [(None, 60), *([] if rank == 2 else [(given, 70), (RankGroup((0, 1)), 70)])]:
+        options = communicator_of(kind).group._get_backend(torch.device("cpu")).options
+        assert options._timeout.total_seconds() == seconds
 
 
-def test_groups_have_the_time_out_of_the_job_or_of_the_group_that_was_given(pool, tmp_path):
-    first, *_, last = pool.run(timeouts_of_groups, 3, str(tmp_path / "store"))
-    pool.forget_job()
-    assert first == [60, 70, 70]  # ranks stand for the group that was given with them
-    assert last == [60]
-
-
-def destroyed(kept):
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_group_that_was_destroyed_is_made_again_and_not_kept_alive(kept):
     first = sync_group(2)
     alive = weakref.ref(first)
     dist.destroy_process_group(first)
@@ -234,38 +173,27 @@ def destroyed(kept):
         del first
     gc.collect()
     dist.barrier()
-    return alive() is not None, sync_group(2) is not alive(), mean_over(2)
+    assert (alive() is not None) == kept
+    assert sync_group(2) is not alive()
+    assert mean_over(2) == dist.get_rank() // 2 * 2 + 0.5
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_group_that_was_destroyed_is_made_again(pool, kept):
-    """And not kept alive, unless by others."""
-    assert pool.run(destroyed, 4, kept) == [(kept, True, mean) for mean in (0.5, 0.5, 2.5, 2.5)]
-
-
-def on_meshes():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    means = [mean_over(mesh[name]) for name in ("node", "local")]
+@pytest.mark.ranks(4)
+def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks():
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    assert [mean_over(mesh[name]) for name in ("node", "local")] == [rank % 2 + 1, rank // 2 * 2 + 0.5]
     layer = SyncBatchNorm(1, process_group=mesh["local"])
-    same = copy.deepcopy(layer).process_group is mesh["local"].get_group()
-    loaded = pickle.loads(pickle.dumps(layer)).process_group
-    whole = copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group
-    try:
+    assert copy.deepcopy(layer).process_group is mesh["local"].get_group()
+    assert pickle.loads(pickle.dumps(layer)).process_group == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
+    assert copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group is None
+    with pytest.raises(ValueError, match=r"a DeviceMesh of 1 dimension, got one of 2; name one, as in mesh\['dp'\]"):
         SyncBatchNorm(1, process_group=mesh)
-    except ValueError as error:
-        return means, same, loaded, whole, str(error)
 
 
-def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks(pool):
-    for rank, (means, same, loaded, whole, error) in enumerate(pool.run(on_meshes, 4)):
-        assert means == [rank % 2 + 1, rank // 2 * 2 + 0.5]
-        assert loaded == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
-        assert same
-        assert whole is None
-        assert "expected a DeviceMesh of 1 dimension, got one of 2; name one, as in mesh['dp']" in error
+# Refusals
 
 
-NONSENSE = [
+@pytest.mark.parametrize(("process_group", "error", "message"), [
     (0, ValueError, "expected at least 1 consecutive rank, got 0"),
     (-2, ValueError, "got -2"),
     ([], ValueError, "at least one list"),
@@ -281,10 +209,7 @@ NONSENSE = [
     ([0, 1], TypeError, r"got \[0, 1\]; one group of these ranks is \[\[0, 1\]\]"),
     ([0, "1"], TypeError, "got list"),
     (object(), TypeError, "got object"),
-]
-
-
-@pytest.mark.parametrize(("process_group", "error", "message"), NONSENSE, ids=lambda value: str(value)[:20])
+], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_nonsense_is_refused_at_construction(process_group, error, message):
     model = nn.Sequential(nn.BatchNorm1d(2))
     for use in (
@@ -304,31 +229,36 @@ def test_sync_group_takes_descriptions_only(process_group):
         sync_group(process_group)
 
 
-def not_of_this_job():
-    errors = []
-    for process_group in (2, 4, [[0, 1]], [[0, 1], [2, 3]], RankGroup((0, 5)), RankGroup(((dist.get_rank() + 1) % 3,))):
-        for use in (lambda group: SyncBatchNorm(1, process_group=group), communicator_of):
-            with pytest.raises(ValueError, match="process_group: expected") as error:
-                use(process_group)
-            errors.append(str(error.value))
-    return errors
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("process_group", "message"), [
+    (2, "expected a number that divides the 3 ranks of the job, got 2, which leaves 1 of them over"),
+    (4, "got 4, which leaves 3"),
+    ([[0, 1]], r"got no list for rank 2 in \[\[0, 1\]\]"),
+    ([[0, 1], [2, 3]], "got no such rank as 3 in"),
+    (RankGroup((0, 5)), "expected ranks of this job that include this one, rank {} of 3"),
+    ("others", "expected ranks of this job that include this one, rank {} of 3"),
+    ("new_group", "expected a group that this rank is a member of"),
+], ids=str)  # fmt: skip
+def test_ranks_that_the_job_does_not_have_are_named(process_group, message):
+    rank = dist.get_rank()
+    if process_group == "others":
+        process_group = RankGroup(((rank + 1) % 3,))
+    if process_group == "new_group":  # that leaves out this rank
+        process_group = [dist.new_group([other]) for other in range(3)][rank - 1]
+    for use in (
+        lambda: SyncBatchNorm(1, process_group=process_group),
+        lambda: convert_sync_batchnorm(nn.BatchNorm2d(2), process_group),
+        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
+        lambda: communicator_of(process_group),
+    ):
+        with pytest.raises(ValueError, match="process_group: .*" + message.format(rank)):
+            use()
 
 
-def test_ranks_that_the_job_does_not_have_are_named(pool):
-    for rank, errors in enumerate(pool.run(not_of_this_job, 3)):
-        assert errors[::2] == errors[1::2]
-        assert "expected a number that divides the 3 ranks of the job, got 2, which leaves 1 of them over" in errors[0]
-        assert "got 4, which leaves 3" in errors[2]
-        assert "got no list for rank 2 in [[0, 1]]" in errors[4]
-        assert "got no such rank as 3 in" in errors[6]
-        for error in (errors[8], errors[10]):
-            assert f"expected ranks of this job that include this one, rank {rank} of 3" in error
+# Without a job, and from job to job
 
 
-DESCRIPTIONS = [2, "node", [[0, 1]]]
-
-
-@pytest.mark.parametrize("process_group", DESCRIPTIONS, ids=str)
+@pytest.mark.parametrize("process_group", [2, "node", [[0, 1]]], ids=str)
 def test_without_a_job_descriptions_are_local_and_travel(process_group):
     assert sync_group(process_group) is None
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), process_group)
@@ -340,111 +270,52 @@ def test_without_a_job_descriptions_are_local_and_travel(process_group):
         torch.testing.assert_close(net(input), expected)
 
 
-def resolve_in_a_new_job():
-    group = sync_group(1)
-    return dist.get_process_group_ranks(group), mean_over("node"), mean_over(1)
+@pytest.mark.parametrize("process_group", [None, LOCAL, RankGroup((0, 1))], ids=str)
+def test_without_a_job_everyone_is_alone(process_group):
+    communicator = communicator_of(process_group)
+    assert (communicator.size, communicator.rank) == (1, 0)
+    assert isinstance(communicator, Communicator)
 
 
-def alone_whatever_the_description():
-    layers = [SyncBatchNorm(1, process_group=group) for group in (4, [[0, 1], [2, 3]], RankGroup((2, 3)))]
-    return [layer(torch.randn(3, 1)).shape[0] for layer in layers]
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("process_group", [4, [[0, 1], [2, 3]], RankGroup((2, 3))], ids=str)
+def test_a_job_of_one_rank_is_alone_with_the_description_of_a_larger_one(process_group):
+    assert communicator_of(process_group) is LOCAL
+    assert mean_over(process_group) == 0
 
 
-def test_a_job_of_one_rank_is_alone_with_the_description_of_a_larger_one(pool):
-    assert pool.run(alone_whatever_the_description, 1) == [[3, 3, 3]]
+def means_in_this_job():
+    return dist.get_process_group_ranks(sync_group(1)), mean_over("node"), mean_over(1)
 
 
 def test_each_job_resolves_anew(pool):
     for world_size in (2, 3, 2):
         expected = [([rank], (world_size - 1) / 2, float(rank)) for rank in range(world_size)]
-        assert pool.run(resolve_in_a_new_job, world_size) == expected
+        assert pool.run(means_in_this_job, world_size) == expected
 
-
-# After a failure
 
 NEW_GROUPS = {"all": dist.new_group, "ranks": lambda: dist.new_group([1, 0])}
-OLD_GROUPS = {
-    "None": lambda: None,
-    "a number": lambda: 2,
-    "lists": lambda: [[0, 1]],
-    "sync_group": lambda: sync_group(2),
-}
+OLD_GROUPS = {"None": lambda: None, "number": lambda: 2, "lists": lambda: [[0, 1]], "sync_group": lambda: sync_group(2)}
 
 
-def after_a_failure(kind):
+@pytest.mark.ranks(2, new_job=True)
+@pytest.mark.parametrize("kind", [*NEW_GROUPS, *OLD_GROUPS])
+def test_after_a_failure_new_groups_work_and_the_old_one_names_them(kind):
     rank = dist.get_rank()
-    dist.barrier()
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=1.0)))
     with pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers"):
         model[rank](torch.randn(2, 1))
-    group = (NEW_GROUPS | OLD_GROUPS)[kind]()
-    convert_sync_batchnorm(model, group)
-    try:
+    convert_sync_batchnorm(model, (NEW_GROUPS | OLD_GROUPS)[kind]())
+    if kind in NEW_GROUPS:
         model(torch.full((2, 1), float(rank)))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        forget_groups()
-    return "works"
+        return
+    what_works = r"convert the model again on all ranks, with a group that torch\.distributed\.new_group\(\) has made"
+    with pytest.raises(RuntimeError, match=what_works):
+        model(torch.full((2, 1), float(rank)))
+    forget_groups()
 
 
-@pytest.mark.parametrize("kind", NEW_GROUPS)
-def test_a_group_that_was_made_since_a_failure_works(pool, kind):
-    pool.forget_job()
-    assert pool.run(after_a_failure, 2, kind) == ["works"] * 2
-    pool.forget_job()
-
-
-@pytest.mark.parametrize("kind", OLD_GROUPS)
-def test_the_group_that_has_failed_names_what_works(pool, kind):
-    pool.forget_job()
-    for message in pool.run(after_a_failure, 2, kind):
-        assert (
-            "convert the model again on all ranks, with a group that torch.distributed.new_group() has made" in message
-        )
-    pool.forget_job()
-
-
-# Groups of torch
-
-
-def group_that_leaves_out_rank_zero():
-    group = dist.new_group([1])
-    errors = []
-    for make in (
-        lambda: SyncBatchNorm(2, process_group=group),
-        lambda: convert_sync_batchnorm(nn.BatchNorm1d(2), group),
-        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=group),
-    ):
-        try:
-            make()
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_a_group_without_this_rank_raises_there(pool):
-    left_out, member = pool.run(group_that_leaves_out_rank_zero, 2)
-    assert len(left_out) == 3
-    assert all("expected a group that this rank is a member of" in error for error in left_out)
-    assert member == []
-
-
-# Communicators: which one a group leads to, and backends that lack an operation
-
-
-def test_without_a_job_everyone_is_alone():
-    for process_group in (None, LOCAL, RankGroup((0, 1))):
-        communicator = communicator_of(process_group)
-        assert (communicator.size, communicator.rank) == (1, 0)
-        assert isinstance(communicator, Communicator)
-
-
-def exchange(process_group):
-    communicator = communicator_of(process_group)
-    packed = torch.arange(3.0) + 10 * communicator.rank
-    gathered = communicator.all_gather(packed)
-    return communicator.size, communicator.rank, gathered.tolist(), communicator.all_reduce(packed.clone()).tolist()
+# Communicators: backends that lack an operation, and devices
 
 
 def add_up(values, begins):
@@ -468,24 +339,22 @@ def test_short_sums_are_gathered_and_added_up_by_each_rank(pool, values, by, beg
         torch.testing.assert_close(total, sum(rows))
 
 
-def exchange_where_single_all_gather_raises(message):
+@pytest.mark.ranks(2)
+def test_a_backend_that_gathers_into_lists_only_is_asked_once():
     calls = []
 
     def unsupported(group, output, input):
         calls.append(group)
-        raise RuntimeError(message)
+        raise RuntimeError("Backend dummy does not support allgather_into_tensor")
 
-    group = dist.new_group([0, 1])
-    with patch.object(type(group), torch_internals.GATHER_METHOD, unsupported):
-        exactly = TorchCommunicator(group)
-        return [exchange(exactly)[2], exchange(exactly)[2]], len(calls)
-
-
-def test_a_backend_that_gathers_into_lists_only_is_asked_once(pool):
-    message = "Backend dummy does not support allgather_into_tensor"
-    for rows, calls in pool.run(exchange_where_single_all_gather_raises, 2, message):
-        assert rows == [[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]] * 2
-        assert calls == 1  # asked once, then known
+    communicator = TorchCommunicator(dist.new_group([0, 1]))
+    with patch.object(type(communicator.group), torch_internals.GATHER_METHOD, unsupported):
+        for _ in range(2):
+            rows = communicator.all_gather(torch.arange(2.0) + 10 * communicator.rank)
+            assert rows.tolist() == [[0, 1], [10, 11]]
+            total = communicator.all_reduce(torch.arange(2.0) + 10 * communicator.rank)
+            assert total.tolist() == [10, 12]
+    assert len(calls) == 1  # asked once, then known
 
 
 class DeviceGroup:
