@@ -5,7 +5,7 @@ rank sends only what its peers expect. The history of calls in a group is the sa
 predicts the same next message: what followed the last time (``history``). A rank that comes with a call of another
 message sends a probe in its place, of the expected kind and size, which holds only the header of its call (``probes``).
 If all ranks came with that call, all know it now and its message goes next; else all know that they differ. In a loop
-that repeats its calls nothing is unexpected after the first round, and not one collective is added.
+that repeats its calls nothing is unexpected from the third round on, and not one collective is added.
 
 Each message says who sends it (``signatures``). The ops that take it apart compare that, and note where ranks differ
 (``faults``).

@@ -27,17 +27,14 @@ def headline_table(results: Results) -> str:
     peers = measured_peers(results)
     shown = [case for case in of_section(results, "layers") if case["threads"] == 1]
 
-    def cell(cases: list[Case], name: str, other: str) -> str:
-        return across_cases([median(ratios(case, name, other)) for case in cases if name in case["microseconds"]])
+    def cell(cases: list[Case], name: str) -> str:
+        return across_cases([median(ratios(case, name, "local")) for case in cases if name in case["microseconds"]])
 
     def row(ranks: int) -> list[str]:
         cases = [case for case in shown if case["ranks"] == ranks]
-        pairs = [(name, "local") for name in peers]
-        pairs += [("ours", name) for name in peers if name != "ours"]
-        return [_marked(ranks, results), str(len(cases)), *(cell(cases, *pair) for pair in pairs)]
+        return [_marked(ranks, results), str(len(cases)), *(cell(cases, name) for name in peers)]
 
     header = ["ranks", "inputs", *(f"{name} / local" for name in peers)]
-    header += [f"ours / {name}" for name in peers if name != "ours"]
     return table(header, map(row, sorted({case["ranks"] for case in shown})))
 
 

@@ -1,9 +1,7 @@
 """Groups of many ranks add statistics up, in float64, where smaller ones gather them; here also with a lower limit."""
 
 import math
-import sys
 import threading
-from pathlib import Path
 from unittest.mock import patch
 
 import programs
@@ -18,8 +16,6 @@ from tolerances import assert_close
 
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, ops
 from bagua_syncbn.communicators import c10d
-
-DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
 
 def limit(ranks):
@@ -363,31 +359,3 @@ def test_who_adds_up_is_decided_by_what_all_ranks_know():
     assert forward_message(32, 3) == forward_message(32, 3, torch.bfloat16) == added
     assert forward_message(32, 3, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # has no wider dtype
     assert forward_message(32, 3, adds_float64=False) == gathered
-
-
-def table():
-    """Returns the table of docs/design.md: what a rank receives in a forward of 2,048 channels, and in how many hops.
-
-    A gather goes around a ring; a sum goes around it twice, in parts, or up and down a tree.
-    """
-    lines = []
-    for ranks in (8, 32, 1024):
-        kind, _ = forward_message(ranks)
-        with limit(sys.maxsize):
-            _, gathered = forward_message(ranks)
-        with limit(2):
-            _, added = forward_message(ranks)
-        costs = [
-            f"{(ranks - 1) * gathered / 1000:,.0f}",
-            f"{ranks - 1:,}",
-            f"{2 * (ranks - 1) * added / ranks / 1000:,.0f}",
-            f"{2 * (ranks - 1):,} or {2 * math.ceil(math.log2(ranks))}",
-        ]
-        lines.append(f"| {ranks:,} | {' | '.join(costs)} | {kind} |")
-    return lines
-
-
-def test_the_table_in_the_docs_is_what_is_sent():
-    text = DESIGN.read_text(encoding="utf-8")
-    lines = table()
-    assert "\n".join(lines) in text, "\n".join(["docs/design.md: expected", *lines])
