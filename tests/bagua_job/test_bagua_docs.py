@@ -31,4 +31,4 @@ def test_the_scripts_of_the_documentation_run(pool, tmp_path):
     done = pool.run(run_blocks, 2, str(tmp_path))
     pool.close()  # its job is the last script's
     assert done[0] == done[1] == [block.name for block in blocks()]
-    assert len(done[0]) >= 3
+    assert len(done[0]) >= 2

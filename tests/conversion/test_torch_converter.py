@@ -1,4 +1,4 @@
-"""Rows of the table in docs/conversion.md: what torch's converter makes of a case, and what ours does."""
+"""Rows of the table in docs/switching.md: what torch's converter makes of a case, and what ours does."""
 
 import copy
 import pickle

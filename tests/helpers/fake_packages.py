@@ -131,11 +131,6 @@ class _Trainer(SimpleNamespace):
         return nn.Sequential(nn.BatchNorm2d(8))
 
 
-class _Accelerator(SimpleNamespace):
-    def prepare(self, *objects):
-        return objects
-
-
 class _UltralyticsTrainer:
     """As Ultralytics' trainers: attributes are set when the model is on its device and not yet wrapped."""
 
@@ -225,24 +220,19 @@ def fairscale_checkpoint_wrapper(module):
 
 # By the name of the module, what it holds.
 _CONTENTS = {
-    "accelerate": {"Accelerator": _Accelerator},
     "apex.parallel": {"SyncBatchNorm": _named(Apex, "SyncBatchNorm")},
     "detectron2.engine": {"DefaultTrainer": _Trainer},
     "detectron2.layers": {"NaiveSyncBatchNorm": _named(Detectron2, "NaiveSyncBatchNorm")},
     "fairscale.experimental.nn": {"SyncBatchNorm": _named(Fairscale, "SyncBatchNorm")},
-    "fairscale.nn.checkpoint": {"checkpoint_wrapper": fairscale_checkpoint_wrapper},
     "lightning.pytorch": {"Callback": type("Callback", (), {}), "Trainer": _Trainer},
     "lightning.pytorch.strategies": {"DDPStrategy": SimpleNamespace},
     "lightning.pytorch.plugins": {"LayerSync": type("LayerSync", (), {})},
     "mmcv.ops": {"SyncBatchNorm": _named(Mmcv, "SyncBatchNorm")},
-    "mmengine.runner": {"Runner": SimpleNamespace},
     "modelopt.torch.nas": {"convert": modelopts_convert},
     "modelopt.torch.nas.modules.norm": {"_DynamicBatchNorm": DynamicBatchNorm},
     "modelopt.torch.nas.registry": {"DMRegistry": DYNAMIC_CLASSES},
     "modelopt.torch.trace": {"SymMap": _Registry()},
     "modelopt.torch.trace.modules.nn": {"get_norm_sym_info": lambda layer: None},
-    "timm": {"create_model": lambda name: nn.Sequential(nn.BatchNorm2d(8))},
-    "transformers": {"Trainer": SimpleNamespace, "TrainingArguments": SimpleNamespace},
     "ultralytics.models.rtdetr.train": {"RTDETRTrainer": _UltralyticsTrainer},
 }
 PACKAGES = {name.partition(".")[0] for name in _CONTENTS}

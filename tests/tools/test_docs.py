@@ -172,9 +172,7 @@ def test_recipes_convert_what_they_train():
     trainer = run_recipe("ultralytics")["SyncBNTrainer"]()
     trainer._setup_train()
     models["ultralytics"] = trainer.model
-    for package in ("accelerate", "mmengine", "modelopt", "timm", "transformers"):
-        page = run_recipe(package)
-        models[package] = getattr(page.get("runner", page.get("trainer")), "model", page["model"])
+    models["modelopt"] = run_recipe("modelopt")["model"]
     for package, model in models.items():
         assert any(isinstance(layer, bagua_syncbn.SyncBatchNorm) for layer in model.modules()), package
     assert type(plugin.revert(models["lightning"])[0]) is nn.BatchNorm2d
