@@ -64,20 +64,16 @@ class CachedCommunicator:
             _find_by_number(self.number)
             assert self.communicator is not None
             return self.communicator
-        if bagua.is_initialized():
-            return self.find_anew()
-        world = c10d.default_group()
+        world = _world_group()
         if world is None:
             return LOCAL
         found = self.communicator
         return found if found is not None and self._world() is world else self.find_anew()
 
     def found(self) -> Communicator | None:
-        """Returns the communicator if it was already made in the running job; None under Bagua."""
+        """Returns the communicator if it was already made in the running job."""
         found = self.communicator
-        if found is None or self._world() is not c10d.default_group() or bagua.is_initialized():
-            return None
-        return found
+        return found if found is not None and self._world() is _world_group() else None
 
     def size(self) -> int:
         """Returns the number of ranks without making the communicator; only for "node" ranks ask each other."""
@@ -94,7 +90,7 @@ class CachedCommunicator:
 
     def find_anew(self) -> Communicator:
         """Makes the communicator in the running job, whether or not there is an older one, and returns it."""
-        world = c10d.default_group()
+        world = _world_group()
         communicator = self._make()
         self._world = _clearing_ref(self, world)
         self.communicator = communicator
@@ -116,6 +112,11 @@ class CachedCommunicator:
         if bagua.is_initialized() and (self.rule is None or is_ranks(self.rule)):
             return bagua.own_ranks(self.rule)
         return group_ranks(self.rule, c10d.job_of(c10d.default_group()))
+
+
+def _world_group() -> Any:
+    """Returns the group of all ranks of the running job, by which jobs are told apart; None where there is none."""
+    return bagua.default_group() if bagua.is_initialized() else c10d.default_group()
 
 
 def _clearing_ref(cached: CachedCommunicator, group: Any) -> Callable[[], Any]:
@@ -215,7 +216,7 @@ class GroupSpec:
         return self.cached.find()
 
     def found(self) -> Communicator | None:
-        """Returns the communicator if it was already made, and None otherwise or under Bagua. Makes none."""
+        """Returns the communicator if it was already made, else None."""
         return self.cached.found() if self.exact is None else self.exact
 
     def size(self) -> int:

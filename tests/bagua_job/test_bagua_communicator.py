@@ -113,6 +113,24 @@ def test_one_collective_each_way_in_order_and_no_host_wait(pool, dtype, layers):
             assert numels == [2 * (2 * 4 + 5)] * layers + [2 * 4 + 6] * layers
 
 
+def call_settled_layer():
+    layer, seen = SyncBatchNorm1d(4), []
+    for _ in range(3):
+        layer(torch.randn(3, 4)).backward(torch.randn(3, 4))
+        seen.append(vars(layer).get("_cached_call"))
+    world = communication._default_pg
+    try:
+        communication._default_pg = copy.copy(world)  # as in another job
+        found = layer._group_spec.found()
+    finally:
+        communication._default_pg = world
+    return seen[0] is not None, seen[0] is seen[1] is seen[2], found
+
+
+def test_a_layer_checks_its_calls_once(pool):
+    assert pool.run(call_settled_layer, 2) == [(True, True, None)] * 2
+
+
 def what_stays():
     communicator = communicator_of()
     views = []
@@ -215,7 +233,7 @@ def test_copies_and_files_keep_the_ranks(pool):
 def on_another_device():
     device, bagua._device = bagua._device, lambda: torch.device("cuda", 0)
     communicators, bagua._communicators = bagua._communicators, {}
-    layer = SyncBatchNorm(2)
+    layer = SyncBatchNorm(2, process_group=2)  # whose communicator no other test uses
     try:
         layer(torch.randn(4, 2))
     except RuntimeError as error:
