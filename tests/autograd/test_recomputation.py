@@ -50,6 +50,7 @@ def make_blocks(kind):
         "own forward": lambda: nn.Sequential(nn.Linear(4, 4), BatchNormAct1d(4, momentum=0.2)),
         "siamese": Siamese,
         "two groups": TwoGroups,
+        "fused": lambda: nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4, activation="silu", momentum=None)),
         "frozen": lambda: nn.Sequential(nn.BatchNorm1d(4).requires_grad_(False), nn.Linear(4, 4)),
     }
     block = blocks[kind]()
@@ -166,7 +167,7 @@ def check(pool, hows, kind, **options):
             torch.testing.assert_close(results, expected, msg=lambda message, how=how: f"{how}: {message}")
 
 
-@pytest.mark.parametrize("kind", ["plain", "average", "own forward", "siamese", "two groups", "frozen"])
+@pytest.mark.parametrize("kind", ["plain", "average", "own forward", "siamese", "two groups", "frozen", "fused"])
 def test_a_repetition_changes_nothing(pool, kind):
     # torch refuses to save what a forward of its own changes in place
     check(pool, [how for how in CHECKPOINTS if (kind, how) != ("own forward", "selective, all")], kind)

@@ -219,31 +219,26 @@ def test_all_activations_are_tried():
     assert list(ACTIVATIONS) == activations.ACTIVATIONS
 
 
+# As in timm, where one module calls F.batch_norm and an activation.
+CASES.append(("own forward", False))
+
+
 @pytest.mark.parametrize(("name", "inplace"), CASES, ids=str)
 @pytest.mark.parametrize("last", [nn.Conv2d, nn.Identity])
 def test_no_activation_is_stored(name, inplace, last):
     """Readers of the output store nothing, and an activation that stores its own result does not either."""
 
     def block():
+        convolution = nn.Conv2d(4, 4, 3, padding=1)
+        if name == "own forward":
+            layer = convert_sync_batchnorm(BatchNormAct(4))
+            layer.eps_mode = "clamp"
+            return [convolution, layer]
         activation = ACTIVATIONS[name][0](**({"inplace": True} if inplace else {}))
-        return [nn.Conv2d(4, 4, 3, padding=1), SyncBatchNorm(4, eps_mode="clamp"), activation]
+        return [convolution, SyncBatchNorm(4, eps_mode="clamp"), activation]
 
     torch.manual_seed(0)
     model = nn.Sequential(*block(), *block(), last(4, 4, 3))
-    plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
-    torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
-    with Storages() as storages:
-        loss = model(batch).sum()
-    assert storages.sizes_alive().count(batch.nbytes) == 3  # the batch, and the inputs of the layers
-    loss.backward()
-
-
-def test_no_activation_in_a_forward_of_the_layers_own_is_stored():
-    """As in timm, where one module calls F.batch_norm and an activation."""
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(4, 4, 3, padding=1), BatchNormAct(4), nn.Conv2d(4, 4, 3, padding=1), BatchNormAct(4)]
-    model = convert_sync_batchnorm(nn.Sequential(*layers, nn.Conv2d(4, 4, 3)))
-    model[1].eps_mode = model[3].eps_mode = "clamp"
     plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
     torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
     with Storages() as storages:
@@ -364,29 +359,23 @@ def test_transforms_of_functions_have_no_hooks():
     torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in parameters.items()})
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_compiled_models_equal_eager_with_recomputed_outputs(inside):
-    batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    model = make_model("chain")
-
-    def forward(input):
-        with recompute_outputs():
-            return model(input)
-
-    if inside:
-        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
-    else:
-        compiled = around(recompute_outputs)
-        compiled = partial(compiled, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(step(model, batch, compiled), step(make_model("chain"), batch))
+def forward_within(model, input):
+    with recompute_outputs():
+        return model(input)
 
 
-@pytest.mark.parametrize("part", [False, True])
-def test_a_model_that_always_recomputes_equals_eager_when_compiled(part):
-    batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    model = recompute_outputs(make_model("chain"))
-    model = nn.Sequential(model) if part else model
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+COMPILED = {
+    "the context within": lambda model, compiles: compiles(partial(forward_within, model)),
+    "the context around": lambda model, compiles: partial(forward_within, compiles(model)),
+    "the model": lambda model, compiles: compiles(recompute_outputs(model)),
+    "a part of the model": lambda model, compiles: compiles(nn.Sequential(recompute_outputs(model))),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_models_equal_eager_with_recomputed_outputs(how):
+    batch, model = torch.randn(2, 4, 6, 5, dtype=torch.float64), make_model("chain")
+    compiled = COMPILED[how](model, partial(torch.compile, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(step(model, batch, compiled), step(make_model("chain"), batch))
 
 

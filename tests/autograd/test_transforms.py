@@ -1,5 +1,7 @@
 """torch.func and forward-mode differentiation over ranks, against one process on the concatenated batch."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
@@ -24,12 +26,13 @@ def shares():
     return (input, draw(3, seed=2), draw(3, seed=3)), (tangent, draw(3, seed=5), draw(3, seed=6))
 
 
-def layer(input, weight, bias):
-    return sync_batch_norm(input, None, None, weight, bias, eps=EPS)
+def layer(input, weight, bias, activation=None):
+    return sync_batch_norm(input, None, None, weight, bias, eps=EPS, activation=activation)
 
 
-def reference(input, weight, bias):
-    return normalize(input, "plus") * weight.view(-1, 1) + bias.view(-1, 1)
+def reference(input, weight, bias, activation=None):
+    output = normalize(input, "plus") * weight.view(-1, 1) + bias.view(-1, 1)
+    return output if activation is None else nn.functional.silu(output)
 
 
 def all_ranks():
@@ -59,15 +62,17 @@ TRANSFORMS = {
 }
 
 
-def transformed(how):
-    return TRANSFORMS[how](layer, *shares())
+def transformed(how, activation):
+    return TRANSFORMS[how](partial(layer, activation=activation), *shares())
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("how", TRANSFORMS)
-def test_transforms_over_ranks_equal_one_process(pool, how):
+def test_transforms_over_ranks_equal_one_process(pool, how, activation):
     # The matrix of second derivatives is symmetric: the product with it is the same from either side.
-    expected = TRANSFORMS[how.replace("forward over", "reverse over")](reference, *all_ranks())
-    first, second = pool.run(transformed, 2, how)
+    of_all = TRANSFORMS[how.replace("forward over", "reverse over")]
+    expected = of_all(partial(reference, activation=activation), *all_ranks())
+    first, second = pool.run(transformed, 2, how, activation)
     for one, other, whole in zip(first, second, expected, strict=True):
         torch.testing.assert_close(one + other if whole.dim() == 1 else torch.cat([one, other]), whole)
 

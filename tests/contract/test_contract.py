@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from cases import Case, run_rank, run_reference
+from cases import Case, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import TOLERANCES, assert_close
 
 pytestmark = pytest.mark.reference_too
 
@@ -44,68 +43,73 @@ GRID = [
 ]
 
 
-def check(pool, case):
-    ranks = pool.run(run_rank, len(case.splits), case)
-    reference = run_reference(case)
-    for step in range(case.steps):
-        parts = zip(
-            ranks, *(reference[key][step].split(case.splits) for key in ("outputs", "input_grads")), strict=True
-        )
-        for rank, (result, output, input_grad) in enumerate(parts):
-            assert_close(result["outputs"][step], output, f"output of rank {rank} at step {step}")
-            if "input" in case.frozen:
-                assert result["input_grads"][step] is None
-            else:
-                assert_close(result["input_grads"][step], input_grad, f"input.grad of rank {rank} at step {step}")
-        for name, expected in reference["parameter_grads"][step].items():
-            grads = [result["parameter_grads"][step][name] for result in ranks]
-            if name in case.frozen:
-                assert grads == [None] * len(ranks)
-                continue
-            # Each rank rounds its share, and the shares may cancel: the error is relative to what is added up.
-            scale = sum(grad.double().abs() for grad in grads) + 1
-            error = ((sum(grad.double() for grad in grads) - expected) / scale).abs().max()
-            assert error <= TOLERANCES[grads[0].dtype][0], f"{name}.grad at step {step} is off by {error:.1e}"
-    for name, expected in reference["buffers"].items():
-        buffers = [result["buffers"][name] for result in ranks]
-        if name == "num_batches_tracked":
-            assert buffers == [expected] * len(ranks)
-            continue
-        assert_close(buffers[0], expected, name, roundings=1 + case.steps)
-        for buffer in buffers[1:]:
-            assert torch.equal(buffer, buffers[0]), f"{name} differs between ranks"
-    assert set(ranks[0]["buffers"]) == set(reference["buffers"])
-
-
 @pytest.mark.parametrize(("splits", "shape_and_layout", "dtypes"), GRID, ids=str)
 def test_ranks_equal_one_process(pool, splits, shape_and_layout, dtypes):
     shape, layout = shape_and_layout
     check(pool, Case(splits, shape, *dtypes, layout))
 
 
-@pytest.mark.parametrize("options", [
-    {"momentum": None},
-    {"momentum": None, "dtype": torch.float16},
-    {"momentum": 0.0},
-    {"eps": 0.1},
-    {"affine": False},
-    {"bias": False},
-    {"track_running_stats": False},
+OPTIONS = [
+    {"options": {"momentum": None}},
+    {"options": {"momentum": None}, "dtype": torch.float16},
+    {"options": {"momentum": 0.0}},
+    {"options": {"eps": 0.1}},
+    {"options": {"affine": False}},
+    {"options": {"bias": False}},
+    {"options": {"track_running_stats": False}},
     {"frozen": ("input",)},
     {"frozen": ("weight",)},
     {"frozen": ("weight", "bias")},
     {"frozen": ("input", "weight", "bias")},
-    {"affine": False, "frozen": ("input",)},
+    {"options": {"affine": False}, "frozen": ("input",)},
     {"dtype": torch.float32, "parameter_dtype": torch.float16},
     {"dtype": torch.float32, "parameter_dtype": torch.bfloat16},
     {"dtype": torch.float64, "parameter_dtype": torch.float32},
-], ids=str)  # fmt: skip
+]
+
+
 @pytest.mark.parametrize("splits", [(5,), (1, 6), (3, 0, 2)], ids=str)
-def test_ranks_equal_one_process_with_each_option(pool, splits, options):
-    check(pool, Case(splits, **{"shape": (3, 4, 2), "steps": 3, "dtype": torch.float64} | options))
+def test_ranks_equal_one_process_with_each_option(pool, splits):
+    check(pool, *(Case(splits, **{"shape": (3, 4, 2), "steps": 3, "dtype": torch.float64} | case) for case in OPTIONS))
 
 
-@settings(max_examples=40)
+def masked_cases(splits):
+    """Masks of all kinds in all layouts, and with all options that change what is counted."""
+    for shape, layout in SHAPES[::2]:
+        for masks in ("random", "padded rank", "lengths"):
+            if masks != "lengths" or len(shape) > 1:
+                yield Case(splits, shape, torch.float64, layout=layout, masks=masks)
+    for masks in ("random", "lengths"):
+        for options in ({"momentum": None}, {"eps_mode": "clamp", "eps": 2.0}, {"skip_nonfinite": True}):
+            yield Case(splits, (3, 9), torch.float64, options=options, masks=masks)
+        yield Case(splits, (3, 9), torch.float64, options={"activation": "gelu"}, masks=masks, residual=True)
+
+
+@pytest.mark.parametrize("splits", [(5,), (2, 3), (4, 1), (2, 0, 2)], ids=str)
+def test_ranks_with_masks_equal_one_process(pool, splits):
+    check(pool, *masked_cases(splits))
+
+
+def padded_cases(splits):
+    """NaN in the padding of input, residual and gradient, in training and evaluation, in derivatives of derivatives."""
+    for way in ("forward", "own F.batch_norm", "recomputed", *["compiled"] * (len(splits) == 1)):
+        for activation in (None, "relu", "gelu"):
+            order = 1 if way in ("compiled", "recomputed") else 2
+            for residual, eps_mode in ((way != "own F.batch_norm", "plus"), (False, "clamp")):
+                yield Case(
+                    splits, (3, 2, 5) if way == "own F.batch_norm" else (3, 9), torch.float64, way=way,
+                    options={"activation": activation, "eps": 0.5, "eps_mode": eps_mode}, residual=residual,
+                    masks="random" if eps_mode == "plus" else "lengths", zero_masked=True,
+                    evaluates=True, steps=3, order=order,
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [(4,), (2, 3)], ids=str)
+def test_what_padding_holds_goes_nowhere(pool, splits):
+    check(pool, *padded_cases(splits))
+
+
+@settings(max_examples=60)
 @given(data=st.data())
 def test_ranks_equal_one_process_in_drawn_cases(pool, data):
     splits = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple), "splits")
@@ -115,23 +119,27 @@ def test_ranks_equal_one_process_in_drawn_cases(pool, data):
         values *= size
     if values < 2:
         return  # no variance: see test_semantics
-    dtype, parameter_dtype = data.draw(st.sampled_from([(torch.float64, None), (torch.float32, None)]), "dtype")
     layouts = [
         "contiguous",
         "transposed",
         "sliced",
         *{3: ["channels_last"], 4: ["channels_last_3d"]}.get(len(shape), []),
     ]
+    options = {
+        "momentum": data.draw(st.sampled_from([0.1, 0.5, None]), "momentum"),
+        # Two values can be so close that eps alone keeps the gradient small: make the comparison well-conditioned.
+        "eps": 1e-1,
+        "affine": data.draw(st.booleans(), "affine"),
+        "track_running_stats": data.draw(st.booleans(), "track_running_stats"),
+        "activation": data.draw(st.sampled_from([None, None, "silu", "tanh"]), "activation"),
+    }
     case = Case(
         splits,
         shape,
-        dtype,
-        parameter_dtype,
+        data.draw(st.sampled_from([torch.float64, torch.float32]), "dtype"),
         layout=data.draw(st.sampled_from(layouts), "layout"),
-        momentum=data.draw(st.sampled_from([0.1, 0.5, None]), "momentum"),
-        # Two values can be so close that eps alone keeps the gradient small: make the comparison well-conditioned.
-        eps=1e-1,
-        affine=data.draw(st.booleans(), "affine"),
-        track_running_stats=data.draw(st.booleans(), "track_running_stats"),
+        options={name: value for name, value in options.items() if value is not None or name == "momentum"},
+        residual=data.draw(st.booleans(), "residual"),
+        masks=data.draw(st.sampled_from(["", "", "random", "padded rank", *["lengths"] * (len(shape) > 1)]), "masks"),
     )
     check(pool, case)

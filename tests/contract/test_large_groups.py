@@ -2,19 +2,18 @@
 
 import math
 import threading
+from functools import partial
 from unittest.mock import patch
 
 import programs
 import pytest
 import torch
-import torch.distributed as dist
-from cases import Case, run_reference
-from test_contract import GRID, check
+from cases import Case, check, compare, run_rank
+from test_contract import GRID
 from test_divergence import NAMED, run_row
 from test_semantics import few_values
-from tolerances import assert_close
 
-from bagua_syncbn import SyncBatchNorm, accumulate_statistics, ops
+from bagua_syncbn import SyncBatchNorm, ops
 from bagua_syncbn.communicators import c10d
 
 
@@ -53,39 +52,22 @@ def test_ranks_equal_one_process(large, case):
     check(large, Case(splits, shape, *dtypes, layout))
 
 
-@pytest.mark.parametrize("options", [
-    {"momentum": None},
-    {"momentum": None, "dtype": torch.float16},
-    {"track_running_stats": False},
-    {"frozen": ("input", "weight", "bias")},
-    {"dtype": torch.float64},
-], ids=str)  # fmt: skip
-def test_ranks_equal_one_process_with_each_option(large, options):
-    check(large, Case((3, 0, 2), **{"shape": (3, 4, 2), "steps": 3} | options))
+def test_ranks_equal_one_process_with_each_option(large):
+    case = partial(Case, (3, 0, 2), (3, 4, 2), steps=3)
+    average = case(options={"momentum": None}), case(options={"momentum": None}, dtype=torch.float16)
+    check(large, *average, case(options={"track_running_stats": False}), case(dtype=torch.float64), case(order=2))
+    check(large, case(frozen=("input", "weight", "bias")), case(way="accumulated"), case(masks="random"))
 
 
 @pytest.mark.slow
 def test_eight_ranks_equal_one_process(large):
-    check(large, Case((1, 0, 3, 2, 2, 5, 0, 4), (5, 3), steps=3, momentum=None))
+    check(large, Case((1, 0, 3, 2, 2, 5, 0, 4), (5, 3), steps=3, options={"momentum": None}))
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0)])
 def test_fewer_than_two_values_in_the_group(large, counts):
     untouched = {"running_mean": [0.0, 0.0], "running_var": [1.0, 1.0], "num_batches_tracked": 0}
     assert large.run(few_values, 2, counts, None) == [(True, untouched)] * 2
-
-
-def accumulate():
-    """Returns the buffers after three micro-batches, of other sizes on each rank."""
-    layer, generator = SyncBatchNorm(3), torch.Generator().manual_seed(dist.get_rank())
-    with accumulate_statistics(layer):
-        for size in (2, 5, 0):
-            layer(torch.randn(size + dist.get_rank(), 3, generator=generator))
-    return layer.running_mean, layer.running_var, layer.num_batches_tracked
-
-
-def test_statistics_that_were_added_up_accumulate_as_gathered_ones(pool, large):
-    torch.testing.assert_close(large.run(accumulate, 3), pool.run(accumulate, 3), rtol=1e-6, atol=1e-7)
 
 
 DIFFERENT = [
@@ -137,24 +119,8 @@ def test_compiled_models_that_differ_are_found_out(large):
         assert all("this rank: compiled forward of a layer of Sequential (8" in message for message in messages)
 
 
-def step_compiled_and_eager():
-    """Returns output, gradient and buffers of a compiled step, and of one that is not."""
-    generator, results = torch.Generator().manual_seed(dist.get_rank()), []
-    values, grad = (torch.randn(4 + dist.get_rank(), 3, generator=generator) for _ in range(2))
-    for compiles in (True, False):
-        layer = SyncBatchNorm(3, momentum=None)
-        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
-        x = values.clone().requires_grad_()
-        y = call(x)
-        y.backward(grad)
-        results.append((y.detach(), x.grad, *layer.buffers()))
-    return results
-
-
 def test_compiled_calls_add_up_in_one_graph(large):
-    for compiled, eager in large.run(step_compiled_and_eager, 2):
-        for one, other in zip(compiled, eager, strict=True):
-            torch.testing.assert_close(one, other)
+    check(large, Case((4, 5), (3,), options={"momentum": None}, way="compiled"))
 
 
 # Sums held against the gather.
@@ -284,44 +250,19 @@ class ThreadedCommunicator:
 
 @pytest.mark.parametrize("ranks", [64, 256])
 def test_many_ranks_equal_one_process(ranks, single_threaded):
-    splits = tuple(index % 3 for index in range(ranks))
-    case = Case(splits, (3, 2), steps=2, mean=5.0)
+    case = Case(tuple(index % 3 for index in range(ranks)), (3, 2), mean=5.0)
     meeting, results = Meeting(ranks), [None] * ranks
-    layers = [case.layer(torch.float32) for _ in splits]
     communicators = [ThreadedCommunicator(meeting, rank) for rank in range(ranks)]
-    batches = [[part.split(splits) for part in case.batch(step)] for step in range(case.steps)]
 
     def run(rank):
-        layer = layers[rank]
-        layer.process_group = communicators[rank]
-        outputs = []
-        for inputs, grads in batches:
-            x = inputs[rank].clone().requires_grad_()
-            y = layer(x)
-            y.backward(grads[rank])
-            outputs.append((y.detach(), x.grad))
-        results[rank] = outputs, layer.running_mean, layer.running_var, layer.num_batches_tracked
+        results[rank] = run_rank(case, communicators[rank], rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    reference = run_reference(case)
-    for step in range(case.steps):
-        output = torch.cat([result[0][step][0] for result in results])
-        grad = torch.cat([result[0][step][1] for result in results])
-        assert_close(output, reference["outputs"][step], "output")
-        assert_close(grad, reference["input_grads"][step], "input.grad")
-    for _, *buffers in results:
-        for buffer, first in zip(buffers, results[0][1:], strict=True):
-            assert torch.equal(buffer, first)
-    for buffer, name in zip(results[0][1:], reference["buffers"], strict=True):
-        expected = reference["buffers"][name]
-        if name == "num_batches_tracked":
-            assert buffer == expected
-        else:
-            assert_close(buffer, expected, name, roundings=3)
+    compare(case, results)
     for communicator in communicators:
         assert communicator.messages[-2:] == [("sum", 8 * (2 * 3 + 13)), ("sum", 4 * (2 * 3 + 6))]
 

@@ -5,12 +5,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from cases import laid_out
 from comparison import check_masked_ops
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from replicated import parallel
 from torch import nn
 from torch._dynamo.utils import counters
@@ -44,78 +40,10 @@ def draw(size, seed=0):
     return torch.randn(2, *size, generator=generator, dtype=torch.float64).mul(3).add(1).unbind()
 
 
-def expected_step(layer, input, mask, grad_output, residual=0, act=lambda y: y):
-    """One process, in plain torch: statistics of what ``mask`` (N, 1, *) holds, elementwise for all."""
-    input = input.clone().requires_grad_()
-    packed = input.movedim(1, -1)[mask.expand(input[:, :1].shape).squeeze(1)]
-    factor = layer.momentum
-    if len(packed) > 1:
-        F.batch_norm(packed.detach(), layer.running_mean, layer.running_var, training=True, momentum=factor)
-    mean, var = (packed.mean(0), packed.var(0, correction=0)) if len(packed) else input.new_zeros(2)
-    output = (input.movedim(1, -1) - mean) * (var + layer.eps).rsqrt() * layer.weight + layer.bias
-    output = act(output.movedim(-1, 1) + residual)
-    tensors = (input, layer.weight, layer.bias)
-    return output.detach(), *torch.autograd.grad(output, tensors, grad_output)
-
-
 def step(layer, input, grad_output, residual=None, **masks):
     input = input.detach().requires_grad_()
     output = layer(input, residual, **masks)
     return output.detach(), *torch.autograd.grad(output, (input, layer.weight, layer.bias), grad_output)
-
-
-def on_rank(splits, size, mask, layout="contiguous", masks="mask"):
-    """This rank's part of a batch of all ranks, and its share of the mask or of the lengths."""
-    rank = dist.get_rank()
-    input, grad_output = (laid_out(part.split(splits)[rank], layout) for part in draw((sum(splits), *size)))
-    layer = make_layer(size[0])
-    results = step(layer, input, grad_output, **{masks: mask.split(splits)[rank]})
-    return *results, *layer.buffers()
-
-
-def check_on_ranks(pool, splits, size, mask, layout="contiguous", lengths=None):
-    if lengths is not None:
-        parts = pool.run(on_rank, len(splits), splits, size, lengths, layout, "lengths")
-    else:
-        parts = pool.run(on_rank, len(splits), splits, size, mask, layout)
-    layer = make_layer(size[0])
-    input, grad_output = draw((sum(splits), *size))
-    *results, grad_weight, grad_bias = expected_step(layer, input, mask, grad_output)
-    outputs, input_grads, *sums = zip(*parts, strict=True)
-    for own, expected in zip((outputs, input_grads), results, strict=True):
-        torch.testing.assert_close(torch.cat(own), expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close([sum(own) for own in sums[:2]], [grad_weight, grad_bias], rtol=1e-9, atol=1e-9)
-    for part in parts:
-        torch.testing.assert_close(part[4:6], (layer.running_mean, layer.running_var))
-        assert part[6] == (mask.expand(sum(splits), 1, *size[1:]).sum() > 1)
-
-
-@pytest.mark.parametrize(("size", "layout"), [
-    ((3,), "contiguous"),
-    ((3, 70), "contiguous"),
-    ((3, 70), "sliced"),
-    ((6, 4, 3), "contiguous"),
-    ((6, 4, 3), "channels_last"),
-    ((2, 3, 4, 2), "channels_last_3d"),
-], ids=str)  # fmt: skip
-def test_ranks_with_masks_equal_one_process(pool, size, layout):
-    for splits, kept in (((2, 3), 0.6), ((4, 1), 0.1)):
-        mask = torch.rand(5, 1, *size[1:]) < kept
-        mask[splits[0] :] &= kept > 0.5  # nothing but padding on the second rank
-        check_on_ranks(pool, splits, size, mask, layout)
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_drawn_masks_and_splits_equal_one_process(pool, data):
-    splits = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3), "splits")
-    length = data.draw(st.integers(2, 9), "length")
-    lengths = data.draw(st.lists(st.integers(0, length), min_size=sum(splits), max_size=sum(splits)), "lengths")
-    lengths = torch.tensor(lengths, dtype=torch.int64)
-    mask = torch.arange(length) < lengths.view(-1, 1, 1)
-    check_on_ranks(pool, splits, (2, length), mask, lengths=lengths)
-    bits = data.draw(st.lists(st.booleans(), min_size=length, max_size=length), "mask of all samples")
-    check_on_ranks(pool, splits, (2, length), torch.tensor(bits).expand(sum(splits), 1, length))
 
 
 @pytest.mark.parametrize("case", ["random", "padded", "lengths", "all", "none"])
@@ -135,130 +63,18 @@ def test_ops_are_those_of_the_reference(case, layout, dtype):
         check_masked_ops(ops, input, grad_output, positions)
 
 
-def test_what_padding_holds_goes_nowhere():
-    """In the first derivative, with what follows the layer, and where outputs are made anew."""
-    input, grad_output = draw((4, 3, 9))
-    lengths = torch.tensor([9, 2, 0, 5])
-    outside = torch.arange(9) >= lengths.view(-1, 1, 1)
-    residual = grad_output.cos()
-    for fused in (False, True):
-        layer = make_layer(3)
-        layer.fused_activation = "gelu" if fused else None
-        clean = step(layer, input, grad_output, residual if fused else None, lengths=lengths, zero_masked=True)
-        poisoned = [values.masked_fill(outside, torch.nan) for values in (input, grad_output, residual)]
+def test_masked_outputs_that_are_made_anew_have_the_same_bits():
+    model, (input, _), mask = (
+        nn.Sequential(make_layer(3), nn.Linear(9, 2).double()),
+        draw((4, 3, 9)),
+        torch.arange(9) < 5,
+    )
+    with masked(model, mask, zero_masked=True):
+        plain = model(input.requires_grad_()).sin().sum()
         with recompute_outputs():
-            results = step(layer, *poisoned[:2], poisoned[2] if fused else None, mask=~outside, zero_masked=True)
-        torch.testing.assert_close(results, clean)
-        expected = expected_step(
-            make_layer(3), input, ~outside, grad_output.masked_fill(outside, 0), residual * fused,
-            F.gelu if fused else lambda y: y,
-        )  # fmt: skip
-        torch.testing.assert_close(results[0], expected[0].masked_fill(outside, 0))
-        torch.testing.assert_close(results[1], expected[1].masked_fill(outside, 0))
-        torch.testing.assert_close(results[2:], expected[2:])
-    saved = nn.Sequential(make_layer(3), nn.Linear(9, 2, dtype=torch.float64))
-    with masked(saved, ~outside, zero_masked=True):
-        plain = saved(input.requires_grad_()).sin().sum()
-        with recompute_outputs():
-            anew = saved(input).sin().sum()
-    grads = [torch.autograd.grad(loss, (input, *saved.parameters())) for loss in (plain, anew)]
+            anew = model(input).sin().sum()
+    grads = [torch.autograd.grad(loss, (input, *model.parameters())) for loss in (plain, anew)]
     torch.testing.assert_close(*grads, rtol=0, atol=0)
-
-
-def test_a_padded_batch_is_the_unpadded_one_whatever_the_padding():
-    input, grad_output = draw((4, 3, 9))
-    mask = torch.arange(9) < torch.tensor([9, 2, 0, 5]).view(-1, 1, 1)
-    layer, plain = make_layer(3), make_layer(3)
-    padded = input.masked_fill(~mask, torch.nan).requires_grad_()
-    packed = input.movedim(1, -1)[mask[:, 0]].requires_grad_()
-    output = layer(padded, mask=mask, zero_masked=True)
-    expected = plain(packed)
-    assert (output.movedim(1, -1)[~mask[:, 0]] == 0).all()
-    grad_packed = grad_output.movedim(1, -1)[mask[:, 0]]
-    results = []
-    for batch, model, out, grad in ((padded, layer, output, grad_output), (packed, plain, expected, grad_packed)):
-        first = torch.autograd.grad(out, (batch, *model.parameters()), grad, create_graph=True)
-        second = torch.autograd.grad(sum(value.sin().sum() for value in first), (batch, model.weight))
-        results.append([*(value for grads in (first, second) for value in grads), *model.buffers()])
-    for own, expected in zip(*results, strict=True):
-        if own.dim() == 3:
-            assert (own.movedim(1, -1)[~mask[:, 0]] == 0).all()
-            own = own.movedim(1, -1)[mask[:, 0]]
-        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
-
-
-class Frozen(nn.BatchNorm1d):
-    """Normalizes by running statistics in training too, in a forward of its own."""
-
-    def forward(self, input):
-        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-
-
-def in_evaluation(way, activation, eps_mode):
-    """Returns a layer that normalizes by its running statistics, and a call of it with a mask."""
-    layer = convert_sync_batchnorm(Frozen(3)).double() if way == "own F.batch_norm" else make_layer(3).eval()
-    layer.fused_activation, layer.eps_mode = activation, eps_mode
-    with torch.no_grad():
-        for at, tensor in enumerate((layer.weight, layer.bias, layer.running_mean, layer.running_var)):
-            tensor.copy_(torch.tensor([1.5, -0.5, 0.25]).roll(at).add(at == 3))
-
-    def call(input, residual, mask):
-        if way == "forward":
-            return layer(input, residual, mask=mask, zero_masked=True)
-        with masked(layer, mask, zero_masked=True):
-            return layer(input) if residual is None else layer(input, residual)
-
-    return layer, torch.compile(call, backend="aot_eager") if way == "compiled" else call
-
-
-@pytest.mark.parametrize("padding", [math.nan, math.inf])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-@pytest.mark.parametrize("way", ["forward", "masked", "own F.batch_norm", "compiled"])
-def test_what_padding_holds_goes_nowhere_in_evaluation(way, activation, padding):
-    """Gradients of any order are those of the unpadded batch, and 0 in the padding."""
-    (input, grad_output), act = draw((4, 3, 9)), getattr(F, activation or "", lambda y: y)
-    outside = torch.arange(9) >= torch.tensor([9, 2, 0, 5]).view(-1, 1, 1)
-    for has_residual, eps_mode in ((False, "plus"), (False, "clamp"), (way != "own F.batch_norm", "plus")):
-        layer, call = in_evaluation(way, activation, eps_mode)
-        var = layer.running_var + (layer.eps if eps_mode == "plus" else 0)
-        results = []
-        for value in (0, padding):
-            x, grad, r = (
-                tensor.masked_fill(outside, value).requires_grad_() for tensor in (input, grad_output, input.cos())
-            )
-            if value == 0:
-                normalized = F.batch_norm(x, layer.running_mean, var, layer.weight, layer.bias, eps=0)
-                output = act(normalized + r * has_residual).masked_fill(outside, 0)
-            else:
-                output = call(x, r if has_residual else None, ~outside)
-            tensors = x, layer.weight, layer.bias, *([r] if has_residual else [])
-            first = torch.autograd.grad(output, tensors, grad, retain_graph=True)
-            again = torch.autograd.grad(output, tensors, grad, create_graph=way != "compiled")
-            second = ()
-            if way != "compiled":  # torch differentiates what it has compiled once
-                second = torch.autograd.grad(sum(t.sin().sum() for t in again), (x, layer.weight, grad))
-            results.append([tensor.detach() for tensor in (output, *first, *again, *second)])
-        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("options", [{"momentum": None}, {"eps_mode": "clamp"}, {"skip_nonfinite": True}], ids=str)
-def test_masked_steps_equal_steps_on_the_kept_values_with_each_option(options):
-    layer, plain = make_layer(3, **options), make_layer(3, **options)
-    for seed in range(2):
-        input, _ = draw((4, 3, 9), seed)
-        mask = torch.rand(4, 1, 9) < 0.5
-        output = layer(input, mask=mask)
-        torch.testing.assert_close(output.movedim(1, -1)[mask[:, 0]], plain(input.movedim(1, -1)[mask[:, 0]]))
-    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
-
-
-def test_masked_steps_with_activation_and_residual_equal_steps_on_the_kept_values():
-    layer = make_layer(3)
-    layer.fused_activation = "gelu"
-    input, grad_output = draw((4, 3, 9))
-    mask, residual = torch.rand(4, 1, 9) < 0.5, grad_output.cos()
-    expected = expected_step(copy.deepcopy(layer), input, mask, grad_output, residual, F.gelu)
-    torch.testing.assert_close(step(layer, input, grad_output, residual, mask=mask), expected)
 
 
 def test_masks_hold_in_transforms_evaluation_and_autocast():

@@ -12,17 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from user_layers import BatchNormAct
 
 from bagua_syncbn import (
-    SyncBatchNorm1d,
     SyncBatchNorm2d,
     accumulate_statistics,
     convert_sync_batchnorm,
     freeze_statistics,
     fuse_activations,
-    masked,
     recalibrate_statistics,
 )
 
@@ -149,18 +146,6 @@ def test_all_else_is_as_before(convert, breaks):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_averaged_weights_evaluate_as_their_own_statistics_say():
-    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))).double()
-    averaged = AveragedModel(model)
-    nn.init.normal_(averaged.module[0].weight)
-    (batch,) = draw([8])
-    recalibrate_statistics(averaged, [(batch, "label")], device="cpu")
-    layer, count = nn.BatchNorm2d(4, eps=1e-5).double(), batch[:, 0].numel()
-    layer.eps *= count / (count - 1)  # the batch is normalized by the biased variance
-    expected = layer(averaged.module[0](batch)) * (1 - 1 / count) ** 0.5
-    torch.testing.assert_close(averaged.eval()(batch), expected)
-
-
 def test_batches_of_another_kind_go_through_forward():
     model = convert_sync_batchnorm(Model().double())
     batches = draw((4, 3))
@@ -175,21 +160,6 @@ def test_batches_of_another_kind_go_through_forward():
     check(model, expected_statistics(plain, batches))
 
 
-def test_masked_positions_do_not_count():
-    layer = SyncBatchNorm1d(3).double()
-    input, lengths = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([2, 4])
-    values = torch.cat([input[0, :, :2], input[1, :, :4]], 1)
-
-    def within(batch):
-        with masked(layer, lengths=lengths, rule=lambda lengths, shape: lengths):
-            layer(batch)
-
-    for forward in (within, lambda batch: layer(batch, lengths=lengths)):
-        layer.reset_running_stats()
-        recalibrate_statistics(layer, [input], forward=forward)
-        torch.testing.assert_close((layer.running_mean, layer.running_var), (values.mean(1), values.var(1)))
-
-
 def test_batches_of_a_recalibration_are_no_micro_batches():
     layer = SyncBatchNorm2d(3, momentum=0.3).double()
     own, other = draw([4, 3])
@@ -199,16 +169,6 @@ def test_batches_of_a_recalibration_are_no_micro_batches():
     expected = other.mean((0, 2, 3)).lerp(own.mean((0, 2, 3)), 0.3)
     torch.testing.assert_close(layer.running_mean, expected)
     assert layer.num_batches_tracked == 1
-
-
-def test_compiled_models_are_seen():
-    torch._dynamo.reset()
-    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3))).double()
-    compiled = torch.compile(model, backend="eager")
-    (batch,) = draw([4])
-    compiled(batch)
-    recalibrate_statistics(compiled, [batch])
-    torch.testing.assert_close(model[0].running_mean, batch.mean((0, 2, 3)))
 
 
 def test_layers_that_no_batch_reaches_keep_their_statistics_and_are_named():

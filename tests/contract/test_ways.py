@@ -1,154 +1,125 @@
-"""Every option of the layer holds by every way into it, in training and in evaluation."""
+"""Every option of the layer holds by every way into it, on ranks and on one, in training and in evaluation."""
+
+import copy
+import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch.distributed as dist
+from cases import CLASSES, WAYS, Case, call_of, check, positions_of, run_rank
 
-from bagua_syncbn import (
-    SyncBatchNorm2d,
-    accumulate_statistics,
-    convert_sync_batchnorm,
-    freeze_statistics,
-    masked,
-    recompute_outputs,
-    sync_batch_norm,
-)
-from bagua_syncbn.data_parallel import DataParallelWithCallback
+from bagua_syncbn import merge_statistics, recalibrate_statistics
+from bagua_syncbn.communicators import LOCAL
 
 pytestmark = pytest.mark.reference_too
 
 OPTIONS = {
-    "eps": 0.5,
-    "momentum": 0.3,
-    "average": None,  # momentum
-    "eps_mode": "clamp",
-    "skip_nonfinite": True,
-    "activation": ("leaky_relu", 0.2),
-    "frozen": True,
+    "eps": {"options": {"eps": 0.5}},
+    "momentum": {"options": {"momentum": 0.3}},
+    "average": {"options": {"momentum": None}},
+    "eps_mode": {"options": {"eps_mode": "clamp", "eps": 2.0}},  # above some of the variances
+    "skip_nonfinite": {"options": {"skip_nonfinite": True}, "spoiled": True},
+    "activation": {"options": {"activation": ("leaky_relu", 0.2)}},
+    "frozen": {"frozen": ("statistics",)},
+    "mask": {"masks": "random"},
+    "zero_masked": {"masks": "lengths", "zero_masked": True},
 }
 
 
-class BySuper(nn.BatchNorm2d):
-    def forward(self, input):
-        return super().forward(input)
+def cases(way, splits, evaluates=True):
+    for name, options in OPTIONS.items():
+        if way != "replicas" or "masks" not in options:  # which take none
+            # A step more where the last one in training is spoiled.
+            steps, residual = 2 + evaluates + (name == "skip_nonfinite"), name == "activation" and way not in CLASSES
+            given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual}
+            yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 
 
-class ByFunction(nn.BatchNorm2d):
-    """As timm writes it: torch's forward, with F.batch_norm."""
-
-    def forward(self, input):
-        factor = self.momentum
-        if self.training:
-            self.num_batches_tracked.add_(1)
-            factor = 1 / float(self.num_batches_tracked) if factor is None else factor
-        statistics = self.running_mean, self.running_var
-        return F.batch_norm(input, *statistics, self.weight, self.bias, self.training, factor or 0.0, self.eps)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "replicas"])
+def test_every_option_holds_by_every_way_in(pool, way):
+    check(pool, *cases(way, (2, 0, 3), evaluates=way != "compiled"))
 
 
-def given(name):
-    """The options of a layer of which one is not torch's."""
-    options = {"eps": 1e-5, "momentum": 0.1, "eps_mode": "plus", "skip_nonfinite": False, "activation": None}
-    if name != "frozen":
-        options["momentum" if name == "average" else name] = OPTIONS[name]
-    return options | ({"eps": 2.0} if name == "eps_mode" else {})  # above some of the variances
-
-
-def make_layer(name, cls=None):
-    options = given(name)
-    if cls is None:
-        layer = SyncBatchNorm2d(3, **options)
-    else:
-        local = cls(3, eps=options["eps"], momentum=options["momentum"])
-        layer = convert_sync_batchnorm(local, skip_nonfinite=options["skip_nonfinite"])
-        layer.eps_mode, layer.fused_activation = options["eps_mode"], options["activation"]
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([1.5, -0.5, 1.0]))
-        layer.bias.copy_(torch.tensor([0.1, 0.2, -0.3]))
-        layer.running_mean.copy_(torch.tensor([0.5, -1.0, 2.0]))
-        layer.running_var.copy_(torch.tensor([0.5, 2.0, 4.0]))
-    return (freeze_statistics(layer) if name == "frozen" else layer).double()
-
-
-def as_function(layer):
-    def call(input):
-        tracked = layer.num_batches_tracked if layer.training else None
-        buffers, parameters = (layer.running_mean, layer.running_var), (layer.weight, layer.bias)
-        options = {"eps_mode": layer.eps_mode, "skip_nonfinite": layer.skip_nonfinite}
-        return sync_batch_norm(
-            *(input, *buffers, *parameters, layer.training, layer.momentum, layer.eps),
-            **options,
-            activation=layer.fused_activation,
-            num_batches_tracked=tracked,
-        )
-
-    return call
-
-
-def within(context):
-    def way(layer):
-        def call(input):
-            with context(layer):
-                return layer(input)
-
-        return call
-
-    return way
-
-
-WAYS = {
-    "forward": lambda layer: layer,
-    "function": as_function,
-    "super": lambda layer: layer,
-    "own F.batch_norm": lambda layer: layer,
-    "replicas": lambda layer: DataParallelWithCallback(layer, device_ids=["cpu", "cpu"]),
-    "compiled": lambda layer: torch.compile(layer, backend="eager"),
-    "checkpointed": lambda layer: lambda input: checkpoint(layer, input, use_reentrant=False),
-    "masked": within(lambda layer: masked(layer, torch.ones(1, 1, 1, 1, dtype=torch.bool))),
-    "masked, zeroes": within(lambda layer: masked(layer, torch.ones(1, 1, 1, 1, dtype=torch.bool), zero_masked=True)),
-    "accumulated": within(accumulate_statistics),
-    "recomputed": within(lambda layer: recompute_outputs()),
-}
-CLASSES = {"super": BySuper, "own F.batch_norm": ByFunction}
-
-
-def expected_step(layer, input, grad_output, training):
-    """Output and gradients by the formula; moves the buffers of ``layer`` in training."""
-    input = input.clone().requires_grad_()
-    mean, var = layer.running_mean, layer.running_var
-    if training:
-        mean, var = input.mean((0, 2, 3)), input.var((0, 2, 3), correction=0)
-    number = input[:, 0].numel()
-    if training and (mean.isfinite().all() or not layer.skip_nonfinite):
-        layer.num_batches_tracked.add_(1)
-        factor = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
-        layer.running_mean.lerp_(mean.detach(), factor)
-        layer.running_var.lerp_(var.detach() * number / (number - 1), factor)
-    divisor = var.clamp(min=layer.eps) if layer.eps_mode == "clamp" else var + layer.eps
-    view = (1, -1, 1, 1)
-    output = (input - mean.view(view)) * divisor.rsqrt().view(view) * layer.weight.view(view) + layer.bias.view(view)
-    output = F.leaky_relu(output, 0.2) if layer.fused_activation else output
-    return output.detach(), *torch.autograd.grad(output, (input, layer.weight, layer.bias), grad_output)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_option_holds_by_every_way_in(way, option, single_threaded):
-    layer, model = make_layer(option, CLASSES.get(way)), make_layer(option)
-    call = WAYS[way](layer)
-    for step, training in enumerate((True, True, False)):
-        layer.train(training)
-        input, grad_output = torch.randn(2, 4, 3, 2, 5, dtype=torch.float64) + step
-        own = input.clone().requires_grad_()
-        output = call(own)
-        actual = output.detach(), *torch.autograd.grad(output, (own, layer.weight, layer.bias), grad_output)
-        expected = expected_step(model, input, grad_output, training and option != "frozen")
-        for name, one, other in zip(("output", "input", "weight", "bias"), actual, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
-        torch.testing.assert_close(list(layer.buffers()), list(model.buffers()), rtol=1e-9, atol=1e-9)
-    if option == "skip_nonfinite":
-        layer.train()
-        call(torch.full((4, 3, 2, 5), torch.inf, dtype=torch.float64))
-        statistics = [layer.running_mean, layer.running_var], [model.running_mean, model.running_var]
-        torch.testing.assert_close(*statistics, rtol=1e-9, atol=1e-9)
+def test_every_option_holds_without_a_job(way, single_threaded):
+    check(None, *cases(way, (4,)))
+
+
+def batches_of(case, rank):
+    """Returns input, residual and mask of each step on one rank."""
+    for step in range(case.steps):
+        mask = case.mask(step)
+        input, residual = (whole.split(case.splits)[rank] for whole in case.batch(step)[:2])
+        yield input, residual if case.residual else None, mask if mask is None else mask.split(case.splits)[rank]
+
+
+def statistics_of(case):
+    """Returns mean and unbiased variance of all values that count, in the batches of all steps and ranks."""
+    values = []
+    for rank in range(len(case.splits)):
+        for input, _, mask in batches_of(case, rank):
+            inside = torch.ones_like(input[:, :1], dtype=torch.bool) if mask is None else positions_of(mask, input)
+            values.append(input.movedim(1, -1)[inside.expand(input[:, :1].shape).squeeze(1)])
+    return torch.cat(values).mean(0), torch.cat(values).var(0)
+
+
+def recalibrate(cases):
+    """Returns the statistics of each case, recalibrated after a step in training."""
+    rank, results = dist.get_rank() if dist.is_initialized() else 0, []
+    for case in cases:
+        layer, outputs = case.layer(), []
+        call, batches = call_of(case, layer), list(batches_of(case, rank))
+        call(*batches[0])
+        before = copy.deepcopy(layer.state_dict())
+        refusal = pytest.raises(RuntimeError, match="finite statistics on all ranks")
+        with refusal if case.spoiled else warnings.catch_warnings():
+            recalibrate_statistics(layer, batches, forward=lambda batch, call=call: outputs.append(call(*batch)))  # noqa: B023
+        assert layer.num_batches_tracked == before["num_batches_tracked"]
+        alone = [step["output"] for step in run_rank(case, LOCAL, rank)["steps"]]
+        torch.testing.assert_close(outputs, alone, equal_nan=True, msg=lambda text, case=case: f"{case}: {text}")
+        if case.spoiled or "statistics" in case.frozen:
+            torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+        results.append((layer.running_mean, layer.running_var))
+    return results
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("function", "replicas")])
+def test_recalibration_takes_the_batches_of_all_ranks_with_every_option(pool, way):
+    given = list(cases(way, (2, 0, 3), evaluates=False))
+    for case, *ranks in zip(given, *pool.run(recalibrate, 3, given), strict=True):
+        for statistics in ranks:
+            if not (case.spoiled or "statistics" in case.frozen):
+                torch.testing.assert_close(statistics, statistics_of(case), msg=lambda text, c=case: f"{c}: {text}")
+
+
+def test_recalibration_counts_replicas_once(single_threaded):
+    for case in cases("replicas", (4,), evaluates=False):
+        ((mean, var),) = recalibrate([case])
+        if not (case.spoiled or "statistics" in case.frozen):
+            torch.testing.assert_close((mean, var), statistics_of(case))
+
+
+def merge(cases):
+    """Trains each case on each rank alone, then merges; compares with the mixture of what the ranks had."""
+    for case in cases:
+        layer = case.layer()
+        layer.process_group = LOCAL
+        call = call_of(case, layer)
+        for batch in batches_of(case, dist.get_rank()):
+            call(*batch)
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, [buffer.clone() for buffer in layer.buffers()])
+        count = layer.num_batches_tracked.clone()
+        merge_statistics(layer)
+        means, variances, counts = map(torch.stack, zip(*every, strict=True))
+        shares = (counts / counts.sum()).unsqueeze(1) if counts.any() else torch.full((len(every), 1), 1 / len(every))
+        mean = (shares * means).sum(0)
+        expected = mean, (shares * (variances + (means - mean) ** 2)).sum(0)
+        expected = (means[0], variances[0]) if "statistics" in case.frozen else expected
+        torch.testing.assert_close((layer.running_mean, layer.running_var), expected)
+        assert layer.num_batches_tracked == count
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("replicas", "compiled")])
+def test_statistics_merge_with_every_option(pool, way):
+    pool.run(merge, 3, list(cases(way, (2, 0, 3), evaluates=False)))

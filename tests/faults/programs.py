@@ -7,8 +7,8 @@ exception that the program catches and goes on with its next step.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -76,33 +76,55 @@ def _raise_swallowed(_: Any) -> None:
     raise SwallowedError
 
 
+@contextmanager
+def own_group(seconds: float = 300.0) -> Iterator[Any]:
+    """Yields a communicator over all ranks, of a group that nothing else uses."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    try:
+        yield communicator_of(group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def own_model(seconds: float = 300.0) -> Iterator[Any]:
+    with own_group(seconds) as communicator:
+        yield bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
+
+
+def is_odd() -> bool:
+    """Whether this is the last rank, which does something else."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    """Returns the message of the error in which ``function`` ends, or "finished"."""
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return "finished"
+
+
 def run(base: str, program: str, change: Change | None, when: int, timeout: float, prepare: Change | None) -> str:
     """Runs ``base`` for three steps; on the last rank, from step ``when`` on, ``program``, after ``change``.
 
     All of them begin with ``prepare``.
-
-    Returns:
-        the message of the error in which it ended, or "finished".
     """
     torch.manual_seed(dist.get_rank())
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
-    if prepare is not None:
-        prepare(model)
-    try:
+
+    def run_steps() -> None:
         for step in range(STEPS):
-            diverges = is_odd and step >= when
+            diverges = is_odd() and step >= when
             if diverges and step == when and change is not None:
                 change(model)
             with suppress(SwallowedError):
                 model.run(program if diverges else base)
-    except RuntimeError as error:
-        return str(error)
-    else:
-        return "finished"
-    finally:
-        dist.destroy_process_group(group)
+
+    with own_model(timeout) as model:
+        if prepare is not None:
+            prepare(model)
+        return message_of(run_steps)
 
 
 def _other_buffer(layer: Any, x: Tensor) -> Tensor:
@@ -144,47 +166,36 @@ REFUSED = {
 
 def run_refused(kind: str, on_all: bool) -> list[str]:
     """Three steps that go on after errors; in the second one the last rank, or each, is refused a call of ``b``."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
     messages = []
-    for step in range(STEPS):
-        model.spoiled = {"b": REFUSED[kind]} if step == 1 and (on_all or rank == size - 1) else {}
-        try:
-            model.run("abc<")
-        except (TypeError, ValueError, RuntimeError) as error:
-            messages.append(str(error))
-    dist.destroy_process_group(group)
-    return messages
+    with own_model() as model:
+        for step in range(STEPS):
+            model.spoiled = {"b": REFUSED[kind]} if step == 1 and (on_all or is_odd()) else {}
+            messages.append(message_of(lambda: model.run("abc<")))
+    return [message for message in messages if message != "finished"]
 
 
 def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
     """Runs a program in each step, on all ranks. Returns the collectives of each step, and how much is remembered."""
-    group = dist.new_group()
-    communicator = communicator_of(group)
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
     counts = []
     before, CallHistory.most = CallHistory.most, most
-    for program in programs:
-        with CollectiveClock().installed() as clock:
-            model.run(program)
-        counts.append(clock.collectives.total())
+    with own_group() as communicator:
+        model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
+        for program in programs:
+            with CollectiveClock().installed() as clock:
+                model.run(program)
+            counts.append(clock.collectives.total())
+        remembered = len(history_in(communicator).after_step)
     CallHistory.most = before
-    remembered = len(history_in(communicator).after_step)
-    dist.destroy_process_group(group)
     return counts, remembered
 
 
 def run_refused_first() -> int:
     """The last rank is refused a call before the group's first message, which no other rank expects of it by then."""
-    group = dist.new_group()
-    layer = bagua_syncbn.SyncBatchNorm(8, process_group=communicator_of(group))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        with suppress(TypeError):
-            layer(torch.ones(4, 8, dtype=torch.int64))
-    layer(torch.randn(4, 8))
-    dist.destroy_process_group(group)
-    return int(layer.num_batches_tracked)
+    with own_model() as model:
+        if is_odd():
+            message_of(lambda: model.a(torch.ones(4, 8, dtype=torch.int64)))
+        model.a(torch.randn(4, 8))
+    return int(model.a.num_batches_tracked)
 
 
 def run_partly_compiled() -> Tensor:
@@ -193,62 +204,42 @@ def run_partly_compiled() -> Tensor:
     compiled = torch.compile(layer, backend="eager")
     for step in range(2):
         x = torch.full((2, 8), float(dist.get_rank()), requires_grad=True)
-        call = layer if step and dist.get_rank() == dist.get_world_size() - 1 else compiled
+        call = layer if step and is_odd() else compiled
         call(x).backward(torch.randn(2, 8))
     return layer.running_mean
 
 
 def run_compiled() -> list[str]:
     """A compiled model in which the last rank has another ``eps``. Returns the messages of what finds out later."""
-    group = dist.new_group()
-    communicator = communicator_of(group)
-    model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), communicator)
-    alike = bagua_syncbn.SyncBatchNorm(8, process_group=communicator)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        model[0].eps = 1e-3
-    before = [buffer.clone() for buffer in model.buffers()]
-    compiled = torch.compile(model, backend="eager")
     messages = []
-    for find_out in (bagua_syncbn.check_ranks, lambda: alike(torch.randn(4, 8))):
-        assert compiled(torch.randn(4, 8)).isnan().all()
-        assert all(map(torch.equal, before, model.buffers()))
-        try:
-            find_out()
-        except RuntimeError as error:
-            messages.append(str(error))
-    assert alike.num_batches_tracked == 0, "found out in a call that was made"
-    dist.destroy_process_group(group)
+    with own_group() as communicator:
+        model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), communicator)
+        alike = bagua_syncbn.SyncBatchNorm(8, process_group=communicator)
+        if is_odd():
+            model[0].eps = 1e-3
+        before = [buffer.clone() for buffer in model.buffers()]
+        compiled = torch.compile(model, backend="eager")
+        for find_out in (bagua_syncbn.check_ranks, lambda: alike(torch.randn(4, 8))):
+            assert compiled(torch.randn(4, 8)).isnan().all()
+            assert all(map(torch.equal, before, model.buffers()))
+            messages.append(message_of(find_out))
+        assert alike.num_batches_tracked == 0, "found out in a call that was made"
     return messages
 
 
 def run_after_failure() -> list[str]:
     """Two calls of ranks that do not agree. Returns the messages of both."""
-    group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
-    messages = []
-    for _ in range(2):
-        try:
-            model.call("a" if dist.get_rank() == 0 else "b")
-        except RuntimeError as error:
-            messages.append(str(error))
-    dist.destroy_process_group(group)
-    return messages
+    with own_model() as model:
+        return [message_of(lambda: model.call("b" if dist.get_rank() else "a")) for _ in range(2)]
 
 
 def run_under_meta() -> str:
-    """The last rank calls another layer, while tensors are made elsewhere. Returns the message of the error."""
-    group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator_of(group))
-    layer = model.c if dist.get_rank() == dist.get_world_size() - 1 else model.a
-    input = torch.randn(4, layer.num_features)
-    try:
+    """The last rank calls another layer, while tensors are made elsewhere."""
+    with own_model() as model:
+        layer = model.c if is_odd() else model.a
+        input = torch.randn(4, layer.num_features)
         with torch.device("meta"):
-            layer(input)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group(group)
-    return "finished"
+            return message_of(lambda: layer(input))
 
 
 class Critic(nn.Sequential):
@@ -259,35 +250,29 @@ class Judge(nn.Sequential):
     pass
 
 
-def _finishes(steps: Sequence[Sequence[nn.Module]]) -> str:
-    """Calls some modules in each step. Returns the message of the error, or "finished"."""
-    try:
+def message_of_steps(steps: Sequence[Sequence[nn.Module]]) -> str:
+    """Calls some modules in each step."""
+
+    def run_steps() -> None:
         for step in steps:
             for module in step:
                 module(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "finished"
+
+    return message_of(run_steps)
 
 
 def run_swapped(kind: str) -> str:
     """Three steps of two models, of which the last rank swaps them in the last."""
-    group = dist.new_group()
-    communicator = communicator_of(group)
-    first: nn.Module = Critic(nn.BatchNorm1d(8))
-    second: nn.Module = (Judge if kind == "models of two classes" else Critic)(nn.BatchNorm1d(8))
-    for model in (first, second):
-        bagua_syncbn.convert_sync_batchnorm(model, communicator)
-    if kind == "a model and its copy":
-        second = copy.deepcopy(first)
-    if kind == "layers made by hand":
-        first, second = (bagua_syncbn.SyncBatchNorm1d(8, process_group=communicator) for _ in range(2))
-    steps = [[first, second]] * 3
-    if dist.get_rank() == dist.get_world_size() - 1:
-        steps[2] = [second, first]
-    message = _finishes(steps)
-    dist.destroy_process_group(group)
-    return message
+    with own_group() as communicator:
+        first: nn.Module = Critic(nn.BatchNorm1d(8))
+        second: nn.Module = (Judge if kind == "models of two classes" else Critic)(nn.BatchNorm1d(8))
+        for model in (first, second):
+            bagua_syncbn.convert_sync_batchnorm(model, communicator)
+        if kind == "a model and its copy":
+            second = copy.deepcopy(first)
+        if kind == "layers made by hand":
+            first, second = (bagua_syncbn.SyncBatchNorm1d(8, process_group=communicator) for _ in range(2))
+        return message_of_steps([[first, second]] * 2 + [[second, first] if is_odd() else [first, second]])
 
 
 # The last rank has, besides the model that all train: more models, of which it trains none in this group.
@@ -307,68 +292,50 @@ MORE: dict[str, Callable[[nn.Sequential, TorchCommunicator], Any]] = {
 
 def run_with_more(more: str) -> str:
     """Three steps of two models of one class; the last rank has one thing more."""
-    group = dist.new_group()
-    communicator = communicator_of(group)
-    models = []
-    for _ in range(2):
-        model = Critic()
-        model.add_module("norm", nn.BatchNorm1d(8))
-        if dist.get_rank() == dist.get_world_size() - 1:
-            MORE[more](model, communicator)
-        models.append(bagua_syncbn.convert_sync_batchnorm(model, communicator, filter=lambda name, _: name != "head"))
-    if more == "a norm that nothing calls" and dist.get_rank() == dist.get_world_size() - 1:
+    models: list[Any] = [Critic(), Critic()]
+    with own_group() as communicator:
         for model in models:
-            model.forward = model.norm.forward
-    message = _finishes([models] * 3)
-    dist.destroy_process_group(group)
-    return message
+            model.add_module("norm", nn.BatchNorm1d(8))
+            if is_odd():
+                MORE[more](model, communicator)
+            bagua_syncbn.convert_sync_batchnorm(model, communicator, filter=lambda name, _: name != "head")
+            if is_odd() and more == "a norm that nothing calls":
+                model.forward = model.norm.forward
+        return message_of_steps([models] * 3)
 
 
 def run_under_long_names() -> str:
     """The last rank has another ``eps`` in a layer of a very long name."""
-    group = dist.new_group()
     model = nn.Sequential()
     model.add_module("x" * 1000, nn.BatchNorm1d(8))
-    bagua_syncbn.convert_sync_batchnorm(model, communicator_of(group))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        model[0].eps = 1.0000001e-5
-    message = _finishes([[model]])
-    dist.destroy_process_group(group)
-    return message
+    with own_group() as communicator:
+        bagua_syncbn.convert_sync_batchnorm(model, communicator)
+        if is_odd():
+            model[0].eps = 1.0000001e-5
+        return message_of_steps([[model]])
 
 
 def run_beside_compiled(program: str) -> str:
     """Steps of a compiled model and one that is not, of which the last rank runs another ``program`` in the second."""
-    group = dist.new_group()
-    communicator = communicator_of(group)
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
-    compiled = torch.compile(
-        bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator), backend="eager"
-    )
-    try:
-        for step in range(3):
-            compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
-            model.run(program if step and dist.get_rank() == dist.get_world_size() - 1 else "abc<")
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group(group)
-    return "finished"
+    with own_group() as communicator:
+        model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
+        judge = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
+        compiled = torch.compile(judge, backend="eager")
+
+        def run_steps() -> None:
+            for step in range(3):
+                compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
+                model.run(program if step and is_odd() else "abc<")
+
+        return message_of(run_steps)
 
 
 def run_compiled_on_one(times: int) -> str:
-    """After so many calls the last rank compiles a model, the others do not. Returns the message of the error."""
-    group = dist.new_group()
-    model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator_of(group))
-    for _ in range(times):
-        model(torch.randn(4, 8))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        model = torch.compile(model, backend="eager")
-    try:
-        model(torch.randn(4, 8))
-        bagua_syncbn.check_ranks()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group(group)
-    return "finished"
+    """After so many calls the last rank compiles a model, the others do not."""
+    with own_group() as communicator:
+        model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
+        for _ in range(times):
+            model(torch.randn(4, 8))
+        if is_odd():
+            model = torch.compile(model, backend="eager")
+        return message_of(lambda: (model(torch.randn(4, 8)), bagua_syncbn.check_ranks()))
