@@ -1,49 +1,89 @@
-"""Bagua's native edge on the host: its communicators over gloo in place of NCCL.
+"""Bagua's native edge on the host: what needs a CUDA driver, replaced; Bagua's Python, tensors and store stay.
 
-What is replaced is what needs a CUDA driver. Bagua's Python, its tensors (``BaguaTensorPy``) and its store stay.
+Communicators run over gloo in place of NCCL. Streams compute nothing: :data:`log` lists in order what was enqueued,
+which stream waits for which, and where the host waits.
 """
 
-import functools
+import ctypes
 import itertools
 import os
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
-import scheduler
 import torch
 import torch.distributed as dist
 import workers
-from scheduler import memory_of
-from streams import Event, Stream, current_stream, record_stream, stream, timeline
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-_ids = itertools.count()
-
-
-def off_the_device(method):
-    """Hides work of NCCL, which is none on the caller's stream."""
-
-    @functools.wraps(method)
-    def call(*args, **kwargs):
-        with _disable_current_modes():
-            return method(*args, **kwargs)
-
-    return call
+log = []
+_numbers = itertools.count(1)
 
 
-class TorchWithDevice:
-    """torch, as Bagua's functions see it that refuse tensors of a CPU."""
+class Event:
+    def __init__(self, *args, **kwargs):
+        self.cuda_event = next(_numbers)
 
-    def __getattr__(self, name):
-        return (lambda *args: None) if name == "device" else getattr(torch, name)
+    def record(self, stream=None):
+        pass
+
+    wait, query = record, (lambda self: True)
+
+    def synchronize(self):
+        log.append("host waits")
 
 
-def backend_tensor(name, torch_tensor):
-    handle = _backend_tensor_class(name=name, torch_tensor=torch_tensor)
-    if name.startswith("bagua_padding_tensor"):
-        scheduler.padding.append(handle)
-    return handle
+class Stream(Event):
+    all: ClassVar[dict[int, "Stream"]] = {}
+
+    def __init__(self, device=None, priority=0, **kwargs):
+        self.cuda_stream, self.priority = next(_numbers), priority
+        Stream.all[self.cuda_stream] = self
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        log.append((self.cuda_stream, "waits for", stream.cuda_stream))
+
+
+_current = [Stream()]
+
+
+def current_stream(device=None):
+    return _current[-1]
+
+
+@contextmanager
+def enter_stream(stream):
+    _current.append(stream)
+    yield
+    _current.pop()
+
+
+class Watch(TorchDispatchMode):
+    """Lists operations too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            log.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8, "I64": torch.int64}
+
+
+def memory_of(bagua_tensor):
+    """Returns the memory that Bagua's handle names, as NCCL would be given it."""
+    dtype = _DTYPES[bagua_tensor.dtype()]
+    size = bagua_tensor.num_elements() * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(bagua_tensor.data_ptr()), dtype=dtype)
 
 
 class HostCommunicator:
@@ -57,75 +97,95 @@ class HostCommunicator:
         assert device_id == int(os.environ["LOCAL_RANK"])
         store = dist.PrefixStore(nccl_unique_id_str, communication._default_store)
         self._gloo = dist.ProcessGroupGloo(store, rank, nranks, timedelta(seconds=60))
-        self._rank, self._nranks = rank, nranks
+        self.rank, self.nranks, self.device_id = (lambda: rank), (lambda: nranks), (lambda: device_id)
         self.stream = Stream.all[stream_ptr]
         HostCommunicator.made.append(self)
 
     @staticmethod
     def generate_nccl_unique_id_str():
-        return f"{os.getpid()}-{next(_ids)}"
+        return f"{os.getpid()}-{next(_numbers)}"
 
-    def rank(self):
-        return self._rank
-
-    def nranks(self):
-        return self._nranks
-
-    def device_id(self):
-        return int(os.environ["LOCAL_RANK"])
-
-    @off_the_device
     def allgather(self, send, recv):
         sent, received = memory_of(send), memory_of(recv)
-        assert received.numel() == sent.numel() * self._nranks
-        assert received.dtype == sent.dtype
-        self._note("allgather", [sent], [received])
-        self._gloo.allgather([list(received.chunk(self._nranks))], [sent]).wait()
+        assert (received.numel(), received.dtype) == (sent.numel() * self.nranks(), sent.dtype)
+        with self._noted("allgather", sent):
+            self._gloo.allgather([list(received.chunk(self.nranks()))], [sent]).wait()
 
-    @off_the_device
     def allgather_inplace(self, tensor):
-        received = memory_of(tensor)
-        self._note("allgather", [], [received])
-        parts = list(received.chunk(self._nranks))
-        self._gloo.allgather([parts], [parts[self._rank].clone()]).wait()
+        with self._noted("allgather", received := memory_of(tensor)):
+            parts = list(received.chunk(self.nranks()))
+            self._gloo.allgather([parts], [parts[self.rank()].clone()]).wait()
 
-    @off_the_device
-    def allreduce(self, send, recv, op):
-        sent, received = memory_of(send), memory_of(recv)
-        self._note("allreduce", [sent], [received])
-        received.copy_(sent)
-        self._sum(received, op)
-
-    @off_the_device
     def allreduce_inplace(self, tensor, op):
-        reduced = memory_of(tensor)
-        self._note("allreduce", [], [reduced])
-        self._sum(reduced, op)
+        assert op in (0, 10), op  # SUM, AVG
+        with self._noted("allreduce", reduced := memory_of(tensor)):
+            self.sum(reduced, op == 10)
 
-    @off_the_device
     def broadcast(self, tensor, src):
-        sent = memory_of(tensor)
-        self._note("broadcast", [], [sent])
         options = dist.BroadcastOptions()
         options.rootRank = src
-        self._gloo.broadcast([sent], options).wait()
+        with self._noted("broadcast", sent := memory_of(tensor)):
+            self._gloo.broadcast([sent], options).wait()
 
     def sum(self, tensor, average):
-        """An operation of the scheduler."""
         self._gloo.allreduce([tensor]).wait()
         if average:
-            tensor /= self._nranks
+            tensor /= self.nranks()
 
-    def _sum(self, tensor, op):
-        assert op in (0, 10), op  # SUM, AVG
-        self.sum(tensor, op == 10)
+    @contextmanager
+    def _noted(self, what, sent):
+        log.append((self.stream.cuda_stream, what, sent.numel(), str(sent.dtype)))
+        with _disable_current_modes():  # work of NCCL is none on the caller's stream
+            yield
 
-    def _note(self, what, read, written):
-        name = f"{what} of {self._nranks} ranks"
-        numel, dtype = written[0].numel(), written[0].dtype
-        timeline.collectives.append((what, self.stream.cuda_stream, numel, str(dtype)))
-        self.stream.use({tensor.data_ptr() for tensor in read}, False, name)
-        self.stream.use({tensor.data_ptr() for tensor in written}, True, name)
+
+class HostBucket:
+    """``bagua_core.BaguaBucketPy``, whose operations are exact averages or sums; averages of ``async`` are left out."""
+
+    def __init__(self, name, tensors):
+        self.name, self.tensors, self.operations = name, tensors, []
+
+    def append_centralized_synchronous_op(self, inter, intra, hierarchical, average=True, **_):
+        communicator = intra if hierarchical else inter
+        return self._append(lambda: [communicator.sum(memory_of(tensor), average) for tensor in self.tensors])
+
+    def append_decentralized_synchronous_op(self, inter, intra, hierarchical, **_):
+        return self.append_centralized_synchronous_op(inter, intra, hierarchical)
+
+    append_low_precision_decentralized_synchronous_op = append_decentralized_synchronous_op
+
+    def append_decentralized_asynchronous_op(self, *_, **__):
+        return self._append(lambda: None)
+
+    def append_python_op(self, function):
+        return self._append(lambda: function(self.name))
+
+    def _append(self, run):
+        operation = Mock(side_effect=run)  # other calls of it do nothing
+        operation.get_status = lambda: not operation.abort.called
+        self.operations.append(operation)
+        return operation
+
+    def clear_ops(self):
+        self.operations.clear()
+
+
+class HostBackend:
+    """``bagua_core.BaguaCommBackendPy``, the scheduler: all buckets in their order, where Bagua waits for them."""
+
+    def __init__(self, channel_capacity, device_id):
+        self.buckets = []
+
+    def register_ordered_buckets(self, buckets):
+        self.buckets = buckets
+
+    def mark_communication_ready(self, tensor, event):
+        pass
+
+    def wait_pending_comm_ops(self):
+        for bucket in self.buckets:
+            for operation in list(bucket.operations):
+                operation()
 
 
 def join_job(store, rank, world_size):
@@ -136,7 +196,6 @@ def join_job(store, rank, world_size):
     import bagua.torch_api.communication as communication
 
     communication.init_process_group(dist.FileStore(f"{store}_bagua", world_size), rank, world_size, world_size)
-    timeline.clear()
 
 
 def reset():
@@ -145,19 +204,12 @@ def reset():
 
     import bagua_syncbn.communicators.bagua as ours
 
-    ours._communicators.clear()
-    HostCommunicator.made.clear()
     communication._default_pg = communication._default_store = communication._autotune_service_port = None
-    communication._pg_map.clear()
-    communication._pg_group_ranks.clear()
     communication._group_count = 0
-    for cached in (
-        communication.get_communicator,
-        communication._get_rank_mappings,
-        communication.get_hyperparameters_service_client,
-        communication.get_backend,
-    ):
-        cached.cache_clear()
+    for known in (ours._communicators, HostCommunicator.made, communication._pg_map, communication._pg_group_ranks):
+        known.clear()
+    for name in ("get_communicator", "_get_rank_mappings", "get_hyperparameters_service_client", "get_backend"):
+        getattr(communication, name).cache_clear()
 
 
 def join_job_on_a_gpu(store, rank, world_size):
@@ -178,17 +230,13 @@ def install():
     import torch._dynamo  # looks at torch.cuda.Stream when it is imported
 
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
-    torch.cuda.current_stream, torch.cuda.stream = current_stream, stream
+    torch.cuda.current_stream, torch.cuda.stream = current_stream, enter_stream
     torch.cuda.LongTensor = torch.LongTensor
-    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: timeline.host_waits.append("device")
-    torch.Tensor.record_stream = record_stream
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: log.append("host waits")
+    torch.Tensor.record_stream = lambda tensor, stream: log.append((stream.cuda_stream, "keeps", tensor.numel()))
     torch.Tensor.cuda = lambda tensor, *args: tensor
-    global _backend_tensor_class
-    _backend_tensor_class = bagua_core.BaguaTensorPy
-    bagua_core.BaguaTensorPy = backend_tensor
     bagua_core.BaguaSingleCommunicatorPy = HostCommunicator
-    bagua_core.BaguaCommBackendPy = scheduler.HostBackend
-    bagua_core.BaguaBucketPy = scheduler.HostBucket
+    bagua_core.BaguaCommBackendPy, bagua_core.BaguaBucketPy = HostBackend, HostBucket
 
     import bagua.torch_api.communication as communication
 
@@ -196,7 +244,8 @@ def install():
 
     # In this process rather than in a child, which these processes may not have and which would survive them.
     communication.start_autotune_server = _start_autotune_thread
-    communication.torch = TorchWithDevice()
+    # Functions of Bagua refuse tensors whose device equals torch.device("cpu").
+    communication.torch = SimpleNamespace(**vars(torch) | {"device": lambda *_: None})
     ours._device = lambda: torch.device("cpu")
 
 

@@ -22,20 +22,12 @@ def replaced():
 
 
 def test_the_import_gives_this_layer_and_can_be_put_back():
-    from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm
-
-    assert SyncBatchNorm is bagua_syncbn.SyncBatchNorm
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
-    assert type(model[0]) is bagua_syncbn.SyncBatchNorm2d
-
+    assert theirs.SyncBatchNorm is bagua_syncbn.SyncBatchNorm
     bagua_syncbn.contrib.restore()
-    from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm
-
-    assert SyncBatchNorm.__module__ == "bagua.torch_api.contrib.sync_batchnorm"
-    assert SyncBatchNorm is not bagua_syncbn.SyncBatchNorm
+    assert theirs.SyncBatchNorm.__module__ == "bagua.torch_api.contrib.sync_batchnorm"
+    assert theirs.SyncBatchNorm is not bagua_syncbn.SyncBatchNorm
     with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
-        SyncBatchNorm(3)(torch.randn(2, 3))
+        theirs.SyncBatchNorm(3)(torch.randn(2, 3))
 
 
 def test_models_with_layers_of_baguas_convert_too():
@@ -43,7 +35,7 @@ def test_models_with_layers_of_baguas_convert_too():
     model = theirs.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     original = type(model[0])
     bagua_syncbn.contrib.replace()
-    bagua_syncbn.convert_sync_batchnorm(model)
+    assert theirs.SyncBatchNorm.convert_sync_batchnorm(model) is model
     assert isinstance(model[0], bagua_syncbn.SyncBatchNorm)
     input = torch.randn(4, 3, 2, 2)
     torch.testing.assert_close(model(input), nn.BatchNorm2d(3)(input))
@@ -51,11 +43,11 @@ def test_models_with_layers_of_baguas_convert_too():
 
 
 def test_method_and_algorithms_stay_baguas():
-    assert nn.Module.with_bagua is BaguaModule.with_bagua
-    bagua_syncbn.contrib.restore()
-    assert nn.Module.with_bagua is BaguaModule.with_bagua
     assert gradient_allreduce.GradientAllReduceAlgorithm is GradientAllReduceAlgorithm
     assert isinstance(resolve_algorithm(ByteGradAlgorithm, []), ByteGradAlgorithm)
+    for change in (bagua_syncbn.contrib.replace, bagua_syncbn.contrib.restore):
+        change()
+        assert nn.Module.with_bagua is BaguaModule.with_bagua
 
 
 def test_baguas_algorithms_are_taken_for_what_they_are_where_torch_runs_the_job():

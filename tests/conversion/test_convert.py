@@ -38,6 +38,7 @@ STANDARD = [
     (nn.BatchNorm2d, SyncBatchNorm2d, (4, 3, 2, 2)),
     (nn.BatchNorm3d, SyncBatchNorm3d, (4, 3, 2, 2, 2)),
     (BatchNorm, SyncBatchNorm, (4, 3, 2, 2)),
+    *((cls, SyncBatchNorm, None) for cls in (nn.SyncBatchNorm, nn.LazyBatchNorm2d, BatchNormReLU)),
 ]
 
 
@@ -49,17 +50,21 @@ def net():
 
 
 @pytest.mark.parametrize(("local", "synced", "shape"), STANDARD)
-def test_torchs_layers_stay_the_same_objects(local, synced, shape):
-    model = nn.Sequential(local(3))
-    layer, attributes = model[0], dict(vars(model[0]))
-    assert convert_sync_batchnorm(model) is model
-    assert model[0] is layer
-    assert type(layer) is synced
-    assert vars(layer) == {**attributes, "name_in_model": "0", "converted_model": layer.converted_model}
-    model(torch.randn(shape))
-    assert revert_sync_batchnorm(model) is model
-    assert type(layer) is local
-    assert vars(layer) == attributes
+def test_layers_stay_the_same_objects_in_a_model_and_alone(local, synced, shape):
+    """A caller who drops what torch's converter returns trains unsynchronized."""
+    for wrap in (lambda layer: layer, nn.Sequential):
+        layer = local(3) if local is not nn.LazyBatchNorm2d else local()
+        model, attributes = wrap(layer), dict(vars(layer))
+        assert convert_sync_batchnorm(model) is model
+        assert isinstance(layer, synced)
+        if model is not layer and synced is not SyncBatchNorm:
+            assert type(layer) is synced
+            assert model[0] is layer
+            assert vars(layer) == {**attributes, "name_in_model": "0", "converted_model": layer.converted_model}
+            model(torch.randn(shape))
+        assert revert_sync_batchnorm(model) is model
+        assert type(layer) is local
+        assert vars(layer) == attributes
 
 
 def test_everything_about_a_layer_survives():
@@ -93,18 +98,6 @@ def test_everything_about_a_layer_survives():
     assert calls[4:] == ["state_dict", "load"]
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert {id(parameter) for parameter in model.parameters()} == held
-
-
-@pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm2d, BatchNormReLU])
-def test_a_model_that_is_one_layer_is_converted_in_place(cls):
-    """A caller who drops what torch's converter returns trains unsynchronized."""
-    layer = cls(3) if cls is not nn.LazyBatchNorm2d else cls()
-    attributes = dict(vars(layer))
-    assert convert_sync_batchnorm(layer) is layer
-    assert isinstance(layer, SyncBatchNorm)
-    assert revert_sync_batchnorm(layer) is layer
-    assert type(layer) is cls
-    assert vars(layer) == attributes
 
 
 def wrap(module):
@@ -147,9 +140,16 @@ def test_converting_twice_changes_the_group_and_nothing_else():
     assert type(layer) is cls
 
 
-def test_the_classmethod_converts_a_model_in_place():
+class Mine(SyncBatchNorm1d):
+    @classmethod
+    def convert_sync_batchnorm(cls, module, process_group=None):
+        return super().convert_sync_batchnorm(module, process_group=process_group)
+
+
+@pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm3d, Mine])
+def test_the_method_of_a_class_converts_a_model_in_place_to_the_classes_of_the_package(cls):
     model = net()
-    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
+    assert cls.convert_sync_batchnorm(model) is model
     assert type(model[1]) is SyncBatchNorm2d
 
 
@@ -218,22 +218,13 @@ def test_revert_forgets_the_group_and_refuses_what_it_does_not_know():
     assert type(mixed[0]) is SyncBatchNorm1d
 
 
-def convert_after_wrapping():
-    errors = []
+@pytest.mark.ranks(2)
+def test_converting_too_late_says_so():
     wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2)))
     replicated = bagua_syncbn.with_bagua(nn.Sequential(nn.BatchNorm1d(2)), [])
     for model in (wrapped, nn.Sequential(wrapped), replicated):
-        try:
+        with pytest.raises(RuntimeError, match="convert first, then wrap"):
             convert_sync_batchnorm(model)
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_converting_too_late_says_so(pool):
-    for errors in pool.run(convert_after_wrapping, 2):
-        assert len(errors) == 3
-        assert all("convert first, then wrap" in error for error in errors)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -243,8 +234,10 @@ def test_converting_a_scripted_model_says_so():
         convert_sync_batchnorm(nn.Sequential(scripted))
 
 
-def means_of_compiled(in_place, has_run):
-    """Running means of a model that is converted and reverted when it is compiled already."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_already_is_compiled_anew(in_place, has_run):
     torch.compiler.reset()
     model = compiled = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
     # Without guards torch goes on with what it has compiled.
@@ -253,21 +246,13 @@ def means_of_compiled(in_place, has_run):
         model.compile(**options)
     else:
         compiled = torch.compile(model, **options)
-    input, means = torch.full((4, 1), float(dist.get_rank())), []
-    for change in (convert_sync_batchnorm, revert_sync_batchnorm):
-        if has_run:
+    input = torch.full((4, 1), float(dist.get_rank()))
+    for change, mean in ((convert_sync_batchnorm, 0.5), (revert_sync_batchnorm, dist.get_rank())):
+        if has_run or change is revert_sync_batchnorm:
             compiled(input)
         assert change(compiled) is compiled
         compiled(input)
-        means.append(model[0].running_mean.item())
-        has_run = True
-    return means
-
-
-@pytest.mark.parametrize("has_run", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_compiled_anew(pool, in_place, has_run):
-    assert pool.run(means_of_compiled, 2, in_place, has_run) == [[0.5, 0.0], [0.5, 1.0]]
+        assert model[0].running_mean.item() == mean
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -345,25 +330,20 @@ def test_copies_of_converted_models_are_converted_and_separate(copied):
     assert type(revert_sync_batchnorm(twin)[2][0]) is BatchNormReLU
 
 
-def means_of_sharded_layers(convert_first):
-    """Names of the classes, and what synchronized and other layers make of each rank's own number."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("convert_first", [True, False])
+def test_sharded_layers_synchronize_whenever_they_are_converted(convert_first):
     model = nn.Sequential(nn.BatchNorm2d(2, momentum=1.0), BatchNormReLU(2))
     if convert_first:
         convert_sync_batchnorm(model)
     for module in (*model, model):
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    results = []
+    rank = dist.get_rank()
     for change in (convert_sync_batchnorm, revert_sync_batchnorm, convert_sync_batchnorm):
-        change(model)(torch.full((2, 2, 2, 2), float(dist.get_rank()))).square().sum().backward()
-        results.append(([type(layer).__name__ for layer in model], model[0].running_mean[0].item()))
-    return results
-
-
-@pytest.mark.parametrize("convert_first", [True, False])
-def test_sharded_layers_synchronize_whenever_they_are_converted(pool, convert_first):
-    synchronized = ["FSDPSyncBatchNorm2d", "FSDPSyncBatchNormReLU"], 0.5
-    for rank, results in enumerate(pool.run(means_of_sharded_layers, 2, convert_first)):
-        assert results == [synchronized, (["FSDPBatchNorm2d", "FSDPBatchNormReLU"], rank), synchronized]
+        change(model)(torch.full((2, 2, 2, 2), float(rank))).square().sum().backward()
+        sync, mean = ("", rank) if change is revert_sync_batchnorm else ("Sync", 0.5)
+        assert [type(layer).__name__ for layer in model] == [f"FSDP{sync}BatchNorm2d", f"FSDP{sync}BatchNormReLU"]
+        assert model[0].running_mean[0].item() == mean
 
 
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.SyncBatchNorm, BatchNormReLU])
@@ -379,21 +359,16 @@ def test_state_dicts_of_torchs_layers(cls):
         assert target.state_dict()._metadata == state._metadata
 
 
-def groups_of_torchs_layers():
+@pytest.mark.ranks(2)
+def test_torchs_layers_get_their_group_back():
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    model = nn.Sequential(nn.SyncBatchNorm(1, process_group=groups[0]), nn.SyncBatchNorm(1, process_group=groups[0]))
+    model = nn.Sequential(*(nn.SyncBatchNorm(1, process_group=groups[0]) for _ in range(2)))
     convert_sync_batchnorm(model, groups[1])
     twin = copy.deepcopy(model)
     convert_sync_batchnorm(model, "node")
-    reverted = [layer.process_group for net in (model, twin) for layer in revert_sync_batchnorm(net)]
-    return [groups.index(group) for group in reverted], "groups_before" in vars(model[0])
-
-
-def test_torchs_layers_get_their_group_back(pool):
-    for (first, second, *copied), kept in pool.run(groups_of_torchs_layers, 2):
-        assert first == second == 0
-        assert set(copied) <= {0, 1}  # both have the same ranks
-        assert not kept
+    assert all(layer.process_group is groups[0] for layer in revert_sync_batchnorm(model))
+    assert all(layer.process_group in groups for layer in revert_sync_batchnorm(twin))  # both have the same ranks
+    assert "groups_before" not in vars(model[0])
 
 
 class OwnState(nn.BatchNorm2d):
@@ -403,12 +378,12 @@ class OwnState(nn.BatchNorm2d):
         return {**vars(self), "seen": True}
 
 
-def copies_of_layers_with_a_state_of_their_own():
+@pytest.mark.ranks(2)
+def test_a_state_of_its_own_takes_the_group_along():
     group = dist.new_group([0, 1])
     model = convert_sync_batchnorm(nn.Sequential(OwnState(1)), group)
     copied, loaded = copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]
-    return copied.seen, loaded.seen, copied.process_group is group, loaded.process_group
-
-
-def test_a_state_of_its_own_takes_the_group_along(pool):
-    assert pool.run(copies_of_layers_with_a_state_of_their_own, 2) == [(True, True, True, RankGroup((0, 1)))] * 2
+    assert copied.seen
+    assert loaded.seen
+    assert copied.process_group is group
+    assert loaded.process_group == RankGroup((0, 1))

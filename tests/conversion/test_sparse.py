@@ -1,16 +1,10 @@
 """Batch normalization of sparse tensors and point clouds, with unlike numbers of points on the ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
-from fake_packages import (
-    MinkowskiBatchNorm,
-    PointceptBatchNorm,
-    SparsePoints,
-    SpconvBatchNorm,
-    SpconvSyncBatchNorm,
-    TorchSparseBatchNorm,
-)
 from torch import nn
 
 from bagua_syncbn import conversion_report, convert_sync_batchnorm
@@ -18,43 +12,84 @@ from bagua_syncbn import conversion_report, convert_sync_batchnorm
 CHANNELS = 3
 
 
-def minkowski_sync(num_features, **options):
-    return MinkowskiBatchNorm(num_features, nn.SyncBatchNorm, **options)
+class Points(SimpleNamespace):
+    """Stands for the sparse tensors of all packages: the features of points, (points, C), beside where they are."""
+
+    def with_features(self, features):
+        return Points(features=features, places=self.places)
 
 
-LAYERS = [
-    *(TorchSparseBatchNorm, SpconvBatchNorm, SpconvSyncBatchNorm),
-    *(MinkowskiBatchNorm, minkowski_sync, PointceptBatchNorm),
-]
+# Layers as the packages' sources have them.
+
+
+class TorchSparse(nn.BatchNorm1d):
+    """The forward of torch's layer is handed to a function of the package."""
+
+    def forward(self, input):
+        return self._apply_to_features(input, super().forward)
+
+    @staticmethod
+    def _apply_to_features(input, function):
+        return input.with_features(function(input.features))
+
+
+class Spconv(nn.BatchNorm1d):
+    def forward(self, input):
+        return input.with_features(super().forward(input.features))
+
+
+class SpconvSync(nn.SyncBatchNorm):
+    def forward(self, input):
+        return input.with_features(super().forward(input.features))
+
+
+class Minkowski(nn.Module):
+    """torch's layer in a module."""
+
+    def __init__(self, num_features, kind=nn.BatchNorm1d, **options):
+        super().__init__()
+        self.bn = kind(num_features, **options)
+
+    def forward(self, input):
+        return input.with_features(self.bn(input.features))
+
+
+class MinkowskiSync(Minkowski):
+    def __init__(self, num_features, **options):
+        super().__init__(num_features, nn.SyncBatchNorm, **options)
+
+
+class Pointcept(nn.Module):
+    """Points, (points, C), or (points, neighbours, C)."""
+
+    def __init__(self, num_features, **options):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(num_features, **options)
+
+    def forward(self, input):
+        features = input.features
+        by_neighbours = self.norm(torch.stack([features, 2 * features], 1).transpose(1, 2)).transpose(1, 2)
+        return input.with_features(self.norm(features) + by_neighbours.sum(1))
 
 
 def step(layer, features, grad_output):
     features = features.clone().requires_grad_()
-    output = layer(SparsePoints(features=features, places="kept"))
+    output = layer(Points(features=features, places="kept"))
     assert output.places == "kept"
     output.features.backward(grad_output)
-    return output.features.detach(), features.grad, list(layer.buffers())
+    return output.features.detach(), features.grad
 
 
-def points():
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(2, 7, CHANNELS, generator=generator, dtype=torch.float64).unbind()
-
-
-def step_of_rank(make, sizes):
-    model = convert_sync_batchnorm(nn.Sequential(make(CHANNELS, dtype=torch.float64)))
-    return step(model[0], *(tensor.split(sizes)[dist.get_rank()] for tensor in points()))
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sizes", [(2, 5), (0, 7)], ids=str)
-@pytest.mark.parametrize("make", LAYERS)
-def test_layers_of_points_are_synchronized(pool, make, sizes):
-    output, grad, buffers = step(make(CHANNELS, dtype=torch.float64), *points())
-    for rank, results in enumerate(pool.run(step_of_rank, 2, make, sizes)):
-        torch.testing.assert_close(results, (output.split(sizes)[rank], grad.split(sizes)[rank], buffers))
-
-
-@pytest.mark.parametrize("make", LAYERS)
-def test_layers_of_points_are_reported_once(make):
-    (layer,) = conversion_report(nn.Sequential(make(CHANNELS))).layers
+@pytest.mark.parametrize("cls", [TorchSparse, Spconv, SpconvSync, Minkowski, MinkowskiSync, Pointcept])
+def test_layers_of_points_are_synchronized(cls, sizes):
+    model, rank = nn.Sequential(cls(CHANNELS, dtype=torch.float64)), dist.get_rank()
+    (layer,) = conversion_report(model).layers
     assert layer.action == "converted"
+    convert_sync_batchnorm(model)
+    alone = {SpconvSync: Spconv, MinkowskiSync: Minkowski}.get(cls, cls)(CHANNELS, dtype=torch.float64)
+    tensors = torch.randn(2, 7, CHANNELS, generator=torch.Generator().manual_seed(5), dtype=torch.float64).unbind()
+    expected = [tensor.split(sizes)[rank] for tensor in step(alone, *tensors)]
+    torch.testing.assert_close(step(model, *(tensor.split(sizes)[rank] for tensor in tensors)), tuple(expected))
+    torch.testing.assert_close(list(model.buffers()), list(alone.buffers()))

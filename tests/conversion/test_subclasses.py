@@ -57,6 +57,13 @@ class WithPart(nn.BatchNorm2d):
         return super().forward(input) + self.part(input * 2)
 
 
+class ActWithPart(WithPart):
+    def forward(self, input):
+        return BatchNormAct.forward(self, input) + self.part(input * 2)
+
+    act = staticmethod(F.leaky_relu)
+
+
 class TwoBuffers(nn.BatchNorm2d):
     def __init__(self, num_features, **options):
         super().__init__(num_features, **options)
@@ -80,67 +87,43 @@ class OfTorchsSync(nn.SyncBatchNorm):
 
 
 CLASSES = [BatchNormAct, ByName, OfAten, ByHelper, WithPart, TwoBuffers, OfTorchsSync]
-
-
-def run(layer, input):
-    """Three steps in training, one in evaluation; returns outputs, gradients of the input and buffers."""
-    results = []
-    for step in range(4):
-        layer.train(step < 3)
-        own = (input * (step + 1) + step).clone().requires_grad_()
-        output = layer(own)
-        output.backward((own.detach() * 3).sin())
-        results += [output.detach(), own.grad]
-    return results, dict(layer.named_buffers())
-
-
-def batch():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(6, 3, 4, 4, generator=generator, dtype=torch.float64)
-
-
-def run_share(cls, options, sizes, through):
-    layer = convert_sync_batchnorm(nn.Sequential(cls(3, dtype=torch.float64, **options)))
-    if through == "deepcopy":
-        layer = copy.deepcopy(layer)
-    elif through == "pickle":
-        layer = pickle.loads(pickle.dumps(layer))
-    elif through == "compile":
-        layer = torch.compile(layer, backend="eager")
-    return run(layer, batch().split(sizes)[dist.get_rank()])
-
-
-def check(cls, options, sizes, results):
-    """Compares with the layer itself on the whole batch in this process, which is alone."""
-    expected, buffers = run(nn.Sequential(cls(3, dtype=torch.float64, **options)), batch())
-    for rank, (outputs, own_buffers) in enumerate(results):
-        # Without running statistics evaluation is by each rank's own batch: only training is compared.
-        compared = 8 if options.get("track_running_stats", True) else 6
-        for output, whole in zip(outputs[:compared], expected[:compared], strict=True):
-            torch.testing.assert_close(output, whole.split(sizes)[rank])
-        own_buffers = {name.removeprefix("_orig_mod."): buffer for name, buffer in own_buffers.items()}
-        torch.testing.assert_close(own_buffers, buffers)
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=str)
-@pytest.mark.parametrize("cls", CLASSES)
-def test_forwards_of_their_own_are_synchronized(pool, cls, options):
-    sizes = (2, 4)
-    check(cls, options, sizes, pool.run(run_share, 2, cls, options, sizes, None))
-
-
+THROUGH = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "compile": lambda model: torch.compile(model, backend="eager"),
+}
 NOTHING = {"affine": False, "track_running_stats": False}
+RUNS = [
+    *((cls, options, None) for cls in CLASSES for options in ({}, {"momentum": None})),
+    *((BatchNormAct, options, None) for options in ({"affine": False}, {"track_running_stats": False}, NOTHING)),
+    *((cls, {}, through) for cls in (BatchNormAct, ByHelper, OfTorchsSync) for through in THROUGH),
+]
 
 
-@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, NOTHING], ids=str)
-def test_layers_without_parameters_and_buffers_are_synchronized_too(pool, options):
-    check(BatchNormAct, options, (3, 3), pool.run(run_share, 2, BatchNormAct, options, (3, 3), None))
+def step(model, input):
+    input = input.clone().requires_grad_()
+    output = model(input)
+    output.backward((input.detach() * 3).sin())
+    return output.detach(), input.grad
 
 
-@pytest.mark.parametrize("through", ["deepcopy", "pickle", "compile"])
-@pytest.mark.parametrize("cls", [BatchNormAct, ByHelper, OfTorchsSync])
-def test_copied_and_compiled_layers_are_synchronized_too(pool, cls, through):
-    check(cls, {}, (1, 5), pool.run(run_share, 2, cls, {}, (1, 5), through))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("cls", "options", "through"), RUNS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_forwards_of_their_own_are_synchronized(cls, options, through):
+    """Over two ranks they give what the class itself gives on the whole batch in one process."""
+    expected = nn.Sequential(cls(3, dtype=torch.float64, **options))
+    if issubclass(cls, nn.SyncBatchNorm):  # torch's would want a GPU
+        expected = nn.Sequential(nn.BatchNorm2d(3, dtype=torch.float64, **options), nn.Tanh())
+    model = convert_sync_batchnorm(nn.Sequential(cls(3, dtype=torch.float64, **options)))
+    model = THROUGH.get(through, lambda model: model)(model)
+    batch = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    # Without running statistics evaluation is by each rank's own batch: only training is compared.
+    for training in (True, True, True, False)[: 4 if options.get("track_running_stats", True) else 3]:
+        batch = batch * 2 + 1
+        own = step(model.train(training), batch.split((1, 5))[dist.get_rank()])
+        for actual, whole in zip(own, step(expected.train(training), batch), strict=True):
+            torch.testing.assert_close(actual, whole.split((1, 5))[dist.get_rank()])
+    torch.testing.assert_close(list(model.buffers()), list(expected.buffers()))
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -182,39 +165,25 @@ class OfGhosts(nn.BatchNorm2d):
     (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
 ])  # fmt: skip
 def test_what_turns_out_to_be_unsynchronized_raises(cls, what):
-    model = convert_sync_batchnorm(nn.Sequential(cls(3)))
+    model, input = convert_sync_batchnorm(nn.Sequential(cls(3))), torch.randn(4, 3, 4, 4)
     with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: expected") + ".*" + what):
-        model(torch.randn(4, 3, 4, 4))
+        model(input)
     model.eval()
     if cls is OnlyInEvaluation:
-        model(torch.randn(4, 3, 4, 4))
-    revert_sync_batchnorm(model).train()
-    model(torch.randn(4, 3, 4, 4))
+        model(input)
+    revert_sync_batchnorm(model).train()(input)
 
 
-def means_of_pairs():
-    layer = convert_sync_batchnorm(nn.Sequential(BatchNormAct(1, momentum=1.0)), [[0, 2], [1, 3]])
+@pytest.mark.ranks(4)
+def test_the_group_of_the_layer_is_used():
+    layer = convert_sync_batchnorm(BatchNormAct(1, momentum=1.0), [[0, 2], [1, 3]])
     layer(torch.full((2, 1, 1, 1), float(dist.get_rank())))
-    return layer[0].running_mean.item()
-
-
-def test_the_group_of_the_layer_is_used(pool):
-    assert pool.run(means_of_pairs, 4) == [1, 2, 1, 2]
-
-
-class ActWithPart(BatchNormAct):
-    def __init__(self, num_features):
-        super().__init__(num_features)
-        self.part = nn.BatchNorm2d(num_features)
-
-    def forward(self, input):
-        return super().forward(input) + self.part(input * 2)
+    assert layer.running_mean.item() == dist.get_rank() % 2 + 1
 
 
 @pytest.mark.parametrize("cls", [WithPart, ActWithPart])
 def test_a_part_that_is_left_out_stays_as_it_is(cls):
-    model = nn.Sequential(cls(3))
-    input = torch.randn(4, 3, 2, 2)
+    model, input = nn.Sequential(cls(3)), torch.randn(4, 3, 2, 2)
     expected = copy.deepcopy(model)(input)
     convert_sync_batchnorm(model, filter=lambda name, layer: not name.endswith("part"))
     torch.testing.assert_close(model(input), expected)
@@ -234,11 +203,9 @@ class InChunks(nn.BatchNorm2d):
 
 
 def test_a_forward_that_calls_itself_leaves_nothing_behind():
-    layer = bagua_syncbn.convert_sync_batchnorm(InChunks(3))
-    input = torch.randn(4, 3, 5, 5)
-    expected = InChunks(3)(input)
+    layer, input = convert_sync_batchnorm(InChunks(3)), torch.randn(4, 3, 5, 5)
     before = set(vars(layer))
-    torch.testing.assert_close(layer(input), expected)
+    torch.testing.assert_close(layer(input), InChunks(3)(input))
     layer.eps = 0
     with pytest.raises(ArithmeticError):
         layer(input)
@@ -256,6 +223,19 @@ def test_frozen_statistics_stay_frozen():
     model = convert_sync_batchnorm(nn.Sequential(Frozen(3)))
     model(torch.randn(4, 3, 4, 4))
     assert model[0].running_mean.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten, ByHelper], ids=lambda cls: cls.__name__)
+def test_replicas_normalize_by_the_whole_batch_in_own_forwards(cls):
+    """The redirected call goes to the other replicas, like that of any synchronized layer."""
+    model, batch = nn.Sequential(cls(3)).double(), torch.randn(6, 3, 4, 4, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    parallel = DataParallelWithCallback(convert_sync_batchnorm(model), device_ids=["cpu", "cpu"])
+    torch.testing.assert_close(step(parallel, batch), step(expected, batch))
+    torch.testing.assert_close(model[0].running_var, expected[0].running_var)
+
+
+# Registered converters
 
 
 class Foreign(nn.Module):
@@ -283,20 +263,16 @@ class SyncForeign(SyncBatchNorm2d):
 
 
 @pytest.fixture
-def registered():
+def registered(monkeypatch):
+    monkeypatch.setattr(registry, "_converters", {})
     register_converter(Foreign, lambda layer: SyncForeign if layer.num_features > 2 else None)
     register_converter(Centered, lambda layer: SyncBatchNorm2d)
-    yield
-    register_converter(Foreign, None)
-    register_converter(Centered, None)
 
 
 @pytest.mark.usefixtures("registered")
 def test_a_registered_converter_is_used_and_undone():
     model = nn.Sequential(Foreign(3), Centered(3), Foreign(2))
-    layers = list(model)
-    weight = model[0].weight
-    input = torch.randn(4, 3, 5, 5)
+    layers, weight, input = list(model), model[0].weight, torch.randn(4, 3, 5, 5)
     expected = copy.deepcopy(model[0])(input)
     convert_sync_batchnorm(model, 1)
     convert_sync_batchnorm(model)
@@ -333,22 +309,14 @@ def test_what_a_converter_returns_is_checked():
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "switching.md"
-
-
-@pytest.fixture
-def recipe_for_apex(monkeypatch):
-    """Runs the recipe of docs/switching.md; tests/tools/test_docs.py runs all of its recipes."""
-    monkeypatch.setattr(registry, "_converters", {})
-    recipe = re.search(r"^class FromApex.*?: FromApex\)\n", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    exec(
-        recipe[0], {"bagua_syncbn": bagua_syncbn, "apex": SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex))}
-    )
-
-
-@pytest.mark.usefixtures("recipe_for_apex")
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
 def test_the_recipe_for_apex_keeps_outputs_and_reverts(options):
+    """The one in docs/switching.md; tests/tools/test_docs.py runs all of its recipes."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
+    recipe = re.search(r"^class FromApex.*?: FromApex\)\n", page, re.DOTALL | re.MULTILINE)
+    apex = SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex))
+    exec(recipe[0], {"bagua_syncbn": bagua_syncbn, "apex": apex})
     model = nn.Sequential(Apex(4, **options))
     input, z = torch.randn(2, 3, 4, 4, 4)
     expected = model[0](input), model[0](input, z)
@@ -357,7 +325,8 @@ def test_the_recipe_for_apex_keeps_outputs_and_reverts(options):
     assert type(revert_sync_batchnorm(model)[0]) is Apex
 
 
-def groups_by_other_names():
+@pytest.mark.ranks(2)
+def test_a_group_is_taken_from_the_attribute_that_has_it():
     group, other = dist.new_group([0, 1]), dist.new_group([1, 0])
     for cls in (Mmcv, Fairscale):
         register_converter(cls, lambda layer: SyncBatchNorm)
@@ -365,38 +334,15 @@ def groups_by_other_names():
         model = nn.Sequential(Mmcv(1, group=group), Fairscale(1))
         model[1]._process_group = group
         convert_sync_batchnorm(model)
-        taken = [layer.process_group is group for layer in model]
-        copied = [layer.process_group is group for layer in copy.deepcopy(model)]
+        assert all(layer.process_group is group for layer in (*model, *copy.deepcopy(model)))
         twin = revert_sync_batchnorm(copy.deepcopy(model))
-        restored = [twin[0].group.size(), twin[1]._process_group.size()]
+        assert twin[0].group.size() == twin[1]._process_group.size() == 2
         revert_sync_batchnorm(convert_sync_batchnorm(model, other))
-        kept = [model[0].group is group, model[1]._process_group is group]
-        left = any({"_group_spec", "groups_before"} & vars(layer).keys() for layer in model)
+        assert model[0].group is model[1]._process_group is group
+        assert not any({"_group_spec", "groups_before"} & vars(layer).keys() for layer in model)
         model[0].second = other
         with pytest.raises(TypeError, match="Mmcv with group and second"):
             convert_sync_batchnorm(model[:1])
-        return taken, copied, restored, kept, left
     finally:
         for cls in (Mmcv, Fairscale):
             register_converter(cls, None)
-
-
-def test_a_group_is_taken_from_the_attribute_that_has_it(pool):
-    assert pool.run(groups_by_other_names, 2) == [([True] * 2, [True] * 2, [2, 2], [True] * 2, False)] * 2
-
-
-@pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten, ByHelper], ids=lambda cls: cls.__name__)
-def test_replicas_normalize_by_the_whole_batch_in_own_forwards(cls):
-    """The redirected call goes to the other replicas, like that of any synchronized layer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(cls(3)).double()
-    expected = copy.deepcopy(model)
-    input, grad_output = torch.randn(2, 6, 3, 4, 4, dtype=torch.float64).unbind()
-    own, whole = (input.clone().requires_grad_() for _ in range(2))
-    parallel = DataParallelWithCallback(convert_sync_batchnorm(model), device_ids=["cpu", "cpu"])
-    output, expected_output = parallel(own), expected(whole)
-    output.backward(grad_output)
-    expected_output.backward(grad_output)
-    torch.testing.assert_close(output, expected_output)
-    torch.testing.assert_close(own.grad, whole.grad)
-    torch.testing.assert_close(model[0].running_var, expected[0].running_var)

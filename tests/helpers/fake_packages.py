@@ -67,62 +67,6 @@ class Mmcv(_OwnForward, nn.Module):
         self.register_buffer("num_batches_tracked", torch.tensor(0))
 
 
-class SparsePoints(SimpleNamespace):
-    """Stands for the sparse tensors of all packages: the features of points, (points, C), beside where they are."""
-
-    def with_features(self, features):
-        return SparsePoints(features=features, places=self.places)
-
-
-class TorchSparseBatchNorm(nn.BatchNorm1d):
-    """As torchsparse.nn.BatchNorm: the forward of torch's layer is handed to a function of the package."""
-
-    def forward(self, input):
-        return self._apply_to_features(input, super().forward)
-
-    @staticmethod
-    def _apply_to_features(input, function):
-        return input.with_features(function(input.features))
-
-
-class SpconvBatchNorm(nn.BatchNorm1d):
-    """As spconv.pytorch.modules.SparseBatchNorm."""
-
-    def forward(self, input):
-        return input.with_features(super().forward(input.features))
-
-
-class SpconvSyncBatchNorm(nn.SyncBatchNorm):
-    """As spconv.pytorch.modules.SparseSyncBatchNorm."""
-
-    def forward(self, input):
-        return input.with_features(super().forward(input.features))
-
-
-class MinkowskiBatchNorm(nn.Module):
-    """As MinkowskiBatchNorm and, of another ``kind``, MinkowskiSyncBatchNorm: torch's layer in a module."""
-
-    def __init__(self, num_features, kind=nn.BatchNorm1d, **options):
-        super().__init__()
-        self.bn = kind(num_features, **options)
-
-    def forward(self, input):
-        return input.with_features(self.bn(input.features))
-
-
-class PointceptBatchNorm(nn.Module):
-    """As Pointcept's PointBatchNorm: (points, C), or (points, neighbours, C)."""
-
-    def __init__(self, num_features, **options):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(num_features, **options)
-
-    def forward(self, input):
-        features = input.features
-        by_neighbours = self.norm(torch.stack([features, 2 * features], 1).transpose(1, 2)).transpose(1, 2)
-        return input.with_features(self.norm(features) + by_neighbours.sum(1))
-
-
 class _Trainer(SimpleNamespace):
     """Lightning's, and detectron2's, which builds the model."""
 
