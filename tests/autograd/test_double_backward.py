@@ -53,51 +53,39 @@ def test_derivatives_equal_numerical_ones():
     assert torch.autograd.gradgradcheck(local, tensors, check_fwd_over_rev=True)
 
 
-def shared_weight():
-    """The input of the layer depends on its weight, which must not be counted twice."""
-    layer = SyncBatchNorm(3, eps=EPS, dtype=torch.float64)
-    input = draw(7, 3, seed=1).split((2, 5))[dist.get_rank()]
-    output = layer(input * layer.weight.exp())
-    (grad,) = torch.autograd.grad(output.sin().sum(), layer.weight, create_graph=True)
-    (second,) = torch.autograd.grad(grad.square().sum(), layer.weight)
-    dist.all_reduce(second)
-    return grad.detach(), second
+def shared_weight(normalized, weight):
+    """Returns first and second derivatives by a weight on which the input of the layer depends too."""
+    (grad,) = torch.autograd.grad(normalized.sin().sum(), weight, create_graph=True)
+    return grad.detach(), torch.autograd.grad(grad.square().sum(), weight)[0]
 
 
-def test_derivatives_hold_where_the_input_depends_on_the_weight(pool):
+@pytest.mark.ranks(2)
+def test_a_weight_on_which_the_input_depends_is_not_counted_twice():
+    rank, parts = dist.get_rank(), draw(7, 3, seed=1).split((2, 5))
     weight = torch.ones(2, 3, dtype=torch.float64).requires_grad_()  # a copy for each rank
-    parts = draw(7, 3, seed=1).split((2, 5))
     normalized = normalize(torch.cat([part * w.exp() for part, w in zip(parts, weight, strict=True)]), "plus")
     output = torch.cat([part * w for part, w in zip(normalized.split((2, 5)), weight, strict=True)])
-    (grad,) = torch.autograd.grad(output.sin().sum(), weight, create_graph=True)
-    (second,) = torch.autograd.grad(grad.square().sum(), weight)
-    for rank, (rank_grad, rank_second) in enumerate(pool.run(shared_weight, 2)):
-        torch.testing.assert_close(rank_grad, grad[rank])
-        torch.testing.assert_close(rank_second, second.sum(0))
+    expected, expected_second = shared_weight(output, weight)
+    layer = SyncBatchNorm(3, eps=EPS, dtype=torch.float64)
+    grad, second = shared_weight(layer(parts[rank] * layer.weight.exp()), layer.weight)
+    dist.all_reduce(second)
+    torch.testing.assert_close((grad, second), (expected[rank], expected_second.sum(0)))
 
 
-def counted_backward(create_graph):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_second_derivative_takes_two_collectives(create_graph):
     layer = SyncBatchNorm(3, dtype=torch.float64)
     input = draw(4, 3, seed=dist.get_rank()).requires_grad_()
-    for _ in range(2):  # until all ranks expect what comes
-        (grad,) = torch.autograd.grad(layer(input), input, draw(4, 3, seed=9), create_graph=create_graph)
-        if create_graph:
-            grad.square().sum().backward()
-    output = layer(input)
-    with collectives() as first:
-        (grad,) = torch.autograd.grad(output, input, draw(4, 3, seed=9), create_graph=create_graph)
-    with collectives() as second:
-        if create_graph:
-            grad.square().sum().backward()
-    return first, second
-
-
-def test_a_second_derivative_takes_two_collectives(pool):
-    for first, second in pool.run(counted_backward, 2, True):
-        assert first == {MESSAGE: 1}
-        assert second == {MESSAGE: 2}  # the sums, and the moments
-    for first, second in pool.run(counted_backward, 2, False):
-        assert (first, second) == ({MESSAGE: 1}, {})
+    for _ in range(3):  # until all ranks expect what comes
+        output = layer(input)
+        with collectives() as first:
+            (grad,) = torch.autograd.grad(output, input, draw(4, 3, seed=9), create_graph=create_graph)
+        with collectives() as second:
+            if create_graph:
+                grad.square().sum().backward()
+    assert first == {MESSAGE: 1}
+    assert second == ({MESSAGE: 2} if create_graph else {})  # the sums, and the moments
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

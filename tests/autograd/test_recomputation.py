@@ -188,21 +188,20 @@ def test_checkpoints_of_many_batches_in_flight_equal_plain_steps(pool):
     check(pool, ["reentrant"], "average", microbatches=30)
 
 
-def train_alone(kind, how):
-    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    results = []
-    for convert in (convert_sync_batchnorm, lambda model: model):
-        block, input = convert(make_blocks(kind))[1], batch.clone().requires_grad_()
-        output = CHECKPOINTS[how](block, input) if convert is convert_sync_batchnorm else block(input)
-        output.backward(batch.cos())
-        results.append([output, input.grad, *block.buffers()])
-    return results
-
-
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "selective, some", "own"])
 @pytest.mark.parametrize("kind", ["plain", "average", "own forward", "siamese"])
-def test_checkpoints_without_a_job_equal_plain_steps(kind, how):
-    torch.testing.assert_close(*train_alone(kind, how))
+def test_checkpoints_without_a_job_equal_torchs_layers(kind, how):
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for block, call in (
+        (convert_sync_batchnorm(make_blocks(kind))[1], CHECKPOINTS[how]),
+        (make_blocks(kind)[1], lambda block, input: block(input)),
+    ):
+        input = batch.clone().requires_grad_()
+        output = call(block, input)
+        output.backward(batch.cos())
+        results.append([output, input.grad, *block.buffers()])
+    torch.testing.assert_close(*results)
 
 
 def backward_several_times(how):
@@ -220,8 +219,8 @@ def test_a_checkpoint_repeats_in_each_backward_pass(pool):
     torch.testing.assert_close(pool.run(backward_several_times, 2, True), pool.run(backward_several_times, 2, False))
 
 
-def interrupted(how):
-    """A repetition that raises leaves nothing behind; the next one is whole."""
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested"])
+def test_a_repetition_that_raises_leaves_nothing_behind(how):
     layer, runs = SyncBatchNorm(3, momentum=None), []
     input = torch.randn(4, 3, requires_grad=True)
 
@@ -240,11 +239,6 @@ def interrupted(how):
     assert len(runs) == 3
     assert layer.num_batches_tracked == 3
     assert not checkpointing.is_repetition()
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested"])
-def test_a_repetition_that_raises(how):
-    interrupted(how)
 
 
 def test_a_repetition_that_calls_more_often_is_refused_by_name():
@@ -312,10 +306,18 @@ def by_hand(run, input):
     return run(input)
 
 
-def keep_a_region(how):
-    layer = SyncBatchNorm(3)
+REPEATS = {
+    "own": Kept.apply,
+    "by hand": by_hand,
+    "with gradients": lambda run, input: run(input),
+}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
+@pytest.mark.parametrize("how", REPEATS)
+def test_a_region_is_of_one_pass(how, ranks):
+    layer, forward = SyncBatchNorm(3), REPEATS[how]
     run, input = Repeatable()(layer), torch.randn(4, 3, requires_grad=True)
-    forward = {"own": Kept.apply, "by hand": by_hand, "with gradients": lambda run, input: run(input)}[how]
     layer.eval()
     for _ in range(2):  # in which nothing is gathered
         with torch.no_grad():
@@ -329,12 +331,6 @@ def keep_a_region(how):
     torch.testing.assert_close(list(layer.buffers()), before)
     forward(Repeatable()(layer), input.cos()).sum().backward()
     assert layer.num_batches_tracked == 2
-
-
-@pytest.mark.parametrize("how", ["own", "by hand", "with gradients"])
-def test_a_region_is_of_one_pass(pool, how):
-    keep_a_region(how)
-    pool.run(keep_a_region, 2, how)
 
 
 def regions_alive():

@@ -77,22 +77,19 @@ def test_transforms_over_ranks_equal_one_process(pool, how, activation):
         torch.testing.assert_close(one + other if whole.dim() == 1 else torch.cat([one, other]), whole)
 
 
-def tangent_of_the_weight_only():
-    (input, weight, bias), (_, tangent, _) = shares()
-    with collectives() as counted:
-        result = jvp(lambda w: layer(input, w, bias), (weight,), (tangent,))[1]
-    return result, counted
-
-
-def test_jvp_without_a_tangent_of_the_input(pool):
+@pytest.mark.ranks(2)
+def test_jvp_without_a_tangent_of_the_input_sends_no_sums():
     (input, weight, bias), (_, tangent, _) = all_ranks()
     expected = jvp(lambda w: reference(input, w, bias), (weight,), (tangent,))[1]
-    for rank, (result, counts) in enumerate(pool.run(tangent_of_the_weight_only, 2)):
-        torch.testing.assert_close(result, expected.split(SPLITS)[rank])
-        assert counts[MESSAGE] == 1
+    own = shares()[0][0]
+    with collectives() as counted:
+        result = jvp(lambda w: layer(own, w, bias), (weight,), (tangent,))[1]
+    torch.testing.assert_close(result, expected.split(SPLITS)[dist.get_rank()])
+    assert counted[MESSAGE] == 1
 
 
-def batched():
+@pytest.mark.ranks(2)
+def test_vmap_is_refused_in_training_and_works_in_evaluation():
     (input, weight, bias), _ = shares()
     stacked = torch.stack([input, input + 1])
     with pytest.raises(RuntimeError, match=r"sync_batch_norm: expected no torch\.func\.vmap over training"):
@@ -100,11 +97,7 @@ def batched():
     with pytest.raises(RuntimeError, match=r"expected no torch\.func\.vmap"):
         jacrev(lambda x: layer(x, weight, bias))(input)
     model = SyncBatchNorm(3).double().eval()
-    return vmap(model)(stacked).shape
-
-
-def test_vmap_is_refused_in_training_and_works_in_evaluation(pool):
-    assert pool.run(batched, 2) == [(2, 2, 3, 2), (2, 5, 3, 2)]
+    torch.testing.assert_close(vmap(model)(stacked), torch.stack([model(input), model(input + 1)]))
 
 
 OPTIONS = (
@@ -143,44 +136,32 @@ def test_gradcheck_with_gradients_in_batches(options, mask):
     assert torch.autograd.gradgradcheck(lambda x, *_: layer(x, mask=mask), (input, *layer.parameters()), **checked)
 
 
-def in_batches():
+@pytest.mark.ranks(2)
+def test_gradients_in_batches_are_refused_over_ranks():
     layer = SyncBatchNorm(3, dtype=torch.float64)
     input, grad_outputs = shares()[0][0].requires_grad_(), draw(2, *shares()[0][0].shape, seed=2)
     layer(input).sum().backward()
     backward = vjp(layer, input)[1]
-    told = []
     for attempt in (
         lambda: torch.autograd.grad(layer(input), input, grad_outputs, is_grads_batched=True),
         lambda: vmap(backward)(grad_outputs),
     ):
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match="no is_grads_batched in its backward pass"):
             attempt()
-        told.append(str(caught.value))
     only_parameters = layer(input.detach())
     grads = torch.autograd.grad(only_parameters, layer.weight, grad_outputs, is_grads_batched=True)
-    return told, grads[0].shape, layer(input).shape
+    assert grads[0].shape == (2, 3)
+    layer(input)  # all ranks were refused, and go on
 
 
-def test_gradients_in_batches_are_refused_over_ranks(pool):
-    for rank, (told, *shapes) in enumerate(pool.run(in_batches, 2)):
-        assert all("no is_grads_batched in its backward pass" in text for text in told)
-        assert shapes == [(2, 3), (SPLITS[rank], *SIZE[1:])]
-
-
-def one_in_batches():
+@pytest.mark.ranks(2, new_job=True)
+def test_a_rank_whose_gradients_come_in_batches_tells_its_peers():
     layer, input = SyncBatchNorm(3, dtype=torch.float64), shares()[0][0].requires_grad_()
     layer(input).sum().backward()
     grad_outputs, batched = draw(2, *input.shape, seed=2), dist.get_rank() == 1
-    with pytest.raises(RuntimeError) as caught:
+    told = "^sync_batch_norm: expected no torch.func.vmap" if batched else "rank 1: RuntimeError in sync_batch_norm"
+    with pytest.raises(RuntimeError, match=told):
         torch.autograd.grad(layer(input), input, grad_outputs if batched else grad_outputs[0], is_grads_batched=batched)
-    return str(caught.value)
-
-
-def test_a_rank_whose_gradients_come_in_batches_tells_its_peers(pool):
-    first, second = pool.run(one_in_batches, 2)
-    pool.forget_job()
-    assert "rank 1: RuntimeError in sync_batch_norm" in first
-    assert second.startswith("sync_batch_norm: expected no torch.func.vmap")
 
 
 def test_one_process_has_all_that_torch_has():

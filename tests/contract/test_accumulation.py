@@ -71,7 +71,8 @@ def expected_buffers(model, steps):
 SPLITS = [[(2, 0, 5), (3, 4, 0)], [(1, 3, 2), (0, 6, 1)], [(1, 1, 1), (2, 1, 3)]]  # by step and rank
 
 
-def accumulate_on_ranks():
+@pytest.mark.ranks(2)
+def test_ranks_with_uneven_and_empty_micro_batches():
     torch.manual_seed(0)
     model = convert_sync_batchnorm(Beside())
     plain, alone = DistributedDataParallel(copy.deepcopy(model)), Beside()
@@ -99,23 +100,14 @@ def accumulate_on_ranks():
     assert not any("_accumulator" in vars(module) for module in model.modules())
 
 
-def test_ranks_with_uneven_and_empty_micro_batches(pool):
-    pool.run(accumulate_on_ranks, 2)
-
-
-def disagree():
+@pytest.mark.ranks(2, new_job=True)  # layers that were compiled in a job say less since
+def test_a_rank_that_accumulates_alone_raises_on_all():
     layer = SyncBatchNorm(3)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(RuntimeError, match="in accumulate_statistics"):  # noqa: SIM117
         with accumulate_statistics(layer) if dist.get_rank() else nullcontext():
             layer(torch.randn(4, 3))
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
-
-
-def test_a_rank_that_accumulates_alone_raises_on_all(pool):
-    pool.forget_job()  # in which such layers may have been compiled, and say less since
-    pool.run(disagree, 2)
-    pool.forget_job()
 
 
 @settings(max_examples=25)

@@ -130,7 +130,7 @@ def test_no_count_grows(pool, name, world_size):
 
 
 # Calls of this package's functions, from the layer to the wait for the answer of each collective, and back.
-CALLS = 30 if SHARES else 32
+CALLS = 31 if SHARES else 33
 
 
 def count_calls():
@@ -156,43 +156,34 @@ def test_a_step_calls_few_functions(pool):
         assert len(called) == CALLS, " ".join(called)
 
 
-def count_averaging():
+@pytest.mark.ranks(2)
+def test_a_forward_that_averages_over_all_batches_asks_no_more():
     """Each step has another weight for its batch."""
     layer = bagua_syncbn.convert_sync_batchnorm(BatchNormAct(CHANNELS, momentum=None))
     x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
     for _ in range(3):
         layer(x).backward(grad)
-    return [counted.collectives for counted in count_step(layer, x, grad)[:2]]
+    assert [counted.collectives for counted in count_step(layer, x, grad)[:2]] == [1, 1]
 
 
-def test_a_forward_that_averages_over_all_batches_asks_no_more(pool):
-    assert pool.run(count_averaging, 2) == [[1, 1]] * 2
-
-
-def count_beside_torch(train):
+def check_beside_torch(train):
     x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
-    layers = bagua_syncbn.SyncBatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-    return [count_step(layer.train(train), x, grad) for layer in layers]
+    ours, theirs = bagua_syncbn.SyncBatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+    assert count_step(ours.train(train), x, grad) == count_step(theirs.train(train), x, grad)
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_one_process_costs_what_torch_costs(train):
-    ours, theirs = count_beside_torch(train)
-    assert ours == theirs
+    check_beside_torch(train)
 
 
 def test_evaluation_costs_what_torch_costs(pool):
-    for ours, theirs in pool.run(count_beside_torch, 2, False):
-        assert ours == theirs
+    pool.run(check_beside_torch, 2, False)
 
 
-def count_alone(size):
-    """One rank of a job, with input that is left to F.batch_norm or not."""
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("size", [SHAPE, (16, 64, 32, 32)])  # one of them left to F.batch_norm
+def test_one_rank_of_a_job_sends_nothing(size):
     x, grad = torch.randn(size, requires_grad=True), torch.randn(size)
-    return count_step(bagua_syncbn.SyncBatchNorm2d(size[1]), x, grad)
-
-
-@pytest.mark.parametrize("size", [SHAPE, (16, 64, 32, 32)])
-def test_one_rank_of_a_job_sends_nothing(pool, size):
-    ((forward, backward, _),) = pool.run(count_alone, 1, size)
+    forward, backward, _ = count_step(bagua_syncbn.SyncBatchNorm2d(size[1]), x, grad)
     assert forward.collectives + backward.collectives == 0

@@ -68,7 +68,9 @@ def check(model, expected):
 SPREADS = {1: [(4, 2, 3)], 2: [(4, 2), (3,)], 3: [(), (4, 2, 3), (0,)], 4: [(3, 1), (), (2,), (5, 2, 1)]}
 
 
-def recalibrate_on_ranks(spread, kind):
+@pytest.mark.parametrize("kind", ["torch's", "converted", "wrapped", "fused"])
+@pytest.mark.parametrize("spread", [pytest.param(SPREADS[n], marks=pytest.mark.ranks(n)) for n in SPREADS], ids=str)
+def test_ranks_equal_one_process_over_all_batches(spread, kind):
     torch.manual_seed(0)
     plain = Model().double()
     sizes = [size for own in spread for size in own]
@@ -88,12 +90,6 @@ def recalibrate_on_ranks(spread, kind):
     dist.all_gather_object(every, model.state_dict())
     for other in every:
         torch.testing.assert_close(other, model.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["torch's", "converted", "wrapped", "fused"])
-@pytest.mark.parametrize("ranks", SPREADS)
-def test_ranks_equal_one_process_over_all_batches(pool, ranks, kind):
-    pool.run(recalibrate_on_ranks, ranks, SPREADS[ranks], kind)
 
 
 def all_of(model):

@@ -99,7 +99,12 @@ BY_LAYER = {
 }
 
 
-def run(name, by_layer):
+CASES = [(name, False) for name in ALONE] + [(name, True) for name in BY_LAYER]
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize(("name", "by_layer"), CASES)
+def test_an_error_of_one_rank_is_told_to_all(name, by_layer):
     change, batch, wrong, told = (BY_LAYER if by_layer else ALONE)[name]
     model = convert_sync_batchnorm(Model(), dist.new_group())
     model.first.running_mean.fill_(2.0)
@@ -116,13 +121,3 @@ def run(name, by_layer):
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.first._forward_pre_hooks
     assert not model.last._forward_pre_hooks
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_an_error_of_one_rank_is_told_to_all(pool, name):
-    pool.run(run, 2, name, False, timeout=30)
-
-
-@pytest.mark.parametrize("name", BY_LAYER)
-def test_an_error_of_one_rank_is_told_to_all_layer_by_layer(pool, name):
-    pool.run(run, 2, name, True, timeout=30)
