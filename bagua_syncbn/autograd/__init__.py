@@ -1,8 +1,7 @@
 """Autograd functions of the step. Read ``function`` first; messages between ranks are in :mod:`bagua_syncbn.sync`."""
 
-from .call import Call, follow
 from .checkpointing import Repeatable, as_in_first_run, is_plain, is_repetition
-from .function import cached_batch_norm, evaluated_batch_norm, synchronized_batch_norm
+from .function import Call, cached_batch_norm, evaluated_batch_norm, follow, synchronized_batch_norm
 from .outputs import Recomputed, this_thread
 from .replicas import replicated_batch_norm
 

@@ -9,15 +9,87 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
+from ..options import Options
 from ..sync import FIXED_STATISTICS, Sync
 from ..torch_internals import apply_of, is_transformed, is_transforming
-from .call import Call, follow
 from .checkpointing import is_repetition, result_of_call
 from .higher_order import differentiable_backward, differentiable_batch_norm
 from .outputs import note_output, this_thread
+
+
+class Call:
+    """A call without the tensors that may have gradients: options, buffers, mask and ranks.
+
+    It has a number in the group, and statistics, once these are gathered.
+    """
+
+    __slots__ = ("buffers", "layer", "masking", "number", "options", "statistics", "sync")
+
+    def __init__(
+        self,
+        options: Options,
+        buffers: ops.Buffers,
+        sync: Sync,
+        layer: nn.Module | None = None,
+        masking: ops.Masking | None = None,
+    ) -> None:
+        self.options, self.buffers, self.sync, self.layer, self.masking = options, buffers, sync, layer, masking
+        self.number = 0
+        self.statistics: ops.MergedStats | None = None
+
+    def gather(self, input: Tensor) -> ops.MergedStats:
+        """Returns the statistics of all ranks' inputs, and moves the buffers by them."""
+        sync, buffers, options = self.sync, self.buffers, self.options
+        speaker, self.number = sync.header()
+        if self.masking is None:
+            stats = ops.batch_norm_stats(input, speaker, self.number)
+        else:
+            stats = ops.batch_norm_stats(input, speaker, self.number, self.masking.positions)
+        # Averages over all batches need as many batches on all ranks.
+        counter = buffers.num_batches_tracked if options.momentum is None else None
+        gathered, fault = sync.gather(stats, self.number, counter)
+        if sync.is_traced:
+            # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
+            merged = ops.merge_stats(gathered, ops.NO_BUFFERS, options)
+            ops.merge_stats(gathered, buffers, options, fault)
+        else:
+            merged = ops.merge_stats(gathered, buffers, options, fault)
+            sync.check(self.number, gathered, counter)
+        if gathered.dtype != stats.dtype:  # a sum of all ranks
+            mean, invstd, *rest = merged
+            merged = mean.to(stats.dtype), invstd.to(stats.dtype), *rest  # type: ignore[assignment]
+        self.statistics = merged
+        return merged
+
+    def without_activation(self) -> "Call":
+        """Returns the call that normalizes alone."""
+        options = self.options._replace(activation=None)
+        return Call(options, self.buffers, self.sync, self.layer, self.masking)
+
+    def after(self, residual: Tensor | None) -> tuple[Any, ...]:
+        """Returns mask, residual and activation as trailing arguments of ``batch_norm_elemt``."""
+        mask = None if self.masking is None else self.masking.output_mask
+        activation = self.options.activation
+        if activation is not None:
+            return mask, residual, activation.code, activation.parameter
+        return () if mask is residual is None else (mask, residual)
+
+    def follow(self, output: Tensor, residual: Tensor | None) -> Tensor:
+        """Returns ``output`` with residual, activation and mask applied, in operations of torch."""
+        return follow(output, residual, self.options, self.masking)
+
+
+def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:
+    """Returns ``output`` with residual, activation and mask applied, in operations of torch."""
+    if residual is not None:
+        residual = residual if masking is None else masking.clear_outputs(residual)
+        output = output + residual.to(output.dtype)
+    if options.activation is not None:
+        output = options.activation.of(output)
+    return output if masking is None else masking.clear_outputs(output)
 
 
 def synchronized_batch_norm(
@@ -27,7 +99,7 @@ def synchronized_batch_norm(
     if torch.compiler.is_compiling():  # the compiler plans what to fuse, and what to repeat in backward
         merged = call.gather(input.detach())
         output: Tensor = _SyncBatchNorm.apply(input, weight, bias, None, call.without_activation(), *merged)
-        return follow(output, residual, call.options, call.masking)
+        return call.follow(output, residual)
     if is_transforming():
         if is_repetition():
             raise RuntimeError(
@@ -88,26 +160,19 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
         needs, call = ctx.needs_input_grad, ctx.call
+        sync, number, masking = call.sync, call.number, call.masking
         # create_graph=True, is_grads_batched=True
-        if torch.is_grad_enabled() or (not call.sync.is_traced and is_transformed(grad_output)):
+        if torch.is_grad_enabled() or (not sync.is_traced and is_transformed(grad_output)):
             tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
             return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
         ctx.recipe = None  # all operations that save the output ran before
-        sync, number, masking, activation = call.sync, call.number, call.masking, call.options.activation
-        is_fixed = sync is FIXED_STATISTICS
         if not sync.is_traced and grad_output.stride() != input.stride():
             grad_output = ops.laid_out_as(input, grad_output)
-        grad = grad_output
-        mask = () if masking is None else (masking.output_mask,)
-        through: tuple[Any, ...] = mask
+        is_fixed = sync is FIXED_STATISTICS
+        grad, through = grad_output, ()
         again: dict[str, Any] = {}
-        if activation is not None:
-            code, parameter = activation.code, activation.parameter
-            if residual is masking is None and not is_fixed and ops.recompute_is_cheaper(input, activation):
-                again = {"bias": bias, "activation": code, "parameter": parameter}
-            else:
-                grad = torch.empty_like(input)
-            through = *(mask or (None,)), bias, residual, code, parameter, None if again else grad
+        if call.options.activation is not None or masking is not None:
+            grad, through, again = _through_activation(grad_output, input, bias, residual, call)
         try:
             # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
             # holds is not, so nothing else decides whether to communicate.
@@ -117,9 +182,10 @@ class _SyncBatchNorm(torch.autograd.Function):
             )
             grad_input = grad_residual = None
             if needs[3]:
-                grad_residual = grad if masking is None or activation is not None else masking.clear_outputs(grad)
+                grad_residual = grad if masking is None or grad is not grad_output else masking.clear_outputs(grad)
             if needs[0] and is_fixed:
                 # Elementwise factors alone, because zero sums would make NaN of infinite deviations.
+                mask = () if masking is None else (masking.output_mask,)
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd, *mask)
             elif needs[0]:
                 sums, *check = sync.all_reduce(sums, number)
@@ -140,6 +206,27 @@ class _SyncBatchNorm(torch.autograd.Function):
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
         return grad_input, grad_weight, grad_bias, grad_residual, None, None, None, None, None
+
+
+def _through_activation(
+    grad_output: Tensor, input: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Prepares the gradient ``g`` before activation and mask of ``call``.
+
+    Returns the tensor that receives it, which is ``grad_output`` where it is not stored; the trailing arguments with
+    which ``batch_norm_backward_reduce`` makes it; and those with which ``batch_norm_backward_elemt`` makes it again.
+    """
+    masking, activation = call.masking, call.options.activation
+    mask = None if masking is None else masking.output_mask
+    if activation is None:
+        return grad_output, (mask,), {}
+    code, parameter = activation.code, activation.parameter
+    is_alone = masking is None and residual is None and call.sync is not FIXED_STATISTICS
+    if is_alone and ops.recompute_is_cheaper(input, activation):
+        again = {"bias": bias, "activation": code, "parameter": parameter}
+        return grad_output, (None, bias, None, code, parameter), again
+    grad = torch.empty_like(input)
+    return grad, (mask, bias, residual, code, parameter, grad), {}
 
 
 def _gather_once(call: Call, input: Tensor) -> ops.MergedStats:

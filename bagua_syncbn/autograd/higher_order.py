@@ -8,8 +8,10 @@ The rest is plain torch. Second derivatives, forward-mode differentiation and :m
 more intermediate tensors of the input's size than the training step in ``function``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from torch import Tensor
 from .. import ops
 from ..sync import FIXED_STATISTICS, tell_peers
 from ..torch_internals import is_grads_batch
-from .call import Call, follow
+
+if TYPE_CHECKING:
+    from .function import Call
 
 
 def differentiable_batch_norm(
@@ -44,7 +48,7 @@ def differentiable_batch_norm(
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
-    return follow(output, residual, call.options, call.masking).to(input.dtype)
+    return call.follow(output, residual).to(input.dtype)
 
 
 def differentiable_backward(
