@@ -85,12 +85,13 @@ def installed_version() -> str | None:
 
 def is_initialized() -> bool:
     """Whether ``bagua.torch_api.init_process_group()`` was called in this process."""
-    return "bagua.torch_api.communication" in sys.modules and _communication().is_initialized()
+    return default_group() is not None
 
 
 def default_group() -> Any:
-    """Returns the group of all ranks that Bagua made."""
-    return _communication()._get_default_group()
+    """Returns the group of all ranks that Bagua made; None before it did so."""
+    communication = sys.modules.get("bagua.torch_api.communication")
+    return communication._default_pg if communication is not None else None
 
 
 def is_data_parallel(module: nn.Module) -> bool:

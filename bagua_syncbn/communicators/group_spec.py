@@ -64,7 +64,7 @@ class CachedCommunicator:
             _find_by_number(self.number)
             assert self.communicator is not None
             return self.communicator
-        world = _world_group()
+        world = bagua.default_group() or c10d.default_group()
         if world is None:
             return LOCAL
         found = self.communicator
@@ -72,8 +72,8 @@ class CachedCommunicator:
 
     def found(self) -> Communicator | None:
         """Returns the communicator if it was already made in the running job."""
-        found = self.communicator
-        return found if found is not None and self._world() is _world_group() else None
+        found, world = self.communicator, bagua.default_group() or c10d.default_group()
+        return found if found is not None and self._world() is world else None
 
     def size(self) -> int:
         """Returns the number of ranks without making the communicator; only for "node" ranks ask each other."""
@@ -90,7 +90,7 @@ class CachedCommunicator:
 
     def find_anew(self) -> Communicator:
         """Makes the communicator in the running job, whether or not there is an older one, and returns it."""
-        world = _world_group()
+        world = bagua.default_group() or c10d.default_group()
         communicator = self._make()
         self._world = _clearing_ref(self, world)
         self.communicator = communicator
@@ -112,11 +112,6 @@ class CachedCommunicator:
         if bagua.is_initialized() and (self.rule is None or is_ranks(self.rule)):
             return bagua.own_ranks(self.rule)
         return group_ranks(self.rule, c10d.job_of(c10d.default_group()))
-
-
-def _world_group() -> Any:
-    """Returns the group of all ranks of the running job, by which jobs are told apart; None where there is none."""
-    return bagua.default_group() if bagua.is_initialized() else c10d.default_group()
 
 
 def _clearing_ref(cached: CachedCommunicator, group: Any) -> Callable[[], Any]:
