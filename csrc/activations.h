@@ -1,36 +1,45 @@
-// The activations of fused ops, in the order of bagua_syncbn/ops/activations.py, where their codes come from.
-#pragma once
+// The activations of fused ops: their list, and value and derivative of each, for CPU and CUDA.
+//
+// By itself it is the list, in the order of bagua_syncbn/ops/activations.py, where the codes come from. With
+// BAGUA_SYNCBN_FORMULAS defined it is the formulas, for any type V of numbers or vectors of them. They are compiled
+// once for each instruction set and once for CUDA: they are included inside of a namespace that has, for V,
+//
+//   of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V), which is the integral of
+//   exp(-t^2 / 2) / sqrt(2 pi), exp_between(V), which need not know numbers next to 0 and to infinity,
+//   times_sigmoid(a, V), which is a * sigmoid_of(V), and sigmoid_slope(V), its derivative
+#if !defined(BAGUA_SYNCBN_ACTIVATIONS)
 
 #include <cstdint>
 
+// DO(name, whether it is cheap: a few operations, which take less time than memory; then CPUs compute it anew and do
+// not store it, as in bagua_syncbn/ops/activations.py)
 #define BAGUA_SYNCBN_ACTIVATIONS(DO) \
-  DO(Identity)                       \
-  DO(Relu)                           \
-  DO(Relu6)                          \
-  DO(LeakyRelu)                      \
-  DO(Elu)                            \
-  DO(Silu)                           \
-  DO(Gelu)                           \
-  DO(GeluTanh)                       \
-  DO(Hardswish)                      \
-  DO(Sigmoid)                        \
-  DO(Tanh)
+  DO(Identity, false)                \
+  DO(Relu, true)                     \
+  DO(Relu6, true)                    \
+  DO(LeakyRelu, true)                \
+  DO(Elu, false)                     \
+  DO(Silu, false)                    \
+  DO(Gelu, false)                    \
+  DO(GeluTanh, false)                \
+  DO(Hardswish, true)                \
+  DO(Sigmoid, false)                 \
+  DO(Tanh, false)
 
 namespace bagua_syncbn {
 
-#define BAGUA_SYNCBN_ONE(name) +1
-constexpr int64_t kActivations = 0 BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ONE);
-#undef BAGUA_SYNCBN_ONE
-
-#define BAGUA_SYNCBN_CODE(name) k##name,
+#define BAGUA_SYNCBN_CODE(name, ...) k##name,
 enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 #undef BAGUA_SYNCBN_CODE
 
-// Whether it is a few operations, which take less time than memory: then CPUs compute it anew and do not store it. As
-// in bagua_syncbn/ops/activations.py.
+#define BAGUA_SYNCBN_CHEAP(name, is_cheap) is_cheap,
+constexpr bool kCheapCodes[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CHEAP)};
+#undef BAGUA_SYNCBN_CHEAP
+
+constexpr int64_t kActivations = sizeof(kCheapCodes);
+
 constexpr bool is_cheap(int64_t code) {
-  const auto c = static_cast<Code>(code);
-  return c == Code::kRelu || c == Code::kRelu6 || c == Code::kLeakyRelu || c == Code::kHardswish;
+  return kCheapCodes[code];
 }
 
 // An activation of this code. The parameter is that of leaky_relu and elu, and unused in all others.
@@ -41,3 +50,98 @@ struct Act {
 };
 
 }  // namespace bagua_syncbn
+
+#endif
+#if defined(BAGUA_SYNCBN_FORMULAS)
+
+// Derivatives at a kink are torch's. `p` is the parameter.
+#define BAGUA_SYNCBN_VALUE \
+  template <typename V>    \
+  BAGUA_SYNCBN_HOST_DEVICE static V value(V z, [[maybe_unused]] V p)
+#define BAGUA_SYNCBN_DERIVATIVE \
+  template <typename V>         \
+  BAGUA_SYNCBN_HOST_DEVICE static V derivative([[maybe_unused]] V z, [[maybe_unused]] V p)
+
+struct Identity {
+  BAGUA_SYNCBN_VALUE { return z; }
+  BAGUA_SYNCBN_DERIVATIVE { return of<V>(1); }
+};
+
+struct Relu {
+  BAGUA_SYNCBN_VALUE { return z < of<V>(0) ? of<V>(0) : z; }
+  BAGUA_SYNCBN_DERIVATIVE { return z > of<V>(0) ? of<V>(1) : of<V>(0); }
+};
+
+struct Relu6 {
+  BAGUA_SYNCBN_VALUE {
+    const V upper = z > of<V>(6) ? of<V>(6) : z;
+    return upper < of<V>(0) ? of<V>(0) : upper;
+  }
+  BAGUA_SYNCBN_DERIVATIVE {
+    const V below = z < of<V>(6) ? of<V>(1) : of<V>(0);
+    return z > of<V>(0) ? below : of<V>(0);
+  }
+};
+
+struct LeakyRelu {
+  BAGUA_SYNCBN_VALUE { return z > of<V>(0) ? z : z * p; }
+  BAGUA_SYNCBN_DERIVATIVE { return z > of<V>(0) ? of<V>(1) : p; }
+};
+
+struct Elu {
+  BAGUA_SYNCBN_VALUE { return z > of<V>(0) ? z : p * expm1_of(z); }
+  BAGUA_SYNCBN_DERIVATIVE { return z > of<V>(0) ? of<V>(1) : p * exp_of(z); }
+};
+
+struct Silu {
+  BAGUA_SYNCBN_VALUE { return times_sigmoid(z, z); }
+  BAGUA_SYNCBN_DERIVATIVE {
+    const V s = sigmoid_of(z);
+    return s * (of<V>(1) + z * (of<V>(1) - s));
+  }
+};
+
+struct Gelu {
+  BAGUA_SYNCBN_VALUE { return z * normal_cdf(z); }
+  BAGUA_SYNCBN_DERIVATIVE { return normal_cdf(z) + z * exp_between(of<V>(-0.5) * z * z) * of<V>(0.3989422804014327); }
+};
+
+struct GeluTanh {
+  static constexpr double kScale = 0.7978845608028654, kCubic = 0.044715;  // sqrt(2 / pi)
+  template <typename V>
+  BAGUA_SYNCBN_HOST_DEVICE static V tanh_part(V z) {
+    return tanh_of(of<V>(kScale) * (z + of<V>(kCubic) * z * z * z));
+  }
+  BAGUA_SYNCBN_VALUE { return of<V>(0.5) * z * (of<V>(1) + tanh_part(z)); }
+  BAGUA_SYNCBN_DERIVATIVE {
+    const V t = tanh_part(z), slope = of<V>(kScale) + of<V>(3 * kScale * kCubic) * z * z;
+    return of<V>(0.5) * (of<V>(1) + t) + of<V>(0.5) * z * (of<V>(1) - t * t) * slope;
+  }
+};
+
+struct Hardswish {
+  BAGUA_SYNCBN_VALUE { return z * Relu6::value(z + of<V>(3), p) * of<V>(1.0 / 6); }
+  BAGUA_SYNCBN_DERIVATIVE {
+    const V below = z < of<V>(3) ? z * of<V>(1.0 / 3) + of<V>(0.5) : of<V>(1);
+    return z > of<V>(-3) ? below : of<V>(0);
+  }
+};
+
+struct Sigmoid {
+  BAGUA_SYNCBN_VALUE { return sigmoid_of(z); }
+  BAGUA_SYNCBN_DERIVATIVE { return sigmoid_slope(z); }
+};
+
+struct Tanh {
+  BAGUA_SYNCBN_VALUE { return tanh_of(z); }
+  BAGUA_SYNCBN_DERIVATIVE {
+    const V t = tanh_of(z);
+    return of<V>(1) - t * t;
+  }
+};
+
+#undef BAGUA_SYNCBN_VALUE
+#undef BAGUA_SYNCBN_DERIVATIVE
+
+#undef BAGUA_SYNCBN_FORMULAS
+#endif

@@ -1,6 +1,6 @@
 """The activations that a layer can compute with its normalization: name, formula, gradient and parameter of each.
 
-The native kernels have the same table in ``csrc/activations.inl``, in the same order.
+The native kernels have the same list in ``csrc/activations.h``, in the same order.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class _Formula(NamedTuple):
     value: Callable[[Tensor, float], Tensor]  # in operations that can be differentiated any number of times
     gradient: Callable[[Tensor, Tensor, float], Tensor]  # grad_output times the derivative
     parameter: float | None = None  # as torch has it where none is given; None for activations without
-    is_cheap: bool = False  # a few operations, which take a CPU less time than memory takes; is_cheap in csrc too
+    is_cheap: bool = False  # a few operations, which take a CPU less time than memory takes; in csrc too
 
 
 _aten = torch.ops.aten

@@ -65,20 +65,17 @@ __device__ __forceinline__ V sigmoid_slope(V x) {
   return sigmoid_of(x) * sigmoid_of(-x);
 }
 
-#include "../activations.inl"
-
-#define BAGUA_SYNCBN_CODE(name) k##name,
-enum Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
-#undef BAGUA_SYNCBN_CODE
+#define BAGUA_SYNCBN_FORMULAS
+#include "../activations.h"
 
 }  // namespace activations
 
 // Sets all of `z` to the activation there, or to its derivative.
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
-  switch (act.code) {
-#define BAGUA_SYNCBN_CASE(name)                                                           \
-  case activations::k##name:                                                              \
+  switch (static_cast<Code>(act.code)) {
+#define BAGUA_SYNCBN_CASE(name, ...)                                                      \
+  case Code::k##name:                                                                     \
     _Pragma("unroll") for (int i = 0; i < N; ++i) {                                       \
       z[i] = kDerivative ? activations::name::template derivative<A>(z[i], act.parameter) \
                          : activations::name::template value<A>(z[i], act.parameter);     \

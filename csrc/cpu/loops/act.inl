@@ -30,7 +30,7 @@ template <typename Activation, typename... Some>
 constexpr bool kIsOneOf = (std::is_same_v<Activation, Some> || ...);
 
 // is_cheap of ../../activations.h, by type.
-#define BAGUA_SYNCBN_CHEAP(name) || (std::is_same_v<Activation, name> && is_cheap(static_cast<int64_t>(Code::k##name)))
+#define BAGUA_SYNCBN_CHEAP(name, is_cheap) || (std::is_same_v<Activation, name> && is_cheap)
 template <typename Activation>
 constexpr bool kCheap = false BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CHEAP);
 #undef BAGUA_SYNCBN_CHEAP
@@ -64,7 +64,7 @@ constexpr Functions<kColumns, T, A> functions_of() {
   }
 }
 
-#define BAGUA_SYNCBN_FUNCTIONS(Activation) functions_of<Activation, kColumns, T, A>(),
+#define BAGUA_SYNCBN_FUNCTIONS(Activation, ...) functions_of<Activation, kColumns, T, A>(),
 template <bool kColumns, typename T, typename A>
 constexpr Functions<kColumns, T, A> kFunctions[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_FUNCTIONS)};
 #undef BAGUA_SYNCBN_FUNCTIONS
@@ -212,7 +212,7 @@ constexpr BackwardFunctions<T, A> backward_functions_of() {
   return functions;
 }
 
-#define BAGUA_SYNCBN_FUNCTIONS(Activation) backward_functions_of<Activation, T, A>(),
+#define BAGUA_SYNCBN_FUNCTIONS(Activation, ...) backward_functions_of<Activation, T, A>(),
 template <typename T, typename A>
 constexpr BackwardFunctions<T, A> kBackward[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_FUNCTIONS)};
 #undef BAGUA_SYNCBN_FUNCTIONS

@@ -19,7 +19,8 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 #include "planar.inl"
 #include "interleaved.inl"
 #include "math.inl"
-#include "../../activations.inl"
+#define BAGUA_SYNCBN_FORMULAS
+#include "../../activations.h"
 #include "elementwise.inl"
 #include "act.inl"
 #include "entries.inl"
