@@ -12,8 +12,6 @@ from .communicators import Replica, spec_of
 from .options import EPS_MODES, Options
 from .torch_internals import is_exporting
 
-_INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 def check_dimensions(input: Tensor) -> None:
     """Raises ValueError unless ``input`` has a dimension of samples and one of channels."""
@@ -47,8 +45,9 @@ def check_tensors(
 ) -> None:
     """Raises for wrong tensors of this rank's call, before this rank joins a collective that other ranks wait in."""
     running_mean, running_var, num_batches_tracked, _ = buffers
-    if input.dtype not in _INPUT_DTYPES:
-        raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
+    if input.dtype not in ops.DTYPES:
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in ops.DTYPES)
+        raise TypeError(f"input: expected a {', '.join(names)} or {last} tensor, got {input.dtype}")
     check_dimensions(input)
     _check_vector("running_mean", running_mean, input)
     _check_vector("running_var", running_var, input)

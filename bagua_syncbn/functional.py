@@ -260,7 +260,8 @@ def _warn_if_launched_with_others() -> None:
 def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     """Whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    return dtypes <= {input.dtype} or (dtypes == {torch.float32} and input.dtype in (torch.float16, torch.bfloat16))
+    beside_float32 = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
+    return input.dtype in ops.ATEN_DTYPES and (dtypes <= {input.dtype} or beside_float32)
 
 
 def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
@@ -269,7 +270,7 @@ def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs are off by several units in the
     last place.
     """
-    rounds = input.device.type == "cpu" and input.dtype in (torch.float16, torch.bfloat16)
+    rounds = input.device.type == "cpu" and input.dtype in ops.HALF_DTYPES
     if rounds or not _torch_takes(input, tensors):
         return False
     if is_tracing():

@@ -64,7 +64,7 @@ class SyncBatchNorm(_BatchNorm):
             ``activation`` is what other classes call modules of theirs.
 
     Shape:
-        - Input: (N, C, \*), float16, bfloat16, float32 or float64
+        - Input: (N, C, \*), of a dtype that :func:`~bagua_syncbn.sync_batch_norm` takes
         - Residual: as the input, or None
         - Output: as the input, in its memory format
 

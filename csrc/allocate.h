@@ -11,11 +11,13 @@ namespace bagua_syncbn {
 // it once more, and reads this text for that.
 [[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
                                        const Tensor& like) {
-  const bool is_wide = dtype == ScalarType::Double || dtype == ScalarType::Long;
   int64_t values = 1;
   for (const int64_t size : sizes) values *= size;
   std::ostringstream message;
-  const int itemsize = is_wide ? 8 : dtype == ScalarType::Float ? 4 : 2;
+  size_t itemsize = sizeof(int64_t);
+  if (dtype != ScalarType::Long) {
+    dispatch_floating(dtype, "memory", [&](auto tag) { itemsize = sizeof(typename decltype(tag)::type); });
+  }
   message << "memory: expected " << values << " values of " << itemsize << " bytes on ";
   if (device_type(like) == aoti_torch_device_type_cpu()) {
     message << "cpu";

@@ -1,11 +1,12 @@
-// The float dtypes that tensors can have: the one list of them, and the type in which their values are computed.
+// The float dtypes that tensors can have: the one list of them, the type in which their values are computed, and how
+// they are converted to it and back.
 //
-// A new dtype is a line here, its name in kDTypeNames, and its storage below; widen and narrow in cpu/loops/vectors.inl
-// and cuda/values.cuh; and _INPUT_DTYPES in bagua_syncbn/checks.py. One that ATen's batch normalization does not take
-// is refused in _torch_takes in functional.py and _takes in ops/aten.py. One of a byte takes its size in allocate.h,
-// too, and vectors of 8 bytes in cuda/values.cuh and cuda/walk.cuh: of 16 values a batch has more than the 32 bits in
-// which kernels note which of them count, and threads more than their registers hold.
-#pragma once
+// By itself it is the list. With BAGUA_SYNCBN_VECTOR_CONVERSIONS defined it is the conversions of vectors, included
+// once for each instruction set by cpu/loops/vectors.inl; with BAGUA_SYNCBN_CUDA_CONVERSIONS, those of CUDA.
+//
+// A new dtype is a line here, its name in kDTypeNames, its storage and its conversions; and a line in
+// bagua_syncbn/ops/dtypes.py, in the same order.
+#if !defined(BAGUA_SYNCBN_DTYPES)
 
 #include <cstdint>
 #include <type_traits>
@@ -40,3 +41,101 @@ template <typename T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 }  // namespace bagua_syncbn
+
+#endif
+#if defined(BAGUA_SYNCBN_VECTOR_CONVERSIONS)
+
+// `widen` reads a vector; `stored` makes of one what is written, of the type of its second argument.
+inline Vec<float> widen(const float* p) {
+  return load_bytes<Vec<float>>(p);
+}
+inline Vec<float> stored(Vec<float> v, float) {
+  return v;
+}
+
+inline Vec<double> widen(const double* p) {
+  return load_bytes<Vec<double>>(p);
+}
+inline Vec<double> stored(Vec<double> v, double) {
+  return v;
+}
+
+typedef uint16_t Words __attribute__((vector_size(kBytes / 2)));
+typedef uint32_t DoubleWords __attribute__((vector_size(kBytes)));
+
+inline Vec<float> widen(const BFloat16Bits* p) {
+  // A bfloat16 is the upper half of a float.
+  return (Vec<float>)(__builtin_convertvector(load_bytes<Words>(p), DoubleWords) << 16);
+}
+inline Words stored(Vec<float> v, BFloat16Bits) {
+  const DoubleWords bits = (DoubleWords)v;
+  const DoubleWords rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const DoubleWords quiet_nan = (bits >> 16) | 0x40;                       // rounding could carry a NaN to infinity
+  return __builtin_convertvector(v == v ? rounded : quiet_nan, Words);
+}
+
+#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+inline Vec<float> widen(const HalfBits* p) {
+  return (Vec<float>)_mm512_cvtph_ps(load_bytes<__m256i>(p));
+}
+inline Words stored(Vec<float> v, HalfBits) {
+  return (Words)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
+inline Vec<float> widen(const HalfBits* p) {
+  return (Vec<float>)_mm256_cvtph_ps(load_bytes<__m128i>(p));
+}
+inline Words stored(Vec<float> v, HalfBits) {
+  return (Words)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#else
+// Calls: within the loops they would be most of the code.
+__attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
+  Vec<float> v;
+  for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
+  return v;
+}
+__attribute__((noinline)) Words stored(Vec<float> v, HalfBits) {
+  Words words;
+  for (int i = 0; i < kWidth<float>; ++i) words[i] = c10::detail::fp16_ieee_from_fp32_value(v[i]);
+  return words;
+}
+#endif
+
+#undef BAGUA_SYNCBN_VECTOR_CONVERSIONS
+#endif
+#if defined(BAGUA_SYNCBN_CUDA_CONVERSIONS)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace bagua_syncbn::cuda {
+
+__device__ __forceinline__ float widen(__half value) {
+  return __half2float(value);
+}
+__device__ __forceinline__ float widen(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+__device__ __forceinline__ float widen(float value) {
+  return value;
+}
+__device__ __forceinline__ double widen(double value) {
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ T narrow(Accumulate<T> value) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
+
+}  // namespace bagua_syncbn::cuda
+
+#undef BAGUA_SYNCBN_CUDA_CONVERSIONS
+#endif

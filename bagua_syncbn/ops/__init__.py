@@ -1,7 +1,7 @@
 r"""The six ops, which compute and know nothing of ranks: those of ``torch.ops.bagua_syncbn``.
 
-Shapes and dtypes. ``input`` is (N, C, \*) in float16, bfloat16, float32 or float64. The *accumulate dtype* is float64
-for float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
+Shapes and dtypes. ``input`` is (N, C, \*), of one of the dtypes in ``dtypes.py``. The *accumulate dtype* is float64 for
+float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
@@ -65,6 +65,7 @@ import torch
 from . import reference
 from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
 from .definition import accumulate_dtype, per_channel, reduced_dims
+from .dtypes import ATEN_DTYPES, DTYPES, HALF_DTYPES
 from .fallback import EXPERIMENTAL, cuda_kernels, log_cuda_kernels
 from .layout import laid_out_as
 from .masking import Masking, of_positions
@@ -82,7 +83,10 @@ batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.def
 batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
 
 __all__ = [
+    "ATEN_DTYPES",
+    "DTYPES",
     "EXPERIMENTAL",
+    "HALF_DTYPES",
     "IDENTITY",
     "KERNELS",
     "NO_BUFFERS",

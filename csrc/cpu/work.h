@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "../geometry.h"
-#include "../math.h"
 
 namespace bagua_syncbn::cpu {
 

@@ -52,7 +52,7 @@ __device__ __forceinline__ unsigned counting(const Masked& mask, const Planar& p
   const uint8_t* valid = mask.positions + sample * plan.inner + begin;
   if constexpr (W > 1) {
     if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
-      const auto word = *reinterpret_cast<const typename Unsigned<W>::type*>(valid);
+      const auto word = *reinterpret_cast<const Unsigned<W>*>(valid);
 #pragma unroll
       for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(word >> 8 * j & 1) << j;
       return bits;

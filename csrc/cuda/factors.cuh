@@ -1,4 +1,5 @@
-// A channel for the kernels: the factors of its values, and the results of its sums.
+// A channel for the kernels: the factors of its values, which the threads of a block share, and the results of its
+// sums.
 #pragma once
 
 #include "reduce.cuh"
@@ -94,6 +95,47 @@ struct ShiftedGradientFactors : GradientFactors<A> {
   }
   __device__ __forceinline__ A normalize(A value) const { return (value - this->mean) * this->scale + shift; }
 };
+
+// Interleaved: the factors of the W channels of a thread, `read(channel)` of each. One thread reads those of a channel
+// for the whole block: the tensors they come from can be of any dtype, and code that decides that for each of W
+// channels of each tensor is longer than all caches for instructions. All threads of the block must call this.
+template <int W, typename F, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, const Read& read) {
+  __shared__ F tile[kTileChannels<W>];
+  const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
+  if (thread < width && walk.tile_begin + thread < walk.channels()) tile[thread] = read(walk.tile_begin + thread);
+  __syncthreads();
+  if (!walk.active) return;
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
+}
+
+// A walk over a group, of channels that begin and end in the W columns of a thread.
+template <int W, typename F, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[W], const GroupedWalk<W>& walk, const Read& read) {
+  __shared__ F group[W];
+  const int thread = thread_index();
+  if (thread < walk.group()) group[thread] = read(walk.first_channel() + thread);
+  __syncthreads();
+  const Border border = walk.border();
+#pragma unroll
+  for (int w = 0; w < W; ++w) factors[w] = group[w < border.columns ? border.channel : border.next];
+}
+
+// Planar: the factors of the channel of a block, `read()`. One thread reads them for all, as above: those of its warp
+// wait for it, those of others would do the same once more for each warp. All threads of the block must call this.
+template <typename F, typename Read>
+__device__ __forceinline__ F share_factors(const Read& read) {
+  __shared__ F factors;
+  if (thread_index() == 0) factors = read();
+  __syncthreads();
+  return factors;
+}
+
+template <typename F, int W, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, const Read& read) {
+  factors[0] = share_factors<F>([&] { return read(walk.channel); });
+}
 
 template <typename A>
 __device__ __forceinline__ void write_sums(const BackwardReduceArguments& arguments, int64_t channels, int64_t c,

@@ -76,7 +76,7 @@ const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const
   static_cast<void>(&known_of<Kernels>);  // so that it is there
   const char* const too_large = "more than 2^30 values in a row, slots of a channel, or rows in a part of it";
   if (g.interleaved) {
-    const Interleaved plan = split_interleaved(g, W, sizeof(T), pass);
+    const Interleaved plan = split_interleaved(g, W, pass);
     return fits(plan) ? start(Kernels::interleaved, plan) : too_large;
   }
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);

@@ -10,7 +10,6 @@
 
 #include "../host_device.h"
 #include "../layout.h"
-#include "../math.h"
 
 namespace bagua_syncbn::cuda {
 
@@ -19,6 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 // Bytes of the widest load there is on all cards.
 constexpr int kVectorBytes = 16;
+// Values of a vector at most: a thread notes in 32 bits which of those of a batch count.
+constexpr int64_t kMostValues = 8;
 // So much of a row an interleaved block takes: of a cache line. A reduction takes half, which memory can still give by
 // itself: the more threads of a block have a channel in common, the fewer rounds does merging its parts take.
 constexpr int kLineBytes = 128;
@@ -42,6 +43,15 @@ constexpr int64_t kFewestSlots = kBatch + kBatch / 2;
 constexpr int kMergeAhead = 8;
 // Values of a planar row, slots of a planar channel, and rows of an interleaved part at most.
 constexpr int64_t kMost = int64_t(1) << 30;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// So many values of this size are a vector.
+constexpr int64_t vector_width(int64_t value_size) {
+  return std::min(kVectorBytes / value_size, kMostValues);
+}
 
 // The smallest power of two from `value` on, in [low, high], which are powers of two.
 inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
@@ -143,7 +153,7 @@ inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, Pass pass) 
 
 // Whether 16 bytes at a time can be loaded from all of these. Planar rows may begin anywhere, if in all tensors alike.
 inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
-  const int64_t width = kVectorBytes / value_size;
+  const int64_t width = vector_width(value_size);
   const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes; };
   const auto first = offset(*addresses.begin());
   const auto same = [&](const void* address) { return offset(address) == first; };
@@ -188,11 +198,11 @@ inline int64_t parts_worth_merging(int64_t batches, int64_t groups) {
   return std::max<int64_t>(1, static_cast<int64_t>(std::sqrt(static_cast<double>(2 * kMergeAhead * groups * batches))));
 }
 
-inline Interleaved split_interleaved(const Geometry& g, int64_t width, int64_t value_size, Pass pass) {
+inline Interleaved split_interleaved(const Geometry& g, int64_t width, Pass pass) {
   Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
   const int64_t slots = ceil_div(g.channels, width);
   const int64_t bytes = pass == Pass::kReduction ? kReducedBytes : kLineBytes;
-  plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : bytes / (width * value_size));
+  plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : bytes / kVectorBytes);
   plan.tiles = ceil_div(slots, plan.columns);
   const int64_t threads = power_of_two(plan.columns * plan.height, 64, kThreads);  // one for each channel of a tile
   plan.rows = threads / plan.columns;

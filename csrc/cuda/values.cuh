@@ -1,11 +1,10 @@
 // Values as they lie in memory and as they are computed.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
+#define BAGUA_SYNCBN_CUDA_CONVERSIONS
+#include "../dtypes.h"
 #include "kernels.h"
 #include "split.h"
 
@@ -13,31 +12,7 @@ namespace bagua_syncbn::cuda {
 
 // Values of type T in a vector.
 template <typename T>
-constexpr int kVector = kVectorBytes / sizeof(T);
-
-__device__ __forceinline__ float widen(__half value) {
-  return __half2float(value);
-}
-__device__ __forceinline__ float widen(__nv_bfloat16 value) {
-  return __bfloat162float(value);
-}
-__device__ __forceinline__ float widen(float value) {
-  return value;
-}
-__device__ __forceinline__ double widen(double value) {
-  return value;
-}
-
-template <typename T>
-__device__ __forceinline__ T narrow(Accumulate<T> value) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(value);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(value);
-  } else {
-    return value;
-  }
-}
+constexpr int kVector = static_cast<int>(vector_width(sizeof(T)));
 
 // W values that are loaded and stored at once. They stay in their storage type until all loads of a batch are under
 // way: a conversion would wait for its load.
@@ -46,31 +21,102 @@ struct alignas(W * sizeof(T)) Pack {
   T values[W];
 };
 
+// A slot as it was loaded. Values of 16 bits are waited for where they are taken apart, and the compiler does that
+// where two ways to load them meet: so these meet as registers.
+template <typename T, int W>
+using Bits = std::conditional_t<W == 1, T, std::conditional_t<W * sizeof(T) == kVectorBytes, uint4, uint2>>;
+
+template <typename T, int W>
+__device__ __forceinline__ Pack<T, W> pack_of(const Bits<T, W>& bits) {
+  Pack<T, W> pack;
+  memcpy(&pack, &bits, sizeof(pack));
+  return pack;
+}
+
 template <typename T, int W>
 __device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
-  if constexpr (W * sizeof(T) == kVectorBytes) {
-    uint4 bits;
+  if constexpr (W > 1) {
+    Bits<T, W> bits;
     memcpy(&bits, &pack, sizeof(bits));
-    *reinterpret_cast<uint4*>(address) = bits;
+    *reinterpret_cast<Bits<T, W>*>(address) = bits;
   } else {
     *address = pack.values[0];
   }
 }
 
+// The W values at `offset` belong to the row from `first` to before `last`. `last` <= 0: none.
+template <int W>
+struct Slot {
+  int64_t offset;
+  int first;
+  int last;
+
+  __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
+  __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
+  // A bit for each value that it holds.
+  __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
+};
+
+// How a tensor is read: to be read once more by the next pass; or for the last time, so that its lines are the first to
+// leave the cache, before those that are yet to be read.
+enum class Read { kAgain, kLast };
+
+template <Read kRead, typename V>
+__device__ __forceinline__ V load(const V* address) {
+  if constexpr (kRead == Read::kLast) {
+    return __ldcs(address);
+  } else {
+    return *address;
+  }
+}
+
+// The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
+// tensor, so that they can be loaded at once.
+template <int W, Read kRead = Read::kAgain, typename T>
+__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
+  if constexpr (W == 1) {
+    return slot.holds(0) ? load<kRead>(x + slot.offset) : narrow<T>(0);
+  } else {
+    Bits<T, W> bits{};
+    if (slot.full() || (whole && slot.last > 0)) {
+      bits = load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset));
+    } else if (slot.last > 0) {
+      Pack<T, W> pack;
+#pragma unroll
+      for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+      memcpy(&bits, &pack, sizeof(bits));
+    }
+    return bits;
+  }
+}
+
+// The W values at `offset`; zeros if it is negative.
+template <int W, Read kRead = Read::kAgain, typename T>
+__device__ __forceinline__ Bits<T, W> load_at(const T* x, int64_t offset) {
+  if constexpr (W == 1) {
+    return offset >= 0 ? load<kRead>(x + offset) : narrow<T>(0);
+  } else {
+    return offset >= 0 ? load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + offset)) : Bits<T, W>{};
+  }
+}
+
+template <int W, typename T>
+__device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack<T, W>& pack) {
+  if (W > 1 && slot.full()) {
+    store_pack(y + slot.offset, pack);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    if (slot.holds(j)) y[slot.offset + j] = pack.values[j];
+  }
+}
+
+// The unsigned integer of so many bytes.
 template <int kBytes>
-struct Unsigned;
-template <>
-struct Unsigned<2> {
-  using type = uint16_t;
-};
-template <>
-struct Unsigned<4> {
-  using type = uint32_t;
-};
-template <>
-struct Unsigned<8> {
-  using type = uint64_t;
-};
+using Unsigned =
+    std::conditional_t<kBytes == 8, uint64_t,
+                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
 
 // A value of a per-channel tensor as it was loaded. It is converted later, by as(), so that those of several tensors
 // are under way together: a conversion waits for its load, and which one it is has to be found out by a branch.
@@ -81,12 +127,12 @@ struct ChannelValue {
   template <typename A>
   __device__ __forceinline__ A as() const {
     switch (dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)                    \
-  case DType::k##name: {                                                         \
-    const auto own = static_cast<typename Unsigned<sizeof(Stored)>::type>(bits); \
-    Stored value;                                                                \
-    memcpy(static_cast<void*>(&value), &own, sizeof(value));                     \
-    return static_cast<A>(widen(value));                                         \
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)     \
+  case DType::k##name: {                                          \
+    const auto own = static_cast<Unsigned<sizeof(Stored)>>(bits); \
+    Stored value;                                                 \
+    memcpy(static_cast<void*>(&value), &own, sizeof(value));      \
+    return static_cast<A>(widen(value));                          \
   }
       BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE
@@ -100,9 +146,9 @@ __device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, i
   uint64_t bits = 0;
   if (tensor.data == nullptr) return {bits, tensor.dtype};
   switch (tensor.dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)                           \
-  case DType::k##name:                                                                  \
-    bits = static_cast<const typename Unsigned<sizeof(Stored)>::type*>(tensor.data)[c]; \
+#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)            \
+  case DType::k##name:                                                   \
+    bits = static_cast<const Unsigned<sizeof(Stored)>*>(tensor.data)[c]; \
     break;
     BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE

@@ -11,86 +11,6 @@ __device__ __forceinline__ int thread_index() {
   return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-// The W values at `offset` belong to the row from `first` to before `last`. `last` <= 0: none.
-template <int W>
-struct Slot {
-  int64_t offset;
-  int first;
-  int last;
-
-  __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
-  __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
-  // A bit for each value that it holds.
-  __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
-};
-
-// A slot as it was loaded. Values of 16 bits are waited for where they are taken apart, and the compiler does that
-// where two ways to load them meet: so these meet as four registers.
-template <typename T, int W>
-using Bits = std::conditional_t<W == 1, T, uint4>;
-
-template <typename T, int W>
-__device__ __forceinline__ Pack<T, W> pack_of(const Bits<T, W>& bits) {
-  Pack<T, W> pack;
-  memcpy(&pack, &bits, sizeof(pack));
-  return pack;
-}
-
-// How a tensor is read: to be read once more by the next pass; or for the last time, so that its lines are the first to
-// leave the cache, before those that are yet to be read.
-enum class Read { kAgain, kLast };
-
-template <Read kRead, typename V>
-__device__ __forceinline__ V load(const V* address) {
-  if constexpr (kRead == Read::kLast) {
-    return __ldcs(address);
-  } else {
-    return *address;
-  }
-}
-
-// The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
-// tensor, so that they can be loaded at once.
-template <int W, Read kRead = Read::kAgain, typename T>
-__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
-  if constexpr (W == 1) {
-    return slot.holds(0) ? load<kRead>(x + slot.offset) : narrow<T>(0);
-  } else {
-    uint4 bits{0, 0, 0, 0};
-    if (slot.full() || (whole && slot.last > 0)) {
-      bits = load<kRead>(reinterpret_cast<const uint4*>(x + slot.offset));
-    } else if (slot.last > 0) {
-      Pack<T, W> pack;
-#pragma unroll
-      for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
-      memcpy(&bits, &pack, sizeof(bits));
-    }
-    return bits;
-  }
-}
-
-// The W values at `offset`; zeros if it is negative.
-template <int W, Read kRead = Read::kAgain, typename T>
-__device__ __forceinline__ Bits<T, W> load_at(const T* x, int64_t offset) {
-  if constexpr (W == 1) {
-    return offset >= 0 ? load<kRead>(x + offset) : narrow<T>(0);
-  } else {
-    return offset >= 0 ? load<kRead>(reinterpret_cast<const uint4*>(x + offset)) : uint4{0, 0, 0, 0};
-  }
-}
-
-template <int W, typename T>
-__device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack<T, W>& pack) {
-  if (W > 1 && slot.full()) {
-    store_pack(y + slot.offset, pack);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    if (slot.holds(j)) y[slot.offset + j] = pack.values[j];
-  }
-}
-
 // Which block of the grid this is, in the order of memory; `reversed`, from its end, where a pass over the same tensor
 // has just finished and left it in the cache.
 struct Place {
@@ -238,47 +158,6 @@ using RowWalk = std::conditional_t<std::is_same_v<Plan, Grouped>, GroupedWalk<W>
 // Channels of an interleaved tile at most.
 template <int W>
 constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
-
-// Interleaved: the factors of the W channels of a thread, `read(channel)` of each. One thread reads those of a channel
-// for the whole block: the tensors they come from can be of any dtype, and code that decides that for each of W
-// channels of each tensor is longer than all caches for instructions. All threads of the block must call this.
-template <int W, typename F, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, const Read& read) {
-  __shared__ F tile[kTileChannels<W>];
-  const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
-  if (thread < width && walk.tile_begin + thread < walk.channels()) tile[thread] = read(walk.tile_begin + thread);
-  __syncthreads();
-  if (!walk.active) return;
-#pragma unroll
-  for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
-}
-
-// A walk over a group, of channels that begin and end in the W columns of a thread.
-template <int W, typename F, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[W], const GroupedWalk<W>& walk, const Read& read) {
-  __shared__ F group[W];
-  const int thread = thread_index();
-  if (thread < walk.group()) group[thread] = read(walk.first_channel() + thread);
-  __syncthreads();
-  const Border border = walk.border();
-#pragma unroll
-  for (int w = 0; w < W; ++w) factors[w] = group[w < border.columns ? border.channel : border.next];
-}
-
-// Planar: the factors of the channel of a block, `read()`. One thread reads them for all, as above: those of its warp
-// wait for it, those of others would do the same once more for each warp. All threads of the block must call this.
-template <typename F, typename Read>
-__device__ __forceinline__ F share_factors(const Read& read) {
-  __shared__ F factors;
-  if (thread_index() == 0) factors = read();
-  __syncthreads();
-  return factors;
-}
-
-template <typename F, int W, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, const Read& read) {
-  factors[0] = share_factors<F>([&] { return read(walk.channel); });
-}
 
 // Slots of a batch of W values each, such that a scalar batch is not too small.
 template <int W>

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import laid_out
-from tolerances import assert_close
+from tolerances import DTYPES, assert_close
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from traced import count, trace
@@ -15,8 +15,6 @@ from bagua_syncbn.communicators import TorchCommunicator, c10d
 from benchmarks.core.one_rank import OneRankGroup
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")

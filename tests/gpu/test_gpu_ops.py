@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import laid_out
 from comparison import check_act_ops, check_last_of_many, check_masked_ops, check_ops
-from tolerances import assert_close
+from tolerances import DTYPES, assert_close
 from traced import count, trace
 
 from bagua_syncbn import ops
@@ -17,7 +17,6 @@ from bagua_syncbn.ops.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # Light and split, with rows that are aligned and rows that are not, and more channels than the target of blocks.
 SHAPES = [(5, 3), (70, 33), (4100, 8), (3, 5, 49), (8, 64, 28, 28), (4, 3, 100, 101), (2, 2000, 7, 7), (1, 2, 300000)]
 

@@ -17,7 +17,7 @@ import torch
 from compiled import ROOT, compile_once
 from torch import Tensor
 
-from bagua_syncbn.ops import accumulate_dtype, reference
+from bagua_syncbn.ops import DTYPES, accumulate_dtype, reference
 from bagua_syncbn.ops.definition import SCHEMAS
 from bagua_syncbn.ops.words import parts_of, words_in, words_of_row
 
@@ -37,7 +37,7 @@ FLAGS += (
     "-Wno-unused-parameter",
     "-DBAGUA_SYNCBN_EMULATOR",
 )
-CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 NO_BUFFER = (None, 0)
 LEFT_OUT = "left out of this build"
 

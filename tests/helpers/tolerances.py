@@ -20,6 +20,8 @@ TOLERANCES = {
     torch.bfloat16: (8e-3, 5e-5),
 }
 
+DTYPES = list(TOLERANCES)
+
 
 def assert_close(
     actual: Tensor, expected: Tensor, what: str, *, dtype: torch.dtype | None = None, roundings: int = 1

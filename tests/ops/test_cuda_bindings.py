@@ -13,7 +13,7 @@ from aten_functions import ATEN
 from cases import SHAPES_IN_LAYOUTS, laid_out
 from comparison import check_act_ops, check_masked_ops, check_ops
 from emulated import find_headers
-from tolerances import assert_close
+from tolerances import DTYPES, assert_close
 from torch.profiler import ProfilerActivity, profile
 from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
 )
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
 
 

@@ -11,6 +11,7 @@ import pytest
 from compiled import ROOT, compile_once
 from emulated import find_headers
 
+from bagua_syncbn.ops import DTYPES
 from benchmarks.gpu import cache, machine_code
 
 BUDGET = Path(__file__).with_name("registers.json")
@@ -40,7 +41,9 @@ REPORT = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-TYPES = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32", "double": "float64"}
+# The names in torch of the types in CUDA.
+STORED = re.findall(r"^  DO\(.* (\w+)\)", (ROOT / "csrc" / "dtypes.h").read_text(encoding="ascii"), re.MULTILINE)
+TYPES = {stored: str(dtype).removeprefix("torch.") for stored, dtype in zip(STORED, DTYPES, strict=True)}
 
 
 def short_name(demangled):

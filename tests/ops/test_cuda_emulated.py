@@ -22,7 +22,7 @@ from emulated import (
     find_headers,
     keep_dtypes,
 )
-from tolerances import assert_close
+from tolerances import DTYPES, assert_close
 
 from bagua_syncbn.ops import accumulate_dtype, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS, IDENTITY, activation_of
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(
     find_headers() is None or shutil.which("g++") is None, reason="needs g++ and the headers of the CUDA toolkit"
 )
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # Kernels take long to compile under sanitizers, and test_cuda_bindings runs all dtypes. Seldom float16, of which
 # a vector holds as many values as of bfloat16.
 MOST = [pytest.param(dtype, marks=pytest.mark.slow if dtype == torch.float16 else ()) for dtype in DTYPES]

@@ -12,7 +12,7 @@ import comparison
 import pytest
 import torch
 from cases import laid_out
-from tolerances import assert_close
+from tolerances import DTYPES, assert_close
 from torch.profiler import ProfilerActivity, profile
 from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 # Vectors hold 4 to 16 values and sums 64 lanes; rows come in groups of 8 and tiles of at most 256, spans have 16384
 # values, and parts 32768 at least.
@@ -237,13 +236,12 @@ def test_ties_round_to_even(dtype, half_unit):
 BITS = """
 import hashlib, json, os, sys, torch
 
-DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 def bits(ops, threads):
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     digest = hashlib.sha256()
-    small = [(shape, dtype) for dtype in DTYPES for shape in ((3, 2, 70001), (6, 5, 77), (2000, 37), (3, 65, 1))]
+    small = [(shape, dtype) for dtype in ops.DTYPES for shape in ((3, 2, 70001), (6, 5, 77), (2000, 37), (3, 65, 1))]
     streamed = (2, 8, 520, 512), torch.float32
     inputs = [(shape, dtype, torch.contiguous_format) for shape, dtype in (*small, streamed)]
     for shape, dtype, layout in (*inputs, (*streamed, torch.channels_last)):
@@ -261,7 +259,7 @@ def bits(ops, threads):
                 results += [ops.batch_norm_backward_elemt(
                     dy, x, mean, mean, invstd, sums, count, mask=mask, zeroes=zeroes) for zeroes in (False, True)]
         codes = range(len(ops.activations.ACTIVATIONS) + 1)
-        codes = codes if x.numel() < 10000 else codes[DTYPES.index(dtype) :: 4]
+        codes = codes if x.numel() < 10000 else codes[ops.DTYPES.index(dtype) :: 4]
         for code in codes if len(shape) == 3 else ():
             residual, grad = 50 * dy, torch.empty_like(x)  # to where exponentials overflow
             results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, None, residual, code, 0.3))

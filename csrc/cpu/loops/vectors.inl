@@ -1,4 +1,4 @@
-// Vectors: GCC's and clang's vector extension, and conversion from and to the storage types.
+// Vectors: GCC's and clang's vector extension, and how they are read and written.
 
 template <typename A>
 struct VectorOf;
@@ -21,61 +21,12 @@ using Mask = typename VectorOf<A>::mask;
 template <typename A>
 constexpr int kWidth = kBytes / sizeof(A);
 
-typedef uint16_t Words __attribute__((vector_size(kBytes / 2)));
-typedef uint32_t DoubleWords __attribute__((vector_size(kBytes)));
-
 template <typename V, typename T>
 inline V load_bytes(const T* p) {
   V v;
   __builtin_memcpy(&v, p, sizeof(V));
   return v;
 }
-
-inline Vec<float> widen(const float* p) {
-  return load_bytes<Vec<float>>(p);
-}
-inline Vec<double> widen(const double* p) {
-  return load_bytes<Vec<double>>(p);
-}
-inline Vec<float> widen(const BFloat16Bits* p) {
-  // A bfloat16 is the upper half of a float.
-  return (Vec<float>)(__builtin_convertvector(load_bytes<Words>(p), DoubleWords) << 16);
-}
-
-inline Words to_bfloat16(Vec<float> v) {
-  const DoubleWords bits = (DoubleWords)v;
-  const DoubleWords rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-  const DoubleWords quiet_nan = (bits >> 16) | 0x40;                       // rounding could carry a NaN to infinity
-  return __builtin_convertvector(v == v ? rounded : quiet_nan, Words);
-}
-
-#if BAGUA_SYNCBN_VECTOR_BYTES == 64
-inline Vec<float> widen(const HalfBits* p) {
-  return (Vec<float>)_mm512_cvtph_ps(load_bytes<__m256i>(p));
-}
-inline Words to_half(Vec<float> v) {
-  return (Words)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
-inline Vec<float> widen(const HalfBits* p) {
-  return (Vec<float>)_mm256_cvtph_ps(load_bytes<__m128i>(p));
-}
-inline Words to_half(Vec<float> v) {
-  return (Words)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-#else
-// Calls: within the loops they would be most of the code.
-__attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
-  Vec<float> v;
-  for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
-  return v;
-}
-__attribute__((noinline)) Words to_half(Vec<float> v) {
-  Words words;
-  for (int i = 0; i < kWidth<float>; ++i) words[i] = c10::detail::fp16_ieee_from_fp32_value(v[i]);
-  return words;
-}
-#endif
 
 // Writes a vector. A streaming store goes around the caches, to an address aligned to the vector.
 template <bool kStream, typename V, typename T>
@@ -90,21 +41,12 @@ inline void store_bytes(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
-template <bool kStream = false>
-inline void narrow(float* p, Vec<float> v) {
-  store_bytes<kStream>(p, v);
-}
-template <bool kStream = false>
-inline void narrow(double* p, Vec<double> v) {
-  store_bytes<kStream>(p, v);
-}
-template <bool kStream = false>
-inline void narrow(BFloat16Bits* p, Vec<float> v) {
-  store_bytes<kStream>(p, to_bfloat16(v));
-}
-template <bool kStream = false>
-inline void narrow(HalfBits* p, Vec<float> v) {
-  store_bytes<kStream>(p, to_half(v));
+#define BAGUA_SYNCBN_VECTOR_CONVERSIONS
+#include "../../dtypes.h"
+
+template <bool kStream = false, typename T>
+inline void narrow(T* p, Vec<Accumulate<T>> v) {
+  store_bytes<kStream>(p, stored(v, T()));
 }
 
 // Before another thread may read what was streamed.
