@@ -49,6 +49,10 @@ inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
   return copy;
 }
 
+inline std::optional<Tensor> laid_out_like(const std::optional<Tensor>& tensor, const Laid& like) {
+  return tensor ? std::optional(laid_out_like(*tensor, like)) : std::nullopt;
+}
+
 // Returns `result`, computed in the layout of `laid`, with the strides that `empty_like(input)` has.
 inline Tensor with_strides_of(const Tensor& result, const Laid& laid, const Tensor& input) {
   if (laid.tensor.get() == input.get()) return result;

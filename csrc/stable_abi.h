@@ -70,19 +70,20 @@ inline ScalarType accumulate_type(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-template <typename T>
+// A dtype: torch's type of a value, and the type in the loops of cpu/loops.h.
+template <typename T, typename S>
 struct TypeTag {
   using type = T;
+  using Stored = S;
 };
 
-// Calls `body(TypeTag<T>())` for the C++ type of `dtype`. A plain function and not a macro, which would split its
-// argument at every comma.
+// Calls `body(TypeTag())` for `dtype`. A plain function and not a macro, which would split its argument at every comma.
 template <typename Body>
 inline void dispatch_floating(ScalarType dtype, const char* argument, const Body& body) {
   switch (dtype) {
-#define BAGUA_SYNCBN_CASE(name, Stored, ...) \
-  case ScalarType::name:                     \
-    return body(TypeTag<Stored>());
+#define BAGUA_SYNCBN_CASE(name, torch_type, Stored, ...) \
+  case ScalarType::name:                                 \
+    return body(TypeTag<torch_type, Stored>());
     BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE
     default:

@@ -1,4 +1,4 @@
-// Arguments of an activation, and the factors of the normalization before it.
+// An activation, and the factors of the normalization before it.
 #pragma once
 
 #include <vector>
@@ -10,9 +10,9 @@
 
 namespace bagua_syncbn::cpu {
 
-// An activation, and the residual that is added before it, in the layout of the input.
+// An activation, and what is added before it: the bias, and a residual in the layout of the input.
 struct Activation {
-  std::optional<Tensor> residual;
+  std::optional<Tensor> bias, residual;
   int64_t code;
   double parameter;
 
@@ -22,11 +22,6 @@ struct Activation {
     return {residual ? static_cast<const T*>(residual->const_data_ptr()) : nullptr, {code, static_cast<A>(parameter)}};
   }
 };
-
-inline Activation activation_of(const std::optional<Tensor>& residual, int64_t code, double parameter,
-                                const Laid& laid) {
-  return {residual ? std::optional(laid_out_like(*residual, laid)) : std::nullopt, code, parameter};
-}
 
 // The factors of (x - mean) * invstd * weight + bias.
 template <typename A>
@@ -49,9 +44,8 @@ class Normalization {
 // Returns `values`, with 0 where a position does not count. See elemt.cpp.
 Tensor cleared(const Tensor& values, const Mask& mask);
 
-// Returns dy * act'(z), of what is normalized without a residual. See backward_reduce.cpp.
+// Returns dy * act'(z). See backward_reduce.cpp.
 Tensor gradient_through(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                        const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd, int64_t activation,
-                        double parameter);
+                        const Tensor& mean, const Tensor& invstd, const Activation& activation);
 
 }  // namespace bagua_syncbn::cpu

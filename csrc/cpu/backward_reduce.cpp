@@ -10,9 +10,8 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// `mask` may be null.
 template <typename T>
-void planar_sums(const Gradients<T>& of, const Geometry& g, double* sums, const Mask* mask) {
+void planar_sums(const Gradients<T>& of, const Geometry& g, double* sums, const std::optional<Mask>& mask) {
   const PlanarParts parts(g);
   std::vector<GradSums> results(g.channels * parts.count());
   parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
@@ -38,7 +37,7 @@ void planar_sums(const Gradients<T>& of, const Geometry& g, double* sums, const 
 }
 
 template <typename T>
-void interleaved_sums(const Gradients<T>& of, const Geometry& g, double* sums, const Mask* mask) {
+void interleaved_sums(const Gradients<T>& of, const Geometry& g, double* sums, const std::optional<Mask>& mask) {
   const RowParts parts(g);
   const int64_t width = 2 * g.channels;
   std::vector<double> results(parts.count() * width);
@@ -60,19 +59,12 @@ void interleaved_sums(const Gradients<T>& of, const Geometry& g, double* sums, c
   }
 }
 
-// An activation to go through, the bias before it, and what receives g, or null.
-struct Through {
-  const std::optional<Tensor>& bias;
-  const Activation& activation;
-  const Tensor* grad;
-};
-
 using Sums = std::tuple<Tensor, Tensor, Tensor>;
 
-// `through` and `mask` may be null.
+// `activation` may be null, and so may `grad`, which receives g.
 Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean,
                      const Tensor& invstd, const std::optional<Tensor>& weight, const Words& words,
-                     const Through* through, const Mask* mask) {
+                     const Activation* activation, const Tensor* grad, const std::optional<Mask>& mask) {
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t width = 2 * g.channels;
@@ -80,9 +72,9 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
   Tensor sums = allocate_vector(width + words.count, accumulate_type(scalar_type(input)), input);
   Tensor grad_weight = allocate_vector(g.channels, parameter_dtype, input);
   Tensor grad_bias = allocate_vector(g.channels, parameter_dtype, input);
-  dispatch_input(input, [&](auto storage, auto accumulate) {
-    using T = typename decltype(storage)::type;
-    using A = typename decltype(accumulate)::type;
+  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
+    using T = typename decltype(tag)::Stored;
+    using A = Accumulate<T>;
     const ChannelArray<A> means(mean), invstds(invstd);
     std::vector<double> totals(width);
     Gradients<T> of{static_cast<const T*>(grads.const_data_ptr()),
@@ -91,11 +83,11 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
                     {means.data(), nullptr, nullptr, false},
                     {}};
     std::optional<Normalization<A>> normalization;
-    if (through) {
-      normalization.emplace(weight, through->bias, mean, invstd, g.channels);
+    if (activation) {
+      normalization.emplace(weight, activation->bias, mean, invstd, g.channels);
       of.factors = normalization->factors(false);
-      of.epilogue = through->activation.epilogue<T>();
-      if (through->grad) of.g = static_cast<T*>(through->grad->mutable_data_ptr());
+      of.epilogue = activation->epilogue<T>();
+      if (grad) of.g = static_cast<T*>(grad->mutable_data_ptr());
     }
     if (input.numel() > 0) (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, totals.data(), mask);
     A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
@@ -110,13 +102,10 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
 }  // namespace
 
 Tensor gradient_through(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                        const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd, int64_t activation,
-                        double parameter) {
+                        const Tensor& mean, const Tensor& invstd, const Activation& activation) {
   const Laid laid = lay_out(input);
   const Tensor grad = allocate_like(laid.tensor);
-  const Activation act{std::nullopt, activation, parameter};
-  const Through through{bias, act, &grad};
-  backward_reduce(grad_output, input, laid, mean, invstd, weight, {}, &through, nullptr);
+  backward_reduce(grad_output, input, laid, mean, invstd, weight, {}, &activation, &grad, std::nullopt);
   return with_strides_of(grad, laid, input);
 }
 
@@ -130,22 +119,19 @@ Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, 
   const std::optional<Mask> mask = mask_of(positions, input);
   const Words words = words_of_sums(fingerprint);
   const Laid laid = lay_out(input);
-  const auto reduce = [&](const Tensor& dy, const Through* through, const Mask* counted) {
-    return backward_reduce(dy, input, laid, mean, invstd, weight, words, through, counted);
+  const auto reduce = [&](const Tensor& dy, const Activation* act, const Tensor* made,
+                          const std::optional<Mask>& counted) {
+    return backward_reduce(dy, input, laid, mean, invstd, weight, words, act, made, counted);
   };
-  if (activation == 0 && !grad) return reduce(grad_output, nullptr, mask ? &*mask : nullptr);
+  if (activation == 0 && !grad) return reduce(grad_output, nullptr, nullptr, mask);
   check_act(input, weight, bias, residual, activation);
-  const Activation act = activation_of(residual, activation, parameter, laid);
-  if (is_cheap(activation) && !grad && !mask) {
-    const Through through{bias, act, nullptr};
-    return reduce(grad_output, &through, nullptr);
-  }
+  const Activation act{bias, laid_out_like(residual, laid), activation, parameter};
+  if (is_cheap(activation) && !grad && !mask) return reduce(grad_output, &act, nullptr, mask);
   Tensor made = grad ? laid_out_like(*grad, laid) : allocate_like(laid.tensor);
-  const Through through{bias, act, &made};
-  Sums sums = reduce(grad_output, &through, nullptr);
+  Sums sums = reduce(grad_output, &act, &made, std::nullopt);
   if (mask) {
     made = cleared(made, *mask);
-    sums = reduce(made, nullptr, &*mask);
+    sums = reduce(made, nullptr, nullptr, mask);
   }
   if (grad && made.const_data_ptr() != grad->const_data_ptr()) torch::stable::copy_(*grad, made);
   return sums;

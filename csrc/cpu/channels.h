@@ -57,18 +57,4 @@ void write_channels(const Tensor& dense, const Value& value) {
   });
 }
 
-// Calls `body(TypeTag<storage>(), TypeTag<accumulate>())` for the dtype of the input.
-template <typename Body>
-void dispatch_input(const Tensor& input, const Body& body) {
-  switch (scalar_type(input)) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, Stored, ...) \
-  case ScalarType::name:                                 \
-    return body(TypeTag<Stored>(), TypeTag<Accumulate<Stored>>());
-    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
-#undef BAGUA_SYNCBN_CASE
-    default:
-      refuse("input", kDTypeNames, scalar_type(input));
-  }
-}
-
 }  // namespace bagua_syncbn::cpu

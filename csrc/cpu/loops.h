@@ -36,18 +36,14 @@ struct NormalizeFactors {
 };
 
 // Per-channel factors: dx = ((g - mean_dy) - (x - mean) * projection) * scale, of g = dy * act'((x - mean) * scale +
-// shift). No shift is needed without an activation.
+// shift).
 template <typename A>
-struct GradientFactors {
-  const A* mean;
+struct GradientFactors : NormalizeFactors<A> {
   const A* mean_dy;
   const A* projection;
-  const A* scale;
-  const A* shift;
-  bool stream;
 };
 
-// For functions that the loops call: see loops/table.inl.
+// Inlined always, which functions that the loops call have to be: see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
 // Follows the normalization: y = act(z), z = (x - mean) * scale + shift + residual, which may be null.

@@ -1,12 +1,12 @@
-// Positions of a mask, a stretch at a time.
+// Positions of a mask, a stretch at a time; and element-wise passes over the stretches.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "../layout.h"
 #include "../mask.h"
+#include "work.h"
 
 namespace bagua_syncbn::cpu {
 
@@ -70,12 +70,12 @@ inline bool none(const uint8_t* valid, int64_t n) {
 // The rows of a tile that count, by their numbers in it.
 class RowList {
  public:
-  explicit RowList(const Mask* mask) : mask_(mask) {}  // which may be null: all count
+  explicit RowList(const std::optional<Mask>& mask) : mask_(mask) {}  // without: all count
 
   // Takes the rows [begin, begin + rows); returns how many count. Without a branch on single positions, of which none
   // can be foretold.
   int64_t fill(int64_t begin, int64_t rows) {
-    if (mask_ == nullptr) return rows;
+    if (!mask_) return rows;
     const uint8_t* valid = positions_at(*mask_, begin, rows, made_);
     list_.resize(rows);
     int64_t count = 0;
@@ -90,7 +90,7 @@ class RowList {
   const int64_t* data() const { return mask_ ? list_.data() : nullptr; }
 
  private:
-  const Mask* mask_;
+  const std::optional<Mask>& mask_;
   Made made_;
   std::vector<int64_t> list_;
 };
@@ -118,25 +118,41 @@ inline std::vector<Run> runs_of(const uint8_t* valid, int64_t n) {
   return runs;
 }
 
-// Planar: cuts the rows [begin, end) of (batch, channels) into runs, and calls each(kind, offset, rows, n, channel,
-// valid) for rows of n values, one after another in memory, that have a run in common.
-template <typename Each>
-void for_each_run(const Mask& mask, const Geometry& g, int64_t begin, int64_t end, const Each& each) {
+// Planar: cuts the rows [begin, end) of (batch, channels) into runs, and calls write(offset, rows, n, channel, valid,
+// none) for rows of n values, one after another in memory, that have a run in common. `valid` is null where all count.
+template <typename Write>
+void for_each_run(const Mask& mask, const Geometry& g, int64_t begin, int64_t end, const Write& write) {
   Made made;
   while (begin < end) {
     const int64_t sample = begin / g.channels, last = std::min(end, (sample + 1) * g.channels);
     const uint8_t* valid = positions_at(mask, sample * g.inner, g.inner, made);
     const std::vector<Run> runs = runs_of(valid, g.inner);
-    if (runs.size() == 1) {
-      each(runs[0].kind, begin * g.inner, last - begin, g.inner, begin % g.channels, valid);
-    } else {
-      for (int64_t row = begin; row < last; ++row) {
-        for (const Run& run : runs) {
-          each(run.kind, row * g.inner + run.begin, 1, run.count, row % g.channels, valid + run.begin);
-        }
+    const int64_t at_once = runs.size() == 1 ? last - begin : 1;
+    for (; begin < last; begin += at_once) {
+      for (const Run& run : runs) {
+        write(begin * g.inner + run.begin, at_once, run.count, begin % g.channels,
+              run.kind == Run::kAll ? nullptr : valid + run.begin, run.kind == Run::kNone);
       }
     }
-    begin = last;
+  }
+}
+
+// Shares out an element-wise pass. Planar: calls planar(offset, rows, n, channel, valid, none), as for_each_run; `none`
+// says that no value counts. Interleaved: calls interleaved(offset, rows, valid), for rows of a value for each channel.
+template <typename Planar, typename Interleaved>
+void for_each_stretch(const Geometry& g, const std::optional<Mask>& mask, const Planar& planar,
+                      const Interleaved& interleaved) {
+  if (g.interleaved) {
+    parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
+      Made made;
+      const uint8_t* valid = mask ? positions_at(*mask, begin, end - begin, made) : nullptr;
+      interleaved(begin * g.channels, end - begin, valid);
+    });
+  } else {
+    parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
+      if (mask) return for_each_run(*mask, g, begin, end, planar);
+      planar(begin * g.inner, end - begin, g.inner, begin % g.channels, nullptr, false);
+    });
   }
 }
 

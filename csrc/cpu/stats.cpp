@@ -65,7 +65,7 @@ void add_masked(Part& part, const T* x, const uint8_t* valid, int64_t rows, int6
 }
 
 template <typename T>
-void planar_stats(const T* x, const Geometry& g, const Mask* mask, double* mean, double* m2) {
+void planar_stats(const T* x, const Geometry& g, const std::optional<Mask>& mask, double* mean, double* m2) {
   const PlanarParts parts(g);
   std::vector<Part> results(g.channels * parts.count());
   const int64_t stride = g.channels * g.inner;
@@ -95,7 +95,7 @@ void planar_stats(const T* x, const Geometry& g, const Mask* mask, double* mean,
 }
 
 template <typename T>
-void interleaved_stats(const T* x, const Geometry& g, const Mask* mask, double* mean, double* m2) {
+void interleaved_stats(const T* x, const Geometry& g, const std::optional<Mask>& mask, double* mean, double* m2) {
   using A = Accumulate<T>;
   const RowParts parts(g);
   const int64_t width = 2 * g.channels;
@@ -124,16 +124,21 @@ void interleaved_stats(const T* x, const Geometry& g, const Mask* mask, double* 
   std::copy_n(results.data() + g.channels, g.channels, m2);
 }
 
-// `mask` may be null.
-Tensor stats(const Tensor& input, const Mask* mask, const Words& words) {
+}  // namespace
+
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
+                        const std::optional<Tensor>& positions) {
+  check_input(input);
+  const std::optional<Mask> mask = mask_of(positions, input);
+  const Words words = words_of_row(speaker, call);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const int64_t count = input.numel() == 0 ? 0 : mask ? count_of(*mask, g.batch) : g.rows();
   const int64_t size = packed_size(g.channels, words.count);
   Tensor packed = allocate_vector(size, accumulate_type(scalar_type(input)), input);
-  dispatch_input(input, [&](auto storage, auto accumulate) {
-    using T = typename decltype(storage)::type;
-    using A = typename decltype(accumulate)::type;
+  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
+    using T = typename decltype(tag)::Stored;
+    using A = Accumulate<T>;
     A* out = static_cast<A*>(packed.mutable_data_ptr());
     std::fill_n(out, size, A(0));
     pack_count(out, g.channels, count, words);
@@ -147,15 +152,6 @@ Tensor stats(const Tensor& input, const Mask* mask, const Words& words) {
     }
   });
   return packed;
-}
-
-}  // namespace
-
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
-                        const std::optional<Tensor>& positions) {
-  check_input(input);
-  const std::optional<Mask> mask = mask_of(positions, input);
-  return stats(input, mask ? &*mask : nullptr, words_of_row(speaker, call));
 }
 
 }  // namespace bagua_syncbn::cpu

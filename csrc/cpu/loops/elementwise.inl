@@ -4,7 +4,7 @@
 // The vectors of a row: body(j, access) for each; the last one may be a part. Row by row: going down a block of columns
 // would read and write memory in pieces, at half the speed.
 template <typename A, typename Body>
-inline __attribute__((always_inline)) void for_each_column(int64_t n, const Body& body) {
+BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   int64_t j = 0;
 #pragma GCC unroll 4
   for (; j + kWidth<A> <= n; j += kWidth<A>) body(j, Whole());
@@ -19,7 +19,7 @@ struct Factor {
   Factor(const A* all, int64_t first) : all(all + first), one(broadcast(all[first])) {}
 
   template <typename Access>
-  inline __attribute__((always_inline)) Vec<A> at(int64_t column, const Access& access) const {
+  BAGUA_SYNCBN_IN_LOOPS Vec<A> at(int64_t column, const Access& access) const {
     if constexpr (kColumns) return access.load(all + column);
     return one;
   }
@@ -33,16 +33,15 @@ struct Normalize {
       : mean(factors.mean, first), scale(factors.scale, first), shift(factors.shift, first) {}
 
   template <typename Access>
-  inline __attribute__((always_inline)) Vec<A> operator()(Vec<A> x, int64_t column, const Access& access) const {
+  BAGUA_SYNCBN_IN_LOOPS Vec<A> operator()(Vec<A> x, int64_t column, const Access& access) const {
     return (x - mean.at(column, access)) * scale.at(column, access) + shift.at(column, access);
   }
 };
 
 // Calls body(j, z, access) for each vector of a row, with what is to be activated; `residual` may be null.
 template <bool kColumns, typename T, typename A, typename Body>
-inline __attribute__((always_inline)) void for_each_normalized(const T* x, const T* residual, int64_t n,
-                                                               const NormalizeFactors<A>& factors, int64_t first,
-                                                               const Body& body) {
+BAGUA_SYNCBN_IN_LOOPS void for_each_normalized(const T* x, const T* residual, int64_t n,
+                                               const NormalizeFactors<A>& factors, int64_t first, const Body& body) {
   const Normalize<kColumns, A> normalized(factors, first);
   for_each_column<A>(n, [&](int64_t j, const auto& access) {
     access.fetch(x + j + kAhead);
@@ -55,9 +54,9 @@ inline __attribute__((always_inline)) void for_each_normalized(const T* x, const
 
 // y = act(z), or 0 where a value does not count.
 template <typename Activation, bool kStream, bool kColumns, typename T, typename Where, typename A>
-inline __attribute__((always_inline)) void normalize_lines(const T* x, const T* residual, T* y, const Where& where,
-                                                           int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                                                           const NormalizeFactors<A>& factors, A parameter) {
+BAGUA_SYNCBN_IN_LOOPS void normalize_lines(const T* x, const T* residual, T* y, const Where& where, int64_t rows,
+                                           int64_t n, int64_t channel, int64_t channels,
+                                           const NormalizeFactors<A>& factors, A parameter) {
   const Vec<A> p = broadcast(parameter);
   for (int64_t row = 0; row < rows; ++row, x += n, y += n) {
     if (where.skips(row)) {
@@ -75,17 +74,15 @@ inline __attribute__((always_inline)) void normalize_lines(const T* x, const T* 
 
 // dx of g = dy * act'(z). Where a value does not count, g * scale, or 0 if `zeroes`.
 template <typename Activation, bool kStream, bool kColumns, typename Where, typename T, typename A>
-inline __attribute__((always_inline)) void gradient_lines(const T* dy, const T* x, T* dx, const Where& where,
-                                                          bool zeroes, int64_t rows, int64_t n, int64_t channel,
-                                                          int64_t channels, const GradientFactors<A>& factors,
-                                                          A parameter) {
+BAGUA_SYNCBN_IN_LOOPS void gradient_lines(const T* dy, const T* x, T* dx, const Where& where, bool zeroes, int64_t rows,
+                                          int64_t n, int64_t channel, int64_t channels,
+                                          const GradientFactors<A>& factors, A parameter) {
   constexpr bool kActivated = !std::is_same_v<Activation, Identity>;
   const Vec<A> p = broadcast(parameter);
   for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
     const int64_t first = kColumns ? 0 : channel;
     const Factor<kColumns, A> mean(factors.mean, first), mean_dy(factors.mean_dy, first),
-        projection(factors.projection, first), scale(factors.scale, first),
-        shift(kActivated ? factors.shift : factors.mean, first);
+        projection(factors.projection, first), scale(factors.scale, first), shift(factors.shift, first);
     if (where.skips(row)) {
       for_each_column<A>(n, [&](int64_t j, const auto& access) {
         access.template store<kStream>(dx + j, zeroes ? Vec<A>{} : access.load(dy + j) * scale.at(j, access));

@@ -7,7 +7,7 @@ GradSums grad_sums(const Gradients<T>& of, const uint8_t* valid, int64_t rows, i
   if (valid != nullptr) return grad_sums_of<A>(of.dy, of.x, mean, AtPositions<A>(valid), rows, n, stride, AsGiven());
   const T* added = of.dy;
   if (!of.is_given()) {
-    if (const auto sums = kBackward<T, A>[of.epilogue.act.code].sums) return sums(of, rows, n, stride, channel);
+    if (const auto sums = kFunctions<false, T, A>[of.epilogue.act.code].sums) return sums(of, rows, n, stride, channel);
     act_grad_lines<false>(of, rows, n, stride, channel);
     added = of.g;
   }
@@ -25,7 +25,7 @@ void grad_sums_columns(const Gradients<T>& of, const int64_t* list, int64_t rows
   }
   const T* added = of.dy;
   if (!of.is_given()) {
-    if (const auto sums = kBackward<T, A>[of.epilogue.act.code].sums_columns) {
+    if (const auto sums = kFunctions<true, T, A>[of.epilogue.act.code].sums) {
       return sums(of, rows, channels, columns, out);
     }
     act_grad_lines<true>(of, rows, channels, channels, 0);
@@ -36,7 +36,7 @@ void grad_sums_columns(const Gradients<T>& of, const int64_t* list, int64_t rows
 
 // Calls body(stream), with whether to write with streaming stores as a type.
 template <typename Body>
-inline __attribute__((always_inline)) void streaming(bool stream, const Body& body) {
+BAGUA_SYNCBN_IN_LOOPS void streaming(bool stream, const Body& body) {
   if (!stream) return body(std::false_type());
   body(std::true_type());
   end_streaming();
@@ -73,9 +73,8 @@ void grad_rows(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes
     return gradient_lines<Identity, false, false>(dy, x, dx, AtPositions<A>(valid, zeroes), zeroes, rows, n, channel,
                                                   channels, factors, A(0));
   }
-  const BackwardFunctions<T, A>& functions = kBackward<T, A>[act.code];
-  (factors.stream ? functions.streamed_rows : functions.rows)(dy, x, dx, rows, n, channel, channels, factors,
-                                                              act.parameter);
+  const auto gradient = kFunctions<false, T, A>[act.code].gradients[factors.stream];
+  gradient(dy, x, dx, rows, n, channel, channels, factors, act.parameter);
   if (factors.stream) end_streaming();
 }
 
@@ -88,8 +87,7 @@ void grad_columns(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zer
                                              A(0));
     });
   }
-  const BackwardFunctions<T, A>& functions = kBackward<T, A>[act.code];
-  (factors.stream ? functions.streamed_columns : functions.columns)(dy, x, dx, rows, channels, 0, channels, factors,
-                                                                    act.parameter);
+  const auto gradient = kFunctions<true, T, A>[act.code].gradients[factors.stream];
+  gradient(dy, x, dx, rows, channels, 0, channels, factors, act.parameter);
   if (factors.stream) end_streaming();
 }

@@ -11,7 +11,7 @@ struct Width {
 // Calls body(width, j, access) for the columns of a row: kVectorsAtOnce vectors at a time, then one at a time, then a
 // part of one. `width` is the number of vectors, as a type.
 template <typename A, typename Body>
-inline __attribute__((always_inline)) void for_each_block(int64_t channels, const Body& body) {
+BAGUA_SYNCBN_IN_LOOPS void for_each_block(int64_t channels, const Body& body) {
   int64_t j = 0;
   for (; j + kVectorsAtOnce * kWidth<A> <= channels; j += kVectorsAtOnce * kWidth<A>)
     body(Width<kVectorsAtOnce>(), j, Whole());
@@ -24,7 +24,7 @@ inline __attribute__((always_inline)) void for_each_block(int64_t channels, cons
 constexpr int64_t kGroup = 8;
 
 template <typename Body>
-inline __attribute__((always_inline)) void for_each_group(int64_t rows, const Body& body) {
+BAGUA_SYNCBN_IN_LOOPS void for_each_group(int64_t rows, const Body& body) {
   for (int64_t row = 0; row < rows; row += kGroup) body(row, row + kGroup < rows ? row + kGroup : rows);
 }
 
@@ -37,8 +37,8 @@ inline int64_t group_ahead(int64_t channels) {
 // deviations from it is sum(d^2) - sum(d)^2 / n, whatever p is. The difference cancels only by how far p is from the
 // mean, which is bounded: p is the mean of a group of the rows, and a tile has at most 32 groups.
 template <typename T, typename RowAt>
-inline __attribute__((always_inline)) void moments_columns_of(const T* x, const RowAt& row_at, int64_t rows,
-                                                              int64_t channels, Accumulate<T>* columns, double* out) {
+BAGUA_SYNCBN_IN_LOOPS void moments_columns_of(const T* x, const RowAt& row_at, int64_t rows, int64_t channels,
+                                              Accumulate<T>* columns, double* out) {
   using A = Accumulate<T>;
   A* const pivots = columns;
   A* const deviations = columns + channels;
@@ -103,9 +103,9 @@ void moments_columns(const T* x, const int64_t* list, int64_t rows, int64_t chan
 
 // `gradient` as in grad_sums_of.
 template <typename T, typename A, typename RowAt, typename Gradient>
-inline __attribute__((always_inline)) void grad_sums_columns_of(const T* dy, const T* x, const A* mean,
-                                                                const RowAt& row_at, int64_t rows, int64_t channels,
-                                                                A* columns, double* out, const Gradient& gradient) {
+BAGUA_SYNCBN_IN_LOOPS void grad_sums_columns_of(const T* dy, const T* x, const A* mean, const RowAt& row_at,
+                                                int64_t rows, int64_t channels, A* columns, double* out,
+                                                const Gradient& gradient) {
   A* const dy_sums = columns;
   A* const dy_xmu_sums = columns + channels;
   const int64_t ahead = group_ahead(channels);

@@ -3,7 +3,7 @@
 // Calls body(v, offset, access) for each vector of the n values of a row, v being the place of its lanes among the
 // kLanes; the last one may be a part.
 template <typename A, typename Body>
-inline __attribute__((always_inline)) void for_each_vector(int64_t n, const Body& body) {
+BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   constexpr int kVectors = kLanes / kWidth<A>;
   int64_t j = 0;
   for (; j + kLanes <= n; j += kLanes) {
@@ -66,9 +66,8 @@ struct Ahead {
 // 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are. That many,
 // `sampled`, are among the first `sample` of the first row.
 template <typename A, typename Where, typename T>
-inline __attribute__((always_inline)) Moments moments_of(const T* x, const Where& where, int64_t rows, int64_t n,
-                                                         int64_t stride, int64_t sample, int64_t sampled,
-                                                         int64_t count) {
+BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const Where& where, int64_t rows, int64_t n, int64_t stride,
+                                         int64_t sample, int64_t sampled, int64_t count) {
   Lanes<A> first;
   for_each_vector<A>(n < sample ? n : sample, [&](int v, int64_t j, const auto& access) {
     first.part[v] += where.counted(access, access.load(x + j), j);
@@ -110,9 +109,8 @@ struct AsGiven {
 
 // `gradient(dy, x, offset, column, access)` makes what is added up, of values at `offset` from the first.
 template <typename A, typename Where, typename T, typename Gradient>
-inline __attribute__((always_inline)) GradSums grad_sums_of(const T* dy, const T* x, A mean, const Where& where,
-                                                            int64_t rows, int64_t n, int64_t stride,
-                                                            const Gradient& gradient) {
+BAGUA_SYNCBN_IN_LOOPS GradSums grad_sums_of(const T* dy, const T* x, A mean, const Where& where, int64_t rows,
+                                            int64_t n, int64_t stride, const Gradient& gradient) {
   const Vec<A> means = broadcast<A>(mean);
   const Ahead next(n, stride);
   Lanes<A> sum_dy, sum_dy_xmu;

@@ -22,6 +22,7 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 #define BAGUA_SYNCBN_FORMULAS
 #include "../../activations.h"
 #include "elementwise.inl"
+#include "functions.inl"
 #include "act.inl"
 #include "entries.inl"
 // clang-format on

@@ -120,10 +120,6 @@ Options options_of(const std::optional<Mask>& mask, const std::optional<Tensor>&
   return {mask ? &*mask : nullptr, data_of(residual), {activation, parameter}};
 }
 
-std::optional<Tensor> laid_out_like(const std::optional<Tensor>& tensor, const Laid& like) {
-  return tensor ? std::optional(laid_out_like(*tensor, like)) : std::nullopt;
-}
-
 }  // namespace
 
 Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
