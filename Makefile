@@ -39,7 +39,7 @@ help:
 	@echo 'make test    all tests that run without a GPU'
 	@echo 'make test-slow   those that take minutes or much memory'
 	@echo 'make test-faults     ranks that diverge or die, also with 3 and 4 ranks'
-	@echo 'make bench   what synchronization costs here, and what others would: tables, results.json, charts; build/bench/'
+	@echo 'make bench   what synchronization costs here, and what others would: tables and results.json; build/bench/'
 	@echo 'make bench-quick     the same as a first impression, in two minutes'
 	@echo 'make bench-results   measures what docs/benchmarks.md shows, on a quiet machine; make bench-docs only writes it'
 	@echo 'make gpu     on a machine with an NVIDIA GPU: build, test, check and measure the CUDA kernels: build/gpu/'
@@ -101,11 +101,11 @@ RESULTS := benchmarks/results
 bench-results: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
-	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json --charts docs/charts
+	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json
 	$(BIN)/python -m benchmarks --sections anew --output $(RESULTS)/anew.json
 	$(BIN)/python -m benchmarks --sections compiled --ranks 2 --seconds 40 --output $(RESULTS)/compiled.json
 	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json
-	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json --charts docs/charts
+	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json
 	$(MAKE) bench-docs
 
 bench-docs: $(VENV)/installed-bench

@@ -1,6 +1,6 @@
 """Costs of synchronization on this machine, and of the alternatives.
 
-    python -m benchmarks                       # everything: build/bench/results.json, tables, charts
+    python -m benchmarks                       # everything: build/bench/results.json, and tables
     python -m benchmarks --quick               # a first impression, in two minutes
     python -m benchmarks --sections layers --ranks 2 --shapes 8x64x56x56
     python -m benchmarks --default-malloc --sections local
@@ -23,15 +23,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import charts, report
-from .core import batches, machine, records
-from .cpu import host, kernels, stored
-from .ranks import jobs, rank
+from . import batches, jobs, machine, recorded, report
+from .recorded import Case, Results
+from .sections import IN_ONE_PROCESS, ON_RANKS, SECTIONS
 
-OUTPUT = records.ROOT / "build" / "bench" / "results.json"
-
-IN_ONE_PROCESS: tuple[Any, ...] = (kernels, host, stored)
-SECTIONS = ("ops", "local", "host", "stored", "anew", *rank.SECTIONS)
+OUTPUT = recorded.ROOT / "build" / "bench" / "results.json"
 
 # One input whose step is mostly messages, and one whose step is mostly computing.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
@@ -49,7 +45,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
-    parser.add_argument("--charts", type=Path, metavar="DIRECTORY", help="(default: charts beside the output)")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and max(arguments.ranks) > torch.cuda.device_count():
         parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, one for each device, with --device cuda")
@@ -71,35 +66,22 @@ def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for module in IN_ONE_PROCESS:
+def measure_all(job: dict[str, Any]) -> Iterator[Case]:
+    for name in filter(job["sections"].__contains__, IN_ONE_PROCESS):
+        module = IN_ONE_PROCESS[name]
         for case in module.cases(job):
-            yield module.measure(*case, job)
-    if any(section in rank.SECTIONS for section in job["sections"]):
-        for world_size in job["ranks"]:
-            yield from jobs.launch(world_size, job)
+            yield {"section": name} | module.measure(*case, job)
+    for world_size in job["ranks"] if any(name in ON_RANKS for name in job["sections"]) else ():
+        yield from jobs.launch(world_size, job)
 
 
-def count_cases(job: dict[str, Any]) -> int:
-    on_ranks = [module for name, module in rank.SECTIONS.items() if name in job["sections"]]
-    total = sum(len(module.cases(job)) for module in IN_ONE_PROCESS)
-    return total + sum(len(module.cases(job, ranks)) for module in on_ranks for ranks in job["ranks"])
-
-
-def describe(case: dict[str, Any]) -> str:
-    parts = [case["section"], "x".join(map(str, case.get("shape", ()))), f"{case.get('ranks', 1)} ranks"]
-    return " ".join(filter(None, parts))
-
-
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any]) -> Results:
     """Measures what the job asks for, under a progress bar."""
     start = time.monotonic()
     measured = []
-    with tqdm(total=count_cases(job), unit="case", dynamic_ncols=True) as bar:
-        for case in measure_all(job):
-            measured.append(case)
-            bar.set_description(describe(case))
-            bar.update(case["section"] != "peers")
+    for case in (bar := tqdm(measure_all(job), unit=" cases", dynamic_ncols=True)):
+        measured.append(case)
+        bar.set_description(f"{case['section']}, {case.get('ranks', 1)} ranks")
     return {
         "date": datetime.date.today().isoformat(),
         "versions": machine.describe_versions(),
@@ -119,13 +101,10 @@ def main() -> None:
     if not arguments.default_malloc:
         machine.keep_memory()
     torch.manual_seed(0)
-    results = run(make_job(arguments))
-    records.write(results, arguments.output)
-    print(report.report(results, leave_out=report.DETAILS))
-    print(f"samples: {arguments.output}\ntables of each case: python -m benchmarks.report {arguments.output}")
-    drawn = charts.draw_all(results, arguments.charts or arguments.output.parent / "charts")
-    if drawn:
-        print(f"charts: {', '.join(str(path) for path in drawn)}")
+    measured = run(make_job(arguments))
+    recorded.write(measured, arguments.output)
+    print(report.report(measured))
+    print(f"samples: {arguments.output}\ncharts: python -m benchmarks.report {arguments.output} --charts DIRECTORY")
 
 
 if __name__ == "__main__":

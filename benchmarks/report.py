@@ -7,27 +7,19 @@ All figures that a run can change are made here, for the end of a run and for th
 """
 
 import argparse
+import hashlib
+import inspect
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import charts
-from .core.disturbance import QUIET_CORES
-from .core.machine import exchange_of
-from .core.tables import Results, quartiles, table
-from .cpu.report import anew_table, host_table, local_table, ops_table, process_table, stored_table
-from .ranks.report import (
-    compiled_table,
-    exchange_table,
-    headline_table,
-    layers_table,
-    peers_table,
-    phases_table,
-    summary_table,
-    training_table,
-)
+from .peers import peers_table
+from .recorded import Results, quartiles, table
+from .sections import SECTIONS, layers, stored
+from .timing import QUIET_CORES
 
+CHARTS = {"peers": layers.draw, "stored": stored.draw}
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,7 +33,7 @@ def machine_table(results: Results) -> str:
         ["processor", f"{machine['processor']}, {machine['cores']} cores{', virtual' * machine['virtual']}"],
         *([["GPUs", devices]] if devices else []),
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
-        ["small messages", exchange_of(results)],
+        ["small messages", settings["exchange"]],
         ["malloc", "keeps freed memory" if settings["keeps_memory"] else "the system's defaults"],
     ]
     if dropped:
@@ -54,42 +46,31 @@ def machine_table(results: Results) -> str:
     return table(["", ""], rows)
 
 
-# Each with the section that it needs.
-TABLES: dict[str, tuple[str | None, Callable[[Results], str]]] = {
-    "machine": (None, machine_table),
-    "process": ("local", process_table),
-    "host": ("host", host_table),
-    "stored": ("stored", stored_table),
-    "anew": ("anew", anew_table),
-    "ops": ("ops", ops_table),
-    "local": ("local", local_table),
-    "peers": ("peers", peers_table),
-    "exchange": ("exchange", exchange_table),
-    "headline": ("layers", headline_table),
-    "summary": ("layers", summary_table),
-    "layers": ("layers", layers_table),
-    "phases": ("layers", phases_table),
-    "compiled": ("compiled", compiled_table),
-    "training": ("training", training_table),
-}
-
-# Not for the end of a run: tables with a row for each case.
-DETAILS = ("ops", "local", "layers", "phases")
-
-
-def table_names(results: Results) -> list[str]:
-    """Returns the tables that these results have data for."""
+def tables(results: Results) -> dict[str, Callable[[Results], str]]:
+    """Returns the tables that these results have data for, those of the sections in their order."""
     measured = {case["section"] for case in results["cases"]}
-    return [name for name, (section, _) in TABLES.items() if section is None or section in measured]
+    found = {"machine": machine_table} | ({"peers": peers_table} if "peers" in measured else {})
+    for section in filter(measured.__contains__, SECTIONS):
+        found |= SECTIONS[section].TABLES
+    return found
 
 
-def report(results: Results, leave_out: tuple[str, ...] = ()) -> str:
+def report(results: Results) -> str:
     """Returns the tables, each under its name and what it shows."""
-    parts = []
-    for name in (name for name in table_names(results) if name not in leave_out):
-        make = TABLES[name][1]
-        parts.append("\n\n".join([f"## {name}", (make.__doc__ or "").strip(), make(results)]))
-    return "\n\n".join(parts) + "\n"
+    return "".join(
+        f"## {name}\n\n{inspect.getdoc(make)}\n\n{make(results)}\n\n" for name, make in tables(results).items()
+    )
+
+
+def draw_all(results: Results, directory: Path) -> list[Path]:
+    """Draws each chart that there are data for, which names them by their digest; returns the paths of the files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    source = f"results {hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]}"
+    pictures = {directory / f"{name}.svg": draw(results) for name, draw in CHARTS.items()}
+    drawn = {path: picture for path, picture in pictures.items() if picture is not None}
+    for path, picture in drawn.items():
+        path.write_text(picture.svg(source), encoding="utf-8")
+    return list(drawn)
 
 
 def update_page(text: str, results: dict[str, Results]) -> str:
@@ -98,7 +79,7 @@ def update_page(text: str, results: dict[str, Results]) -> str:
     def replace(block: re.Match[str]) -> str:
         if block["file"] not in results:
             return block[0]
-        return f"{block[1]}\n{TABLES[block['table']][1](results[block['file']])}\n\n{block[4]}"
+        return f"{block[1]}\n{tables(results[block['file']])[block['table']](results[block['file']])}\n\n{block[4]}"
 
     return _BLOCK.sub(replace, text)
 
@@ -119,7 +100,7 @@ def main() -> None:
             print(f"# {name}\n\n{report(recorded)}")
     if arguments.charts is not None:
         for recorded in results.values():
-            charts.draw_all(recorded, arguments.charts)
+            draw_all(recorded, arguments.charts)
 
 
 if __name__ == "__main__":

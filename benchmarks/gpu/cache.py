@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.records import ROOT
-from ..core.tables import table
+from ..recorded import ROOT, table
 
 _SHAPES = ((8, 64, 12544), (32, 512, 784), (32, 256, 3136), (30, 256, 4096), (64, 256, 3136))  # 13 to 103 MB
 

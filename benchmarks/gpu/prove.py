@@ -41,8 +41,7 @@ IMPORTING = time.monotonic() - started  # from a slow disk perhaps: time limits 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks.core import one_rank, records  # noqa: E402 - found through the line above
-from benchmarks.core.tables import Results  # noqa: E402
+from benchmarks import one_rank, recorded  # noqa: E402 - found through the line above
 from benchmarks.gpu import report, shapes  # noqa: E402
 from benchmarks.gpu.shapes import Case  # noqa: E402
 
@@ -359,8 +358,8 @@ def main(given: list[str] | None = None) -> int:
     output: Path = arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     BUILT.mkdir(parents=True, exist_ok=True)
-    results: Results = {
-        "date": str(datetime.date.today()), "commit": records.find_commit(), "dry_run": arguments.dry_run,
+    results: recorded.Results = {
+        "date": str(datetime.date.today()), "commit": recorded.find_commit(), "dry_run": arguments.dry_run,
         "machine": machine, "parts": [], "cases": [],
     }  # fmt: skip
     deadline = time.monotonic() + TOTAL + len(STAGES) * IMPORTING
@@ -370,7 +369,7 @@ def main(given: list[str] | None = None) -> int:
         def save() -> None:
             lines = cases.read_text("utf-8").split("\n")[:-1] if cases.exists() else []
             results["cases"] = [json.loads(line) for line in lines]
-            records.write(results, output / "results.new")
+            recorded.write(results, output / "results.new")
             (output / "results.new").replace(output / "results.json")
 
         for i, (parts, seconds) in enumerate(STAGES):

@@ -6,7 +6,7 @@ from math import inf, nan, prod
 from statistics import geometric_mean, median
 from typing import Any
 
-from ..core.tables import Case, Results, table
+from ..recorded import Case, Results, table
 from .shapes import OPS, PASSES, PUBLISHED, VALUE_BYTES
 
 

@@ -23,7 +23,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_o
 from bagua_syncbn.autograd import this_thread
 from bagua_syncbn.ops import activations
 from bagua_syncbn.torch_internals import saving_hooks
-from benchmarks.cpu.stored import Storages
+from benchmarks.sections.stored import Storages
 
 
 class Readers(nn.Module):

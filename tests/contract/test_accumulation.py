@@ -20,7 +20,7 @@ from user_layers import BatchNormAct1d
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, functional, ops, sync_batch_norm
 from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.options import Options
-from benchmarks.core.one_rank import Twin
+from benchmarks.one_rank import Twin
 
 
 class Beside(nn.Module):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from counted import EXCHANGE
 from dispatched import count_step
 from observed import MESSAGE
 from torch import nn
@@ -18,7 +19,6 @@ from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from benchmarks.core.waiting import EXCHANGE
 
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from observed import collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL, TorchCommunicator, communicator_of
 from bagua_syncbn.sync.history import CallHistory, history_in
-from benchmarks.core.waiting import CollectiveClock
 
 STEPS = 3
 
@@ -181,9 +181,9 @@ def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
     with own_group() as communicator:
         model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
         for program in programs:
-            with CollectiveClock().installed() as clock:
+            with collectives() as counted:
                 model.run(program)
-            counts.append(clock.collectives.total())
+            counts.append(counted.total())
         remembered = len(history_in(communicator).after_step)
     CallHistory.most = before
     return counts, remembered

@@ -12,7 +12,7 @@ from workers import WorkerPool
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator, c10d
-from benchmarks.core.one_rank import OneRankGroup
+from benchmarks.one_rank import OneRankGroup
 
 pytestmark = pytest.mark.gpu
 

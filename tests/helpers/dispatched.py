@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from counted import EXCHANGE, CollectiveCounter
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
 # The arguments of c10d's ops that hold what this rank contributes.
 _PAYLOAD = ("input", "input_tensor", "input_tensors", "inputs", "tensor", "tensors")
@@ -63,11 +62,12 @@ class DispatchCounter(TorchDispatchMode):
     def count(self, function: Callable[[], Any], large: int) -> tuple[Any, Counts]:
         """Returns the result of ``function``, and its counts with allocations of at least ``large`` bytes."""
         self._begin()
-        with CollectiveClock().installed() as clock, self:
+        with CollectiveCounter().installed() as counter, self:
             result = function()
-        messages, payload = len(self.payloads) + clock.collectives[EXCHANGE], sum(self.payloads) + clock.shared_bytes
+        messages = len(self.payloads) + counter.collectives[EXCHANGE]
+        payload = sum(self.payloads) + counter.shared_bytes
         allocations = sum(size >= large for size in self.sizes)
-        return result, Counts(self.ops, messages, payload, clock.waits, self.reads, allocations)
+        return result, Counts(self.ops, messages, payload, counter.waits, self.reads, allocations)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

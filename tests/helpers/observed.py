@@ -3,11 +3,11 @@
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from counted import EXCHANGE, CollectiveCounter
 from dispatched import reads_on_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn.communicators import shared
-from benchmarks.core.waiting import EXCHANGE, CollectiveClock
 
 # The call of a forward or backward pass of few channels: an exchange through shared memory, or c10d's method, by the
 # name that this torch has for it.
@@ -25,5 +25,5 @@ class ForbidHostReads(TorchDispatchMode):
 @contextmanager
 def collectives():
     """Counts what this process calls meanwhile, in any thread, by the names of c10d's methods."""
-    with CollectiveClock().installed() as clock:
-        yield clock.collectives
+    with CollectiveCounter().installed() as counter:
+        yield counter.collectives

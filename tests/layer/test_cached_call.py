@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import LOCAL
-from benchmarks.core.one_rank import Twin
+from benchmarks.one_rank import Twin
 
 pytestmark = pytest.mark.reference_too
 

@@ -1,5 +1,6 @@
 """Section exchange: one message between the ranks of a host, through shared memory and by the group's collectives."""
 
+from statistics import median
 from typing import Any
 
 import torch
@@ -7,9 +8,9 @@ import torch.distributed as dist
 
 from bagua_syncbn.communicators import SharedCommunicator, TorchCommunicator, communicator_of
 
-from ..core.timing import Workload
 from ..peers import Maker
-from .gathering import time_on_ranks
+from ..recorded import Case, Results, marked, of_section, table
+from ..timing import Workload, time_workload
 
 # Bytes of each rank: of a few channels, of some 500, and as large as shared memory carries.
 SIZES = (256, 4096, 65536)
@@ -19,7 +20,7 @@ def cases(job: dict[str, Any], world_size: int) -> list[tuple[int]]:
     return [(size,) for size in SIZES] if world_size > 1 and job["device"] == "cpu" else []
 
 
-def measure(size: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> dict[str, Any]:
+def measure(size: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> Case:
     torch.set_num_threads(1)
     group = dist.new_group()
     communicators = {"collectives": TorchCommunicator(group)}
@@ -31,5 +32,21 @@ def measure(size: int, job: dict[str, Any], makers: dict[str, Maker], device: to
     for name, communicator in communicators.items():
         workload[f"gather, {name}"] = lambda communicator=communicator: communicator.all_gather(packed)  # type: ignore[misc]
         workload[f"sum, {name}"] = lambda communicator=communicator: communicator.all_reduce(packed)  # type: ignore[misc]
-    case = {"section": "exchange", "ranks": dist.get_world_size(), "device": device.type, "bytes": size}
-    return case | time_on_ranks(workload, job)
+    return {"bytes": size, **time_workload(workload, job)}
+
+
+def exchange_table(results: Results) -> str:
+    """One message of each rank: median microseconds, and the least."""
+
+    def cell(case: Case, name: str) -> str:
+        times = case["microseconds"].get(name)
+        return f"{median(times):,.1f} ({min(times):,.1f})" if times else ""
+
+    def row(case: Case) -> list[str]:
+        return [marked(case["ranks"], results), f"{case['bytes']:,}", *(cell(case, name) for name in names)]
+
+    names = [f"{kind}, {way}" for kind in ("gather", "sum") for way in ("shared memory", "collectives")]
+    return table(["ranks", "bytes of each", *names], map(row, of_section(results, "exchange")))
+
+
+TABLES = {"exchange": exchange_table}

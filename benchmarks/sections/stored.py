@@ -1,9 +1,8 @@
-"""Section stored: what a forward pass leaves in memory for the backward pass, and the peak of a step. Section anew:
-what a step takes where outputs are made anew.
+"""Section stored: what a forward pass leaves in memory for the backward pass, and the peak of a step.
 
 The peak is that of a process which runs nothing else, one for each network and variant:
 
-    python -m benchmarks.cpu.stored NETWORK VARIANT
+    python -m benchmarks.sections.stored NETWORK VARIANT
 """
 
 import copy
@@ -11,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 import bagua_syncbn
 
-from ..core import machine, records, timing
-from .networks import NETWORKS, QUICK, TIMED
+from .. import machine
+from ..picture import Picture
+from ..recorded import ROOT, Case, Results, of_section, shape_of, table, where
+from .networks import NETWORKS, QUICK
 
 QUICK_SIDE = 48
 
@@ -80,7 +80,7 @@ def stored_bytes(model: nn.Module, batch: Tensor) -> int:
     return alive
 
 
-def _step(model: nn.Module, batch: Tensor) -> None:
+def step(model: nn.Module, batch: Tensor) -> None:
     model(batch).square().mean().backward()
 
 
@@ -94,10 +94,10 @@ def _print_peak(network: str, variant: str) -> None:
     """Prints the resident memory that a second step adds: the first has made gradients, and caches of libraries."""
     torch.set_num_threads(1)
     batch, model = torch.randn(NETWORKS[network].shape()), VARIANTS[variant](NETWORKS[network].make())
-    _step(model, batch)
+    step(model, batch)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here on
     before = _resident("VmHWM")
-    _step(model, batch)
+    step(model, batch)
     print(_resident("VmHWM") - before)
 
 
@@ -105,31 +105,80 @@ def peak_bytes(network: str, variant: str) -> int | None:
     """Returns what a step takes at its peak; None where the system does not say."""
     if not Path("/proc/self/clear_refs").exists():
         return None
-    command = [sys.executable, "-m", "benchmarks.cpu.stored", network, variant]
+    command = [sys.executable, "-m", "benchmarks.sections.stored", network, variant]
     environment = {name: value for name, value in os.environ.items() if name not in machine.KEEP_MEMORY}
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # larger blocks go back to the system when they are freed
-    return int(subprocess.run(command, env=environment, cwd=records.ROOT, stdout=-1, text=True, check=True).stdout)
+    return int(subprocess.run(command, env=environment, cwd=ROOT, stdout=-1, text=True, check=True).stdout)
 
 
-def cases(job: dict[str, Any]) -> list[tuple[str, str]]:
-    chosen = {"stored": QUICK if job["quick"] else NETWORKS, "anew": QUICK if job["quick"] else TIMED}
-    return [(section, name) for section, names in chosen.items() if section in job["sections"] for name in names]
+def cases(job: dict[str, Any]) -> list[tuple[str]]:
+    return [(name,) for name in (QUICK if job["quick"] else NETWORKS)]
 
 
-def measure(section: str, name: str, job: dict[str, Any]) -> dict[str, Any]:
+def prepare(name: str, quick: bool) -> tuple[Case, Tensor, dict[str, nn.Module]]:
+    """Returns what names the case, a batch, and the network in each variant; none where it needs what is missing."""
     network = NETWORKS[name]
     if network.needs is not None and find_spec(network.needs) is None:
-        return {"section": section, "network": name, "skipped": f"needs {network.needs}: pip install -e '.[bench]'"}
+        missing = f"needs {network.needs}: pip install -e '.[bench]'"
+        return {"network": name, "skipped": missing}, torch.empty(0), {}
     torch.set_num_threads(1)
-    shape = network.shape(QUICK_SIDE if job["quick"] else None)
-    batch, model = torch.randn(shape), network.make()
-    models = {variant: prepare(copy.deepcopy(model)) for variant, prepare in VARIANTS.items()}
-    case = {"section": section, "network": name, "shape": shape}
-    if section == "anew":
-        workload = {variant: partial(_step, models[variant], batch) for variant in ("fused", "recomputed")}
-        return case | timing.time_alone(workload, job)
-    case["bytes"] = {variant: stored_bytes(each, batch) for variant, each in models.items()}
-    return case | {"peaks": {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}}
+    batch, model = torch.randn(network.shape(QUICK_SIDE if quick else None)), network.make()
+    models = {variant: make(copy.deepcopy(model)) for variant, make in VARIANTS.items()}
+    return {"network": name, "shape": tuple(batch.shape)}, batch, models
+
+
+def measure(name: str, job: dict[str, Any]) -> Case:
+    case, batch, models = prepare(name, job["quick"])
+    if not models:
+        return case
+    peaks = {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}
+    return case | {"bytes": {variant: stored_bytes(model, batch) for variant, model in models.items()}, "peaks": peaks}
+
+
+def stored_table(results: Results) -> str:
+    """Memory that a forward pass stores for the backward pass, and the peak of a step: MiB with torch's
+    layers, and shares of it with activations in place, with those that the layers compute, and with outputs that are
+    made anew.
+    """
+
+    def shares(measured: dict[str, int | None]) -> list[str]:
+        plain, *others = measured.values() or [None] * 4
+        if plain is None:
+            return [""] * 4
+        return [f"{plain / 2**20:.1f}", *(f"{(other or 0) / plain:.2f}" for other in others)]
+
+    def row(case: Case) -> list[str]:
+        if "skipped" in case:
+            return [case["network"], case["skipped"], *[""] * 8]
+        return [case["network"], shape_of(case), *shares(case["bytes"]), *shares(case["peaks"])]
+
+    variants = ["in place", "fused", "recomputed"]
+    header = ["network", "batch", "stored, MiB", *variants, "peak, MiB", *variants]
+    return table(header, map(row, of_section(results, "stored")))
+
+
+TABLES = {"stored": stored_table}
+
+_DRAWN = {
+    "plain": ("torch's layers", "muted"),
+    "fused": ("fuse_activations", "sky"),
+    "recomputed": ("recompute_outputs too", "blue"),
+}
+
+
+def draw(results: Results) -> Picture | None:
+    """Draws what is stored of each network, as shares of what is stored with torch's layers."""
+    measured = [case for case in of_section(results, "stored") if "bytes" in case]
+    if not measured:
+        return None
+    picture = Picture("Stored for the backward pass", where(results))
+    picture.legend([(style, name) for name, style in _DRAWN.values()])
+    for case in measured:
+        stored = case["bytes"]
+        shares = {variant: stored[variant] / stored["plain"] for variant in _DRAWN}
+        values = [(style, shares[variant], f"{shares[variant]:.0%}") for variant, (_, style) in _DRAWN.items()]
+        picture.bars(case["network"], values, 1)
+    return picture
 
 
 if __name__ == "__main__":

@@ -10,13 +10,17 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.communicators import Communicator
 
-from ..core import timing
-from ..core.batches import Shape
-from ..core.one_rank import Twin
-from ..core.timing import Workload
+from ..batches import Shape
+from ..one_rank import Twin
+from ..recorded import Case, Results, of_section, ratios, shape_of, spread, table
+from ..timing import Workload, time_workload
 
 # So small that the host is what is timed.
 SHAPES: tuple[Shape, ...] = ((8, 16, 4), (64, 256), (4, 32, 16, 16))
+
+
+def cases(job: dict[str, Any]) -> list[tuple[Shape]]:
+    return [(shape,) for shape in SHAPES]
 
 
 class BareStep(torch.autograd.Function):
@@ -61,11 +65,24 @@ def make(shape: Shape) -> Workload:
     return {"layer": step(layer), "bare": step(lambda x: BareStep.apply(x, *parameters, *buffers, peer))}
 
 
-def cases(job: dict[str, Any]) -> list[tuple[Shape]]:
-    return [(shape,) for shape in SHAPES if "host" in job["sections"]]
-
-
-def measure(shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
+def measure(shape: Shape, job: dict[str, Any]) -> Case:
     torch.set_num_threads(1)
     often = {"least": 3 * job["least"], "most": 20 * job["most"]}
-    return {"section": "host", "shape": shape, **timing.time_alone(make(shape), job | often)}
+    return {"shape": shape, **time_workload(make(shape), job | often)}
+
+
+def host_table(results: Results) -> str:
+    """A step of so small an input that the host is what is timed: of the layer, and of a bare autograd function with
+    the same five ops. Least times, and the ratio within a round: median (minimum; quartiles).
+    """
+
+    def row(case: Case) -> list[str]:
+        least = [min(case["microseconds"][name]) for name in ("layer", "bare")]
+        shown = [f"{time:.1f}" for time in least]
+        return [shape_of(case), *shown, f"{least[0] / least[1]:.2f}", spread(ratios(case, "layer", "bare"))]
+
+    header = ["input", "layer, µs", "bare function, µs", "ratio of these", "ratio in a round"]
+    return table(header, map(row, of_section(results, "host")))
+
+
+TABLES = {"host": host_table}

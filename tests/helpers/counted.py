@@ -1,6 +1,5 @@
-"""How long the host is held up in collectives, from issuing one to the end of waiting for it."""
+"""Collectives of this process, counted: those of c10d's groups, and messages of layers through shared memory."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,31 +31,23 @@ _METHODS = (
 EXCHANGE = "_exchange"  # through shared memory
 
 
-class CollectiveClock:
-    """Adds up host time in collectives, the waits and the collectives of the c10d groups of this process, and of the
-    messages of layers that go through shared memory.
-
-    On gloo a collective that is waited for holds the thread up until all ranks have joined it: this time holds the
-    messages and the waiting for the slowest rank. On NCCL ``wait`` only orders streams and returns at once.
-    """
+class CollectiveCounter:
+    """Counts while it is installed, in all threads."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
         self.collectives: Counter[str] = Counter()  # by their method
         self.waits = 0
         self.shared_bytes = 0  # that this rank sent through shared memory
         self._inside = False
 
-    def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _counted(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return method(*args, **kwargs)
             self._inside = True
-            start = time.perf_counter()
             try:
                 result = method(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
                 self._inside = False
             if name == "wait":  # one that came to an end: the layer waits in slices
                 self.waits += 1
@@ -67,17 +58,17 @@ class CollectiveClock:
                 self.shared_bytes += args[2].nbytes
             return result
 
-        return timed
+        return counted
 
     @contextmanager
-    def installed(self) -> Iterator["CollectiveClock"]:
+    def installed(self) -> Iterator["CollectiveCounter"]:
         # As they lie in the classes: what getattr returns of a compiled method does not bind again when it is put back.
         places = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
         places.append((dist.Work, "wait"))
         places.append((SharedCommunicator, EXCHANGE))
         originals = [(owner, name, vars(owner)[name]) for owner, name in places]
         for owner, name in places:
-            setattr(owner, name, self._timed(getattr(owner, name), name))
+            setattr(owner, name, self._counted(getattr(owner, name), name))
         try:
             yield self
         finally:

@@ -1,6 +1,6 @@
 """Losses of ``make demo``, for the first page of the documentation:
 
-make demo && python -m benchmarks.charts.demo build/demo/results.json docs/pictures/demo.svg
+make demo && python -m benchmarks.demo build/demo/results.json docs/pictures/demo.svg
 """
 
 import json

@@ -6,7 +6,8 @@ parameters and the optimizer. The peers train in turn, some steps at a time, eac
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from ..core.disturbance import Load
-from ..core.machine import count_cores
-from ..core.timing import digits
+from ..machine import count_cores
 from ..peers import Maker
-from .gathering import gather
+from ..recorded import Case, Results, marked, of_section, quartiles, table
+from ..timing import Load, digits, start_together
 
 BATCH_SIZE = 64  # all ranks together
 BOUT = 10  # steps of one peer before the next has its turn
@@ -73,14 +73,13 @@ class Trainer:
                 # torch 2.13 has a new name for it, with which they would be broadcast once.
                 warnings.simplefilter("ignore", FutureWarning)
                 self._model = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
-        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def train(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Trains one step on each of this rank's batches, and appends the means over the ranks."""
         seconds, losses = [], []
-        dist.barrier()
+        start_together()
         for images, labels in batches:
             start = time.perf_counter()
             self._optimizer.zero_grad()
@@ -88,11 +87,12 @@ class Trainer:
             loss.backward()
             self._optimizer.step()
             losses.append(loss.detach())
-            self._wait()
+            if loss.is_cuda:
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        table = torch.stack([torch.tensor(seconds), torch.stack(losses).cpu()]).to(losses[0].device)
-        dist.all_reduce(table)
-        mean_seconds, mean_losses = (table / dist.get_world_size()).tolist()
+        measured = torch.stack([torch.tensor(seconds), torch.stack(losses).cpu()]).to(losses[0].device)
+        dist.all_reduce(measured)
+        mean_seconds, mean_losses = (measured / dist.get_world_size()).tolist()
         self.seconds += mean_seconds
         self.losses += mean_losses
 
@@ -122,7 +122,14 @@ def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tens
             yield images[mine], labels[mine]
 
 
-def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> dict[str, Any]:
+def cases(job: dict[str, Any], world_size: int) -> list[tuple[int]]:
+    """The seeds to train with: one where ranks share cores, since there a step takes long."""
+    if job["quick"]:
+        return [(0,)] if world_size <= 2 else []
+    return [(0,), (1,), (2,)] if world_size <= count_cores() else [(0,)]
+
+
+def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device) -> Case:
     torch.set_num_threads(1)
     trainers = {name: Trainer(make, seed, device) for name, make in makers.items()}
     batches = {name: load_batches(seed, device) for name in makers}
@@ -133,20 +140,50 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
         for name in running[:: (-1) ** turn]:
             trainers[name].train([next(batches[name]) for _ in range(BOUT)])
         turn += 1
-    foreign_cores = load.foreign_cores(sum(gather(load.own_seconds())))
     return {
-        "section": "training",
-        "ranks": dist.get_world_size(),
-        "device": device.type,
         "seed": seed,
-        "foreign_cores": gather(foreign_cores)[0],
+        "foreign_cores": load.foreign_cores(),
         "milliseconds": {name: [digits(1e3 * value) for value in t.seconds] for name, t in trainers.items()},
         "losses": {name: [digits(value) for value in t.losses] for name, t in trainers.items()},
     }
 
 
-def cases(job: dict[str, Any], world_size: int) -> list[tuple[int]]:
-    """The seeds to train with: one where ranks share cores, since there a step takes long."""
-    if job["quick"]:
-        return [(0,)] if world_size <= 2 else []
-    return [(0,), (1,), (2,)] if world_size <= count_cores() else [(0,)]
+def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
+    """Returns the milliseconds of all steps of all seeds, by number of ranks and peer."""
+    times: dict[int, dict[str, list[float]]] = {}
+    for case in of_section(results, "training"):
+        for name, values in case["milliseconds"].items():
+            times.setdefault(case["ranks"], {}).setdefault(name, []).extend(values)
+    return times
+
+
+def seconds_to_target(case: Case, name: str) -> float | None:
+    """Returns the time of the steps until the loss was down to the target; None if it never was."""
+    steps = steps_to_target(case["losses"][name])
+    return None if steps is None else sum(case["milliseconds"][name][:steps]) / 1e3
+
+
+def training_table(results: Results) -> str:
+    """Training on digits: step over that of the layer that does not synchronize, with quartiles, and time to a loss."""
+    runs, times = of_section(results, "training"), step_times(results)
+    names = list(dict.fromkeys(name for own in times.values() for name in own))
+    synchronized = [name for name in names if name != "local"]
+
+    def step(ranks: int, name: str) -> str:
+        low, middle, high = (time / median(times[ranks]["local"]) for time in quartiles(times[ranks][name]))
+        return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+    def seconds(ranks: int, name: str) -> str:
+        reached = [seconds_to_target(case, name) for case in runs if case["ranks"] == ranks]
+        known = [value for value in reached if value is not None]
+        return f"{median(known):.3g}" if len(known) == len(reached) else "not in every run"
+
+    def row(ranks: int) -> list[str]:
+        steps = [step(ranks, name) for name in synchronized]
+        return [marked(ranks, results), *steps, *(seconds(ranks, name) for name in names)]
+
+    header = ["ranks", *(f"{name} / local" for name in synchronized)]
+    return table([*header, *(f"seconds to {TARGET:g}, {name}" for name in names)], map(row, times))
+
+
+TABLES = {"training": training_table}

@@ -14,7 +14,7 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.communicators import shared
 
-from .records import find_commit
+from .recorded import find_commit
 
 # glibc refuses a threshold above 32 MiB from which blocks are mapped one by one, so that mapping is turned off; freed
 # memory at the end of the heap is then kept up to 16 GiB.
@@ -54,21 +54,9 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def where(results: dict[str, Any]) -> str:
-    """Returns machine, version and date of recorded results in one line."""
-    machine = results["machine"]
-    return f"{machine['processor']}, {machine['cores']} cores, torch {results['versions']['torch']}, {results['date']}"
-
-
 def describe_exchange() -> str:
     """Returns how ranks of this host exchange small messages."""
     return "by collectives" if shared.problem() else "through shared memory"
-
-
-def exchange_of(results: dict[str, Any]) -> str:
-    """Returns how ranks exchanged small messages; results without a record of it are from before there was a choice."""
-    exchange: str = results["settings"].get("exchange", "by collectives")
-    return exchange
 
 
 def describe_versions() -> dict[str, str]:

@@ -1,1 +1,0 @@
-"""Parts that all benchmarks share: timing, statistics and tables, inputs, counters, facts about the machine."""

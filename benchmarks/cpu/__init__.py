@@ -1,1 +1,0 @@
-"""One process: each op beside copying, and a step beside ``F.batch_norm``."""

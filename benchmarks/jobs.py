@@ -1,0 +1,52 @@
+"""Jobs of several ranks on this machine, which run the sections of ``sections.ON_RANKS``."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from . import peers, sections
+from .recorded import Case
+
+
+def launch(world_size: int, job: dict[str, Any]) -> Iterator[Case]:
+    """Runs the job's sections on so many ranks and yields the cases as they are measured."""
+    measured = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="bagua_syncbn_bench_") as directory:
+        given = world_size, f"file://{directory}/store", job, measured
+        ranks = torch.multiprocessing.spawn(_run_rank, given, world_size, join=False, daemon=True)
+        ended = False
+        while not ended:
+            ended = ranks.join(timeout=0.5)
+            while not measured.empty():
+                yield measured.get()
+
+
+def _run_rank(rank: int, world_size: int, store: str, job: dict[str, Any], measured: Any) -> None:
+    warnings.filterwarnings("ignore", module="fairscale", category=UserWarning)
+    device = torch.device(job["device"], rank if job["device"] == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store, timedelta(minutes=5), world_size, rank)
+    torch.manual_seed(rank)
+
+    def tell(section: str, case: Case) -> None:
+        if rank == 0:
+            measured.put({"section": section, "ranks": world_size, "device": device.type} | case)
+
+    makers, skipped = peers.find(device)
+    tell("peers", {"measured": list(makers), "skipped": skipped})
+    for name in filter(job["sections"].__contains__, sections.ON_RANKS):
+        module = sections.ON_RANKS[name]
+        for case in module.cases(job, world_size):
+            tell(name, module.measure(*case, job, makers, device))
+    # Without ending the job in order: with fairscale's layer in it, a rank now and then aborted while doing that. All
+    # results are out.
+    os._exit(0)

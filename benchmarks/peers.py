@@ -1,0 +1,111 @@
+"""The layers that are compared."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import bagua_syncbn
+
+from .recorded import Results, of_section, table
+
+# Makes a layer for so many channels and input of so many dimensions; may fail to import it.
+Maker = Callable[[int, int], nn.Module]
+
+_LOCAL = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class NaiveSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """As one writes it in an afternoon: sums and counts through a differentiable all-reduce, autograd does the rest.
+
+    Two things are wrong with it on purpose, as in what is found in the field: the variance is E[x^2] - E[x]^2, which
+    cancels, and autograd keeps every intermediate tensor.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        others = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        count = input.new_full((1,), input.numel() / input.size(1))
+        sums = torch.cat([input.sum(others), input.square().sum(others), count])
+        total = _AllReduce.apply(sums) if dist.is_initialized() else sums
+        mean, square, count = total.split([input.size(1), input.size(1), 1])
+        mean, square = mean / count, square / count
+        var = square - mean.square()
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var * count / (count - 1), self.momentum)
+            self.num_batches_tracked.add_(1)
+        scale = self.weight * (var + self.eps).rsqrt()
+        return input * scale.view(shape) + (self.bias - mean * scale).view(shape)
+
+
+def _fairscale(channels: int, dimensions: int) -> nn.Module:
+    from fairscale.experimental.nn import SyncBatchNorm
+
+    layer: nn.Module = SyncBatchNorm(channels)
+    return layer
+
+
+MAKERS: dict[str, Maker] = {
+    # As users make it: by conversion.
+    "ours": lambda channels, dimensions: bagua_syncbn.convert_sync_batchnorm(_LOCAL[dimensions](channels)),
+    # Does not synchronize: the least that one has to pay.
+    "local": lambda channels, dimensions: _LOCAL[dimensions](channels),
+    "naive": lambda channels, dimensions: NaiveSyncBatchNorm(channels),
+    "fairscale": _fairscale,
+    # Refuses input on CPU.
+    "torch_sync": lambda channels, dimensions: nn.SyncBatchNorm(channels),
+}
+
+
+def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
+    """Tries each on a small batch; returns those that train on ``device`` in this job, and why any other does not.
+
+    All ranks of the job must call it.
+    """
+    makers: dict[str, Maker] = {}
+    skipped: dict[str, str] = {}
+    for name, make in MAKERS.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
+                torch.autograd.grad(make(4, 4).to(device)(x).square().sum(), x)
+        except Exception as error:  # whatever it is, this is the reason, and the next layer is tried
+            text = str(error).strip().splitlines() or [""]
+            skipped[name] = f"{type(error).__name__}: {text[0]}"
+        else:
+            makers[name] = make
+    return makers, skipped
+
+
+def peers_table(results: Results) -> str:
+    """Which peers were measured with how many ranks, and why any was not: torch_sync is torch.nn.SyncBatchNorm."""
+    jobs = of_section(results, "peers")
+
+    def row(name: str) -> list[str]:
+        measured = ", ".join(str(job["ranks"]) for job in jobs if name in job["measured"]) or "none"
+        reasons = sorted({job["skipped"][name] for job in jobs if name in job["skipped"]})
+        return [name, measured, "; ".join(f"`{reason}`" for reason in reasons)]
+
+    return table(["peer", "measured on ranks", "skipped because"], map(row, MAKERS))

@@ -1,0 +1,105 @@
+"""Recorded results: their file, the commit that they are of, ratios within a round, and tables in Markdown.
+
+Needs nothing but Python.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Results = dict[str, Any]
+Case = dict[str, Any]
+
+
+def write(results: Results, path: Path) -> None:
+    """Writes the results with one case to a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {name: value for name, value in results.items() if name != "cases"}
+    lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in results["cases"])
+    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def find_commit() -> str | None:
+    """Returns the commit that is checked out, and whether the package was changed since; None without a checkout."""
+
+    def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        if commit.returncode:
+            return None
+        changed = git("diff", "--quiet", "HEAD", "--", "bagua_syncbn", "csrc").returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return commit.stdout.strip() + (" and changes" if changed else "")
+
+
+def of_section(results: Results, section: str) -> list[Case]:
+    return [case for case in results["cases"] if case["section"] == section]
+
+
+def elements(case: Case) -> int:
+    return math.prod(case["shape"])
+
+
+def shape_of(case: Case) -> str:
+    return "x".join(map(str, case["shape"]))
+
+
+def input_of(case: Case) -> list[str]:
+    return [shape_of(case), case["layout"], str(case["threads"])]
+
+
+def ratios(case: Case, name: str, other: str, factor: float = 1.0) -> list[float]:
+    """Returns the ratio of two times in each round."""
+    times = case["microseconds"]
+    return [factor * a / b for a, b in zip(times[name], times[other], strict=True)]
+
+
+def milliseconds(case: Case, name: str) -> str:
+    return f"{statistics.median(case['microseconds'][name]) / 1e3:.3g}"
+
+
+def marked(ranks: int, results: Results) -> str:
+    """Marks jobs with less than a core for each rank."""
+    return f"{ranks}{'*' if ranks > results['machine']['cores'] else ''}"
+
+
+def where(results: Results) -> str:
+    """Returns machine, version and date in one line."""
+    machine = results["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores, torch {results['versions']['torch']}, {results['date']}"
+
+
+def table(header: list[str], rows: Iterable[Iterable[object]]) -> str:
+    lines = [header, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines)
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Returns lower quartile, median and upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def spread(values: list[float]) -> str:
+    low, median, high = quartiles(values)
+    return f"{median:.2f} ({min(values):.2f}; {low:.2f}-{high:.2f})"
+
+
+def across_cases(medians: list[float]) -> str:
+    if not medians:
+        return ""
+    return f"{statistics.geometric_mean(medians):.2f} ({min(medians):.2f} to {max(medians):.2f})"

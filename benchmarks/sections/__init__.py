@@ -1,0 +1,9 @@
+"""The sections, a file each: what is measured on which inputs, and the tables and the chart of what was measured."""
+
+from typing import Any
+
+from . import anew, compiled, exchange, host, layers, local, ops, stored, training
+
+IN_ONE_PROCESS: dict[str, Any] = {"ops": ops, "local": local, "host": host, "stored": stored, "anew": anew}
+ON_RANKS: dict[str, Any] = {"exchange": exchange, "compiled": compiled, "layers": layers, "training": training}
+SECTIONS = IN_ONE_PROCESS | ON_RANKS

@@ -1,0 +1,184 @@
+"""Section layers: whole layers on ranks, peer beside peer in the same processes, on the same batch, in turn."""
+
+import itertools
+import math
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batches import Shape, layouts, make_batch
+from ..machine import thread_counts
+from ..peers import Maker
+from ..picture import WIDTH, Picture
+from ..recorded import (
+    Case,
+    Results,
+    across_cases,
+    elements,
+    input_of,
+    marked,
+    milliseconds,
+    of_section,
+    quartiles,
+    ratios,
+    spread,
+    table,
+    where,
+)
+from ..timing import time_workload
+from .training import step_times
+
+# For each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and shapes of published figures.
+SHAPES: tuple[Shape, ...] = (
+    (4, 32, 16, 16),
+    (64, 256),
+    (64, 2048),
+    (4, 512, 7, 7),
+    (16, 256, 14, 14),
+    (2, 64, 112, 112),
+    (8, 64, 56, 56),
+    (50, 2048, 7, 7),
+    (2, 32, 48, 48, 48),
+    (1, 32, 512, 512),
+    (32, 256, 56, 56),
+    (32, 64, 112, 112),
+    (64, 8, 224, 224),
+)
+
+# Inputs of so many values are measured on at most two ranks and in one way only, but for one of them.
+_HUGE = 25_000_000
+_MEASURED_IN_FULL = (32, 256, 56, 56)
+
+
+def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
+    """Interleaved input on two ranks, and several threads on one and two, which leave cores idle."""
+    chosen = []
+    for shape in map(tuple, job["shapes"] or SHAPES):
+        huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL
+        if huge and world_size > 2:
+            continue
+        simple = job["quick"] or huge or world_size > 2
+        chosen_layouts = layouts(shape)[: 2 if world_size == 2 and not simple else 1]
+        threads = [1] if simple or job["device"] != "cpu" else thread_counts(world_size)
+        chosen += itertools.product([shape], chosen_layouts, threads)
+    return chosen
+
+
+def step_of(layer: nn.Module, x: Tensor, grad_output: Tensor) -> Callable[[], object]:
+    # Not y.backward(), which would also time that the gradients are added to those of the leaves.
+    return lambda: torch.autograd.grad(layer(x), (x, *layer.parameters()), grad_output)
+
+
+def measure(
+    shape: Shape, layout: str, threads: int, job: dict[str, Any], makers: dict[str, Maker], device: torch.device
+) -> Case:
+    torch.set_num_threads(threads)
+    x, grad_output = (make_batch(shape, layout).to(device) for _ in range(2))
+    layers = {name: make(shape[1], len(shape)).to(device) for name, make in makers.items()}
+    workload = {name: step_of(layer, x.requires_grad_(), grad_output) for name, layer in layers.items()}
+    return {"shape": shape, "layout": layout, "threads": threads, **time_workload(workload, job)}
+
+
+# Layers that synchronize, with their names and colors in the chart.
+_PEERS = {
+    "ours": ("bagua_syncbn", "blue"),
+    "naive": ("naive all-reduce", "orange"),
+    "fairscale": ("fairscale", "red"),
+    "torch_sync": ("nn.SyncBatchNorm", "muted"),
+}
+
+
+def _measured(results: Results) -> tuple[list[str], list[Case]]:
+    """Returns the synchronized peers that any case has, and the cases of one thread."""
+    measured = of_section(results, "layers")
+    names = {name for case in measured for name in case["microseconds"]}
+    return [name for name in _PEERS if name in names], [case for case in measured if case["threads"] == 1]
+
+
+def _over(cases: list[Case], name: str) -> str:
+    return across_cases([median(ratios(case, name, "local")) for case in cases if name in case["microseconds"]])
+
+
+def headline_table(results: Results) -> str:
+    """Over all inputs that were measured with so many ranks of one thread: geometric mean (smallest to largest)."""
+    peers, shown = _measured(results)
+
+    def row(ranks: int) -> list[str]:
+        cases = [case for case in shown if case["ranks"] == ranks]
+        return [marked(ranks, results), str(len(cases)), *(_over(cases, name) for name in peers)]
+
+    header = ["ranks", "inputs", *(f"{name} / local" for name in peers)]
+    return table(header, map(row, sorted({case["ranks"] for case in shown})))
+
+
+def summary_table(results: Results) -> str:
+    """Steps over two ranks, in steps of the layer that does not synchronize; of layers geometric means."""
+    peers, shown = _measured(results)
+    cases = [case for case in shown if case["ranks"] == 2]
+    kinds = {
+        "layers, inputs of a million values and more": [case for case in cases if elements(case) >= 1e6],
+        "layers, smaller inputs": [case for case in cases if elements(case) < 1e6],
+    }
+    rows = [[what, *(_over(chosen, name) for name in peers)] for what, chosen in kinds.items()]
+    if times := step_times(results).get(2):
+        steps = [f"{median(times[name]) / median(times['local']):.2f}" for name in peers]
+        rows.insert(0, ["a small ResNet, 64 images in all", *steps])
+    names = ["bagua_syncbn" if name == "ours" else name for name in peers]
+    header = ["a step over two ranks, in steps of nn.BatchNorm", *names]
+    return f"{table(header, rows)}\n\n{where(results)}; small messages {results['settings']['exchange']}."
+
+
+def layers_table(results: Results) -> str:
+    """Each peer's step over that of the layer that does not synchronize: median (minimum; quartiles)."""
+    peers, _ = _measured(results)
+
+    def row(case: Case) -> list[str]:
+        shown = [spread(ratios(case, name, "local")) if name in case["microseconds"] else "" for name in peers]
+        times = [milliseconds(case, name) for name in ("ours", "local")]
+        return [marked(case["ranks"], results), *input_of(case), *shown, *times]
+
+    header = ["ranks", "input of each", "layout", "threads each", *(f"{name} / local" for name in peers)]
+    return table([*header, "ours, ms", "local, ms"], map(row, of_section(results, "layers")))
+
+
+TABLES = {"layers": layers_table, "headline": headline_table, "summary": summary_table}
+
+_LEFT, _ROOM, _STEP = 150, WIDTH - 150 - 20, 22
+
+
+def draw(results: Results) -> Picture | None:
+    """Draws the step of each peer over two ranks, in steps of the layer that does not synchronize."""
+    peers, measured = _measured(results)
+    chosen = [case for case in measured if case["ranks"] == 2 and case["layout"] == layouts(case["shape"])[0]]
+    if not chosen:
+        return None
+    chosen.sort(key=elements)
+    picture = Picture("A step over two ranks, in steps of nn.BatchNorm", where(results))
+    picture.legend([_PEERS[name][::-1] for name in peers])
+    rows = [{name: quartiles(ratios(case, name, "local")) for name in peers if name in case["microseconds"]}
+            for case in chosen]  # fmt: skip
+    ends = [value for row in rows for low, _, high in row.values() for value in (low, high)]
+    first, last = math.floor(math.log2(min(ends))), math.ceil(math.log2(max(ends)))
+
+    def place(value: float) -> float:
+        return _LEFT + _ROOM * (math.log2(value) - first) / (last - first)
+
+    top, bottom = picture.height + 4, picture.height + 4 + _STEP * len(rows)
+    for power in range(first, last + 1):
+        x = place(2.0**power)
+        picture.line([(x, top), (x, bottom)], "text" if power == 0 else "grid")
+        picture.text(x, bottom + 15, f"{2.0**power:g}", "small", "middle")
+    for number, (case, row) in enumerate(zip(chosen, rows, strict=True)):
+        y = top + _STEP * (number + 0.5)
+        picture.text(_LEFT - 10, y + 4, " x ".join(map(str, case["shape"])), anchor="end")
+        for offset, (name, (low, middle, high)) in enumerate(row.items()):
+            style, height = _PEERS[name][1], y + 6 * (offset - (len(row) - 1) / 2)
+            picture.line([(place(low), height), (place(high), height)], style, 2)
+            picture.rectangle(place(middle) - 3, height - 3, 6, 6, style)
+    picture.height = bottom + 22
+    picture.text(_LEFT, picture.height + 6, "medians and quartiles of the rounds; logarithmic", "small")
+    picture.height += 18
+    return picture
