@@ -49,16 +49,12 @@ def test_wrong_input_is_refused_and_changes_no_buffer(make, input, error, messag
         assert torch.equal(buffer, torch.full_like(buffer, name == "running_var")), f"{name} changed"
 
 
-def raises_before_it_communicates():
+@pytest.mark.ranks(2, new_job=True, timeout=60)  # in a job whose group is not made yet
+def test_no_rank_waits_for_one_with_bad_input():
     """Rank 0 alone calls the layers, so that it would wait for ever if one communicated."""
     if dist.get_rank() == 0:
         for row in MESSAGES:
             test_wrong_input_is_refused_and_changes_no_buffer(*row, True)
-
-
-def test_no_rank_waits_for_one_with_bad_input(pool):
-    pool.forget_job()  # in a job whose group is not made yet
-    pool.run(raises_before_it_communicates, 2, timeout=60)
 
 
 @pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=torch.ones(1, dtype=torch.bool))])
@@ -107,30 +103,20 @@ def test_wrong_arguments_of_the_function_are_refused_by_name(arguments, error, m
         sync_batch_norm(torch.randn(4, 2), **{"running_mean": None, "running_var": None} | arguments)
 
 
-def refused_in_a_job():
-    """Returns the errors of calls of rank 0 alone, before the ranks make their group."""
+@pytest.mark.ranks(2, new_job=True, timeout=60)
+def test_distributed_tensors_and_traces_of_training_are_refused():
+    """Before the ranks make their group: rank 0 alone makes the calls."""
     if dist.get_rank():
-        return [str(dist.get_rank())] * 3
+        return
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
     sharded = DTensor.from_local(torch.randn(4, 3), mesh, [Partial()], run_check=False)
-    errors = []
-    for call in (
-        lambda: SyncBatchNorm(3)(sharded),
-        lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3)),
-        lambda: torch.export.export(SyncBatchNorm(3), (torch.randn(4, 3),)),
-    ):
-        with pytest.raises((TypeError, RuntimeError)) as caught:
+    for message, call in [
+        ("expected a DTensor that is sharded or replicated", lambda: SyncBatchNorm(3)(sharded)),
+        ("no torch.jit.trace in training", lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3))),
+        ("no torch.export in training", lambda: torch.export.export(SyncBatchNorm(3), (torch.randn(4, 3),))),
+    ]:
+        with pytest.raises((TypeError, RuntimeError), match=message):
             call()
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_distributed_tensors_and_traces_of_training_are_refused(pool):
-    pool.forget_job()
-    (sharded, traced, exported), _ = pool.run(refused_in_a_job, 2, timeout=60)
-    assert "expected a DTensor that is sharded or replicated" in sharded
-    assert "no torch.jit.trace in training" in traced
-    assert "no torch.export in training" in exported
 
 
 def test_what_was_right_once_is_checked_again_when_it_changes():

@@ -18,22 +18,6 @@ from bagua_syncbn.communicators import LOCAL, RankGroup
 # DistributedDataParallel
 
 
-def train_ddp(sizes, saved):
-    model = convert_sync_batchnorm(make_model())
-    model = nn.parallel.DistributedDataParallel(model)
-    model = through_file(model) if saved else model
-    return train(model, make_optimizer(model), sizes, dist.get_rank())
-
-
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 0, 3)], ids=str)
-def test_ddp_trains_like_one_process(pool, sizes):
-    check(pool.run(train_ddp, len(sizes), sizes, False), sizes, "module.")
-
-
-def test_save_and_load_of_the_wrapped_model(pool):
-    check(pool.run(train_ddp, 2, (1, 3), True), (1, 3), "module.")
-
-
 class WithUnused(nn.Sequential):
     """Has a parameter that takes no part."""
 
@@ -47,22 +31,26 @@ class WithUnused(nn.Sequential):
         return input
 
 
-def train_ddp_over_a_node(options, unused):
-    model = convert_sync_batchnorm(WithUnused() if unused else make_model(), "node")
+def train_ddp(sizes, process_group, options, unused, saved):
+    model = convert_sync_batchnorm(WithUnused() if unused else make_model(), process_group)
     model = nn.parallel.DistributedDataParallel(model, **options)
-    state = train(model, make_optimizer(model), (1, 3), dist.get_rank())
+    model = through_file(model) if saved else model
+    state = train(model, make_optimizer(model), sizes, dist.get_rank())
     state.pop("module.unused", None)
     return state
 
 
-@pytest.mark.parametrize(("options", "unused"), [
-    ({"find_unused_parameters": True}, True),
-    ({"static_graph": True}, True),
-    ({"broadcast_buffers": False}, False),
-    ({"gradient_as_bucket_view": True}, False),
+@pytest.mark.parametrize(("sizes", "process_group", "options", "unused", "saved"), [
+    ((1, 3), None, {}, False, False),
+    ((2, 0, 3), None, {}, False, False),
+    ((1, 3), None, {}, False, True),
+    ((1, 3), "node", {"find_unused_parameters": True}, True, False),
+    ((1, 3), "node", {"static_graph": True}, True, False),
+    ((1, 3), "node", {"broadcast_buffers": False}, False, False),
+    ((1, 3), "node", {"gradient_as_bucket_view": True}, False, False),
 ], ids=str)  # fmt: skip
-def test_distributed_data_parallel_over_a_node(pool, options, unused):
-    check(pool.run(train_ddp_over_a_node, 2, options, unused), (1, 3), "module.")
+def test_ddp_trains_like_one_process(pool, sizes, process_group, options, unused, saved):
+    check(pool.run(train_ddp, len(sizes), sizes, process_group, options, unused, saved), sizes, "module.")
 
 
 def accumulate(wrapped):
@@ -213,23 +201,19 @@ def test_with_bagua_on_torch_trains_like_one_process(pool, sizes):
     check(pool.run(train_with_bagua, len(sizes), sizes), sizes)
 
 
-def accumulate_with_bagua():
+@pytest.mark.ranks(2)
+def test_gradient_accumulation_with_bagua_on_torch():
     """Two backward passes, the first without communication: the sum must be that of two synchronized ones."""
     grads = []
     for accumulated in (True, False):
-        model = convert_sync_batchnorm(make_model())
-        with_bagua(model, [])
+        model = with_bagua(convert_sync_batchnorm(make_model()), [])
         generator = torch.Generator().manual_seed(dist.get_rank())
         for last in (False, True):
             model.set_requires_gradient_sync(last or not accumulated)
             output = model(torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64))
             output.backward(torch.randn(2, 5, generator=generator, dtype=torch.float64))
         grads.append([parameter.grad for parameter in model.parameters()])
-    return all(torch.allclose(first, second, rtol=1e-9, atol=1e-12) for first, second in zip(*grads, strict=True))
-
-
-def test_gradient_accumulation_with_bagua_on_torch(pool):
-    assert pool.run(accumulate_with_bagua, 2) == [True, True]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
 
 
 def resume():
@@ -256,47 +240,39 @@ def test_with_bagua_on_torch_broadcasts_the_optimizer_state(pool):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def wrap_by_description(kind):
-    process_group = kind
-    if kind == "ranks":
-        process_group = RankGroup((dist.get_rank() % 2, dist.get_rank() % 2 + 2))
-    elif kind == "mesh":
-        process_group = init_device_mesh("cpu", (4,))
-    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=1.0))
-    nn.init.constant_(model[0].weight, float(dist.get_rank()))
-    nn.init.zeros_(model[0].bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=float(dist.get_rank()))
-    with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
-    # Layers keep the group that a mesh stands for.
-    assert model[1].process_group == (process_group.get_group() if kind == "mesh" else process_group)
-    weight = model[0].weight.item()
-    nn.init.ones_(model[0].weight)
-    model(torch.full((2, 1), float(dist.get_rank()))).sum().backward()
-    return weight, model[1].running_mean.item()
-
-
-@pytest.mark.parametrize(("process_group", "weights", "means"), [
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "weights", "means"), [
     (2, [0, 0, 2, 2], [0.5, 0.5, 2.5, 2.5]),
     ([[0, 3], [1, 2]], [0, 1, 1, 0], [1.5] * 4),
     ("node", [0] * 4, [1.5] * 4),
     ("ranks", [0, 1, 0, 1], [1, 2, 1, 2]),
     ("mesh", [0] * 4, [1.5] * 4),
 ], ids=str)  # fmt: skip
-def test_with_bagua_on_torch_in_a_group_by_description(pool, process_group, weights, means):
-    assert pool.run(wrap_by_description, 4, process_group) == list(zip(weights, means, strict=True))
+def test_with_bagua_on_torch_in_a_group_by_description(kind, weights, means):
+    rank = dist.get_rank()
+    process_group = RankGroup((rank % 2, rank % 2 + 2)) if kind == "ranks" else kind
+    process_group = init_device_mesh("cpu", (4,)) if kind == "mesh" else process_group
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=1.0))
+    nn.init.constant_(model[0].weight, float(rank))
+    nn.init.zeros_(model[0].bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(rank))
+    with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
+    # Layers keep the group that a mesh stands for.
+    assert model[1].process_group == (process_group.get_group() if kind == "mesh" else process_group)
+    assert model[0].weight.item() == weights[rank]
+    nn.init.ones_(model[0].weight)
+    model(torch.full((2, 1), float(rank))).sum().backward()
+    assert model[1].running_mean.item() == means[rank]
 
 
-def evaluate_alone():
+@pytest.mark.ranks(2, timeout=20)
+def test_evaluation_of_a_wrapped_model_waits_for_nobody():
     """Before any training step, as validation scripts do; rank 1 stays away."""
     model = with_bagua(convert_sync_batchnorm(make_model()), []).eval()
     if dist.get_rank() == 0:
         with torch.no_grad():
             model(torch.randn(2, 3, 8, 8, dtype=torch.float64))
     dist.barrier()
-
-
-def test_evaluation_of_a_wrapped_model_waits_for_nobody(pool):
-    pool.run(evaluate_alone, 2, timeout=20)
 
 
 def test_with_bagua_without_a_job_changes_nothing():
@@ -307,18 +283,18 @@ def test_with_bagua_without_a_job_changes_nothing():
     check([state], (4,))
 
 
-def test_with_bagua_checks_its_arguments(pool):
-    model = make_model()
-    with pytest.raises(TypeError, match=r"optimizers: expected a list of torch\.optim\.Optimizer, got SGD"):
-        with_bagua(model, make_optimizer(model))
-    with pytest.raises(TypeError, match=r"optimizers: expected torch\.optim\.Optimizer objects, got str"):
-        with_bagua(model, ["sgd"])
-    with pytest.raises(TypeError, match="process_group: expected"):
-        with_bagua(model, [], process_group="everyone")
-    pool.run(wrap_wrongly, 2)
+@pytest.mark.parametrize(("optimizers", "process_group", "message"), [
+    (torch.optim.SGD([torch.ones(1)]), None, r"optimizers: expected a list of torch\.optim\.Optimizer, got SGD"),
+    (["sgd"], None, r"optimizers: expected torch\.optim\.Optimizer objects, got str"),
+    ([], "everyone", "process_group: expected"),
+])  # fmt: skip
+def test_with_bagua_checks_its_arguments(optimizers, process_group, message):
+    with pytest.raises(TypeError, match=message):
+        with_bagua(make_model(), optimizers, process_group=process_group)
 
 
-def wrap_wrongly():
+@pytest.mark.ranks(2)
+def test_with_bagua_refuses_what_torch_cannot_do_and_changes_nothing():
     model = with_bagua(make_model(), [])
     with pytest.raises(RuntimeError, match="not data parallel yet, got DDPSequential"):
         with_bagua(model, [])
@@ -332,15 +308,12 @@ def wrap_wrongly():
     with_bagua(model, [])  # refused, it is as it was
 
 
-def copies_of_a_model_before_wrapping():
+@pytest.mark.ranks(2)
+def test_copies_are_made_before_wrapping():
     model = convert_sync_batchnorm(make_model())
     average = copy.deepcopy(model)
     with_bagua(model, [])
     with pytest.raises(AssertionError, match="deepcopy"):
         copy.deepcopy(model)
     average.load_state_dict(model.state_dict())
-    return type(average[1]).__name__
-
-
-def test_copies_are_made_before_wrapping(pool):
-    assert pool.run(copies_of_a_model_before_wrapping, 2) == ["SyncBatchNorm2d"] * 2
+    assert type(average[1]) is SyncBatchNorm2d
