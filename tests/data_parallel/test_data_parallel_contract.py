@@ -13,7 +13,6 @@ from torch import nn
 
 from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import (
-    DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     convert_model,
@@ -24,41 +23,33 @@ pytestmark = pytest.mark.usefixtures("single_threaded")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 
 
-def check(place, count, samples, cls, eps_mode="plus", steps=2, **options):
+OPTIONS = [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.5}]
+# For 4 devices, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
+SPLITS = [(1, 7), (2, 1), (2, 7), (3, 8), (4, 9), (4, 7), (4, 3)]
+CASES = [
+    *((*split, SynchronizedBatchNorm2d, "plus", {}) for split in SPLITS),
+    *((3, 7, SynchronizedBatchNorm1d, eps_mode, options) for options in OPTIONS for eps_mode in ("plus", "clamp")),
+    *((2, 5, cls, "clamp", {}) for cls in PAIRS),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "samples", "cls", "eps_mode", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_replicas_equal_the_full_batch(place, count, samples, cls, eps_mode, options):
     options = {"eps": 1e-3} | options
     torch.manual_seed(1)
     expected = build(PAIRS[cls], **({"wrap": Clamped} if eps_mode == "clamp" else {}), **options)
     model = build(cls, eps_mode=eps_mode, **options)
     model.load_state_dict({name.replace("layer.", ""): value for name, value in expected.state_dict().items()})
     actual = parallel(model, place, count)
-    for step in range(steps):
+    for step in range(3):
         batch = inputs_of(cls, samples, step)
         grad_output = torch.randn(samples, 2, *batch.shape[2:], dtype=torch.float64)
         check_equal(run(actual, batch, grad_output), run(expected, batch, grad_output), f" at step {step}")
     if options.get("track_running_stats", True):  # otherwise replicas are on their own, as ranks are
         assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
-
-
-# For 4 devices, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
-@pytest.mark.parametrize(("count", "samples"), [(1, 7), (2, 7), (3, 8), (4, 9), (4, 7), (4, 3)])
-@pytest.mark.parametrize("place", PLACES)
-def test_replicas_equal_the_full_batch(place, count, samples):
-    check(place, count, samples, SynchronizedBatchNorm2d)
-
-
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-@pytest.mark.parametrize(
-    "options", [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.5}], ids=str
-)
-@pytest.mark.parametrize("place", PLACES)
-def test_replicas_equal_one_process_with_each_option(place, options, eps_mode):
-    check(place, 3, 7, SynchronizedBatchNorm1d, eps_mode, 3, **options)
-
-
-@pytest.mark.parametrize("cls", PAIRS)
-@pytest.mark.parametrize("place", PLACES)
-def test_replicas_equal_one_process_in_each_dimension(place, cls):
-    check(place, 2, 5, cls, "clamp")
 
 
 def test_one_sample_of_one_value_in_each_replica():
@@ -172,34 +163,17 @@ def test_replicas_equal_one_process_without_gradients(place):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("place", PLACES)
-def test_replicas_equal_float64_in_each_dtype(place, dtype):
-    batch, grad_output = torch.randn(2, 5, 3, 4, 6).to(dtype)
-    actual = run(parallel(SynchronizedBatchNorm2d(3), place, 2), batch, grad_output)
-    expected = run(nn.BatchNorm2d(3).double(), batch.double(), grad_output.double())
-    assert actual["output"].dtype == actual["input.grad"].dtype == dtype
-    check_equal(actual, expected)
-
-
-@pytest.mark.parametrize("samples", [2, 4])
-@pytest.mark.parametrize("place", PLACES)
-def test_outputs_and_gradients_keep_channels_last(place, samples):
-    batch, grad_output = torch.randn(2, samples, 3, 4, 6).unbind()
-    batch, grad_output = (x.to(memory_format=torch.channels_last).requires_grad_() for x in (batch, grad_output))
-    output = parallel(SynchronizedBatchNorm2d(3), place, 2)(batch)
-    output.backward(grad_output.to(output.device))
-    for tensor in (output, batch.grad):
-        assert tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_one_replica_is_torchs_batch_norm():
-    batch = torch.randn(4, 3, 5)
-    for ids in (["cpu"], ["cpu"] * 2):
-        layer, expected = SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3)
-        own = batch if len(ids) == 1 else batch[:1]  # fewer samples than devices
-        assert torch.equal(DataParallelWithCallback(layer, ids)(own), expected(own))
-        assert torch.equal(layer.running_var, expected.running_var)
-        assert layer.num_batches_tracked == 1
+def test_replicas_equal_float64_in_each_dtype_and_keep_the_memory_format(place, memory_format, dtype):
+    for samples in (2, 5):
+        batch, grad_output = (x.to(dtype, memory_format=memory_format) for x in torch.randn(2, samples, 3, 4, 6))
+        actual = run(parallel(SynchronizedBatchNorm2d(3), place, 2), batch, grad_output)
+        expected = run(nn.BatchNorm2d(3).double(), batch.double(), grad_output.double())
+        for name in ("output", "input.grad"):
+            assert actual[name].dtype == dtype
+            assert actual[name].is_contiguous(memory_format=memory_format)
+        check_equal(actual, expected)
 
 
 class Sight(nn.Module):
