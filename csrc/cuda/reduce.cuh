@@ -92,14 +92,14 @@ __device__ __forceinline__ void reduce_warp(S (&values)[W], A& count, int stride
   for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// The same with a stride of one, in less machine code: for merges that divide.
+// reduce_warp() with a stride of one, in less machine code: for merges that divide.
 template <typename S, typename A>
 __device__ __forceinline__ void reduce_warp_in_a_loop(S (&values)[1], A& count) {
 #pragma unroll 1
   for (int distance = kWarp / 2; distance >= 1; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// What the first lane of each warp has, for the first threads of the block, one for each warp; S{} for the others.
+// Gives the first threads of the block, one for each warp, the value of that warp's first lane; S{} to all others.
 template <typename S>
 __device__ __forceinline__ S share_warps(const S& own) {
   __shared__ S of_warps[kThreads / kWarp];
