@@ -43,34 +43,28 @@ def make(width):
     return Skipping(width).double()
 
 
-def draw(world_size):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, world_size, SAMPLES, CHANNELS, dtype=torch.float64, generator=generator)
+RANKS = {ranks: pytest.mark.ranks(ranks) for ranks in (2, 3)}
 
 
-def grads_of(model):
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def trained_beside_gradients(width, bucket_cap_mb, kind):
+# Each tensor has a bucket, the block's as large as the norm's message; or torch's, which end behind the wide one.
+@pytest.mark.parametrize(("width", "bucket_cap_mb"), [(CHANNELS, 2 * CHANNELS * 8 / 2**20), (80_000, None)])
+@pytest.mark.parametrize("kind", [
+    *(pytest.param("none", marks=mark, id=f"none of {ranks}") for ranks, mark in RANKS.items()),
+    *(pytest.param(kind, marks=RANKS[2]) for kind in ("given", "description")),
+])  # fmt: skip
+def test_a_block_that_one_rank_skips_trains_like_one_process(kind, width, bucket_cap_mb):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    inputs, grad_outputs = draw(world_size)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(2, world_size, SAMPLES, CHANNELS, dtype=torch.float64, generator=generator)
+    inputs, grad_outputs = values
+    expected = make(width)
+    hidden = torch.cat([expected.before_norm(input, other == 0) for other, input in enumerate(inputs)])
+    expected.last(expected.norm(hidden)).backward(grad_outputs.flatten(0, 1) / world_size)
     process_group = {"none": None, "given": dist.group.WORLD, "description": world_size}[kind]
     model = convert_sync_batchnorm(make(width), process_group)
     model = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb)
     for _ in range(2):
         model.zero_grad()
         model(inputs[rank], rank == 0).backward(grad_outputs[rank])
-    return grads_of(model)
-
-
-# Each tensor has a bucket, the block's as large as the norm's message; or torch's, which end behind the wide one.
-@pytest.mark.parametrize(("width", "bucket_cap_mb"), [(CHANNELS, 2 * CHANNELS * 8 / 2**20), (80_000, None)])
-@pytest.mark.parametrize(("world_size", "kind"), [(2, "none"), (3, "none"), (2, "given"), (2, "description")])
-def test_a_block_that_one_rank_skips_trains_like_one_process(pool, world_size, kind, width, bucket_cap_mb):
-    inputs, grad_outputs = draw(world_size)
-    model = make(width)
-    hidden = torch.cat([model.before_norm(input, rank == 0) for rank, input in enumerate(inputs)])
-    model.last(model.norm(hidden)).backward(grad_outputs.flatten(0, 1) / world_size)
-    for grads in pool.run(trained_beside_gradients, world_size, width, bucket_cap_mb, kind):
-        torch.testing.assert_close(grads, grads_of(model), rtol=1e-9, atol=1e-12)
+    grads = [[parameter.grad for parameter in net.parameters()] for net in (model, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)

@@ -60,15 +60,16 @@ def make(package, name):
     return model
 
 
-def run(model, images):
-    """Returns the output and the running statistics of one training step, and the output in evaluation."""
-    output = model(images)
+def tensor_of(output):
     output = getattr(output, "last_hidden_state", output)
-    output = output[0] if isinstance(output, (list, tuple)) else output
+    return output[0] if isinstance(output, (list, tuple)) else output
+
+
+def run(model, images):
+    """Returns the output and the running statistics of one training step."""
+    output = tensor_of(model(images))
     output.sin().sum().backward()
-    evaluated = model.eval()(images)
-    evaluated = getattr(evaluated, "last_hidden_state", evaluated)
-    return output.detach(), dict(model.named_buffers()), evaluated.detach()
+    return output.detach(), dict(model.named_buffers())
 
 
 def batch():
@@ -81,7 +82,8 @@ def run_share(package, name):
     convert_sync_batchnorm(model)
     layers = sum(isinstance(module, SyncBatchNorm) for module in model.modules())
     assert layers == sum(row.action == "converted" for row in conversion_report(model).layers) > 0
-    results = run(model, batch().split(SIZES)[dist.get_rank()])
+    share = batch().split(SIZES)[dist.get_rank()]
+    results = *run(model, share), tensor_of(model.eval()(share)).detach()
     revert_sync_batchnorm(model)
     assert [type(module) for module in model.modules()] == classes
     return results
@@ -103,10 +105,9 @@ def run_share(package, name):
 def test_models_of_other_packages_equal_one_process(pool, package, name):
     pytest.importorskip(package)
     model = make(package, name)
-    expected, buffers, _ = run(model, batch())
-    evaluated = model(batch())
-    evaluated = getattr(evaluated, "last_hidden_state", evaluated)
+    expected, buffers = run(model, batch())
+    evaluated = tensor_of(model.eval()(batch())).detach()
     for rank, (output, own_buffers, own_evaluated) in enumerate(pool.run(run_share, 2, package, name)):
-        torch.testing.assert_close(output, expected.split(SIZES)[rank], rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(own_buffers, buffers, rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(own_evaluated, evaluated.detach().split(SIZES)[rank], rtol=1e-6, atol=1e-8)
+        for own, whole in ((output, expected), (own_evaluated, evaluated)):
+            torch.testing.assert_close(own, whole.split(SIZES)[rank], rtol=1e-6, atol=1e-8)
