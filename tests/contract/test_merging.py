@@ -56,7 +56,14 @@ def train(model, batches, seed):
         model(torch.randn(4, 3, generator=generator) * (dist.get_rank() + 1) + 2 * dist.get_rank())
 
 
-def merge_on_ranks(batches, weights, convert, counts):
+# Numbers of batches on the ranks; with ``counts`` of 0, they have counted none of them.
+@pytest.mark.parametrize(("batches", "counts"), [
+    *(pytest.param(BATCHES[n], 1, marks=pytest.mark.ranks(n)) for n in BATCHES),
+    pytest.param((2, 1, 3), 0, marks=pytest.mark.ranks(3)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("convert", [False, True])
+def test_merged_statistics_are_those_of_the_mixture(batches, counts, convert):
+    weights = (1.0, 2.5, 1.0, 0.5)[: len(batches)] if counts else (1.0,) * len(batches)
     rank, model = dist.get_rank(), Model()
     if convert:
         convert_sync_batchnorm(model, LOCAL)
@@ -80,21 +87,11 @@ def merge_on_ranks(batches, weights, convert, counts):
     merge_statistics(model, weight=weights[rank])
     with collectives() as third:  # in which the ranks know what comes
         merge_statistics(model, weight=weights[rank])
-    return third.total()
+    assert third.total() == int(len(batches) > 1)
 
 
-@pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize("ranks", BATCHES)
-def test_merged_statistics_are_those_of_the_mixture(pool, ranks, convert):
-    weights = (1.0, 2.5, 1.0, 0.5)[:ranks]
-    assert pool.run(merge_on_ranks, ranks, BATCHES[ranks], weights, convert, 1) == [int(ranks > 1)] * ranks
-
-
-def test_ranks_without_a_counted_batch_weigh_the_same(pool):
-    pool.run(merge_on_ranks, 3, (2, 1, 3), (1.0,) * 3, False, 0)
-
-
-def average_on_ranks():
+@pytest.mark.ranks(3)
+def test_merges_while_training_goes_on_average_over_all_batches_of_all_ranks():
     rank, model = dist.get_rank(), nn.BatchNorm1d(3, momentum=None).double()
     seen = []
     for epoch in range(3):
@@ -106,11 +103,8 @@ def average_on_ranks():
     torch.testing.assert_close(model.running_mean, torch.stack([batch.mean(0) for batch in batches]).mean(0))
 
 
-def test_merges_while_training_goes_on_average_over_all_batches_of_all_ranks(pool):
-    pool.run(average_on_ranks, 3)
-
-
-def merge_groups():
+@pytest.mark.ranks(4)
+def test_groups_weigh_as_many_times_as_they_have_ranks():
     rank = dist.get_rank()
     torch.manual_seed(rank)
     layer = SyncBatchNorm(3, momentum=1.0, process_group=[[0, 1, 2], [3]]).double()
@@ -124,19 +118,12 @@ def merge_groups():
     torch.testing.assert_close((layer.running_mean, layer.running_var), mixture([every[0], every[3]], [3, 1]))
 
 
-def test_groups_weigh_as_many_times_as_they_have_ranks(pool):
-    pool.run(merge_groups, 4)
-
-
-def merge_broadcast():
+@pytest.mark.ranks(2)
+def test_statistics_that_every_forward_overwrites_are_warned_of():
     model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.warns(UserWarning, match="make it with broadcast_buffers=False") as caught:
         merge_statistics(model)
     assert caught[0].filename == __file__
-
-
-def test_statistics_that_every_forward_overwrites_are_warned_of(pool):
-    pool.run(merge_broadcast, 2)
 
 
 def test_without_a_job_nothing_happens():

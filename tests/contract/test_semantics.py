@@ -12,19 +12,14 @@ from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
 pytestmark = pytest.mark.reference_too
 
 
-def evaluate_on_rank_zero():
-    outputs = []
+@pytest.mark.ranks(2, timeout=20)
+def test_evaluation_waits_for_nobody():
     for track_running_stats in (True, False):
         layer = SyncBatchNorm(3, track_running_stats=track_running_stats).eval()
         reference = torch.nn.BatchNorm1d(3, track_running_stats=track_running_stats).eval()
         input = torch.randn(4, 3, 2) + 5
-        outputs.append(dist.get_rank() != 0 or torch.equal(layer(input), reference(input)))
+        assert dist.get_rank() or torch.equal(layer(input), reference(input))
     dist.barrier()
-    return outputs
-
-
-def test_evaluation_waits_for_nobody(pool):
-    assert pool.run(evaluate_on_rank_zero, 2, timeout=20) == [[True, True]] * 2
 
 
 def few_values(counts, momentum):
@@ -32,51 +27,39 @@ def few_values(counts, momentum):
     input = torch.randn(counts[dist.get_rank()], 2, requires_grad=True)
     output = layer(input)
     output.backward(torch.randn_like(output))
-    finite = output.isfinite().all() and all(p.grad.isfinite().all() for p in (input, *layer.parameters()))
-    return bool(finite), {name: buffer.tolist() for name, buffer in layer.named_buffers()}
+    assert output.isfinite().all()
+    assert all(tensor.grad.isfinite().all() for tensor in (input, *layer.parameters()))
+    torch.testing.assert_close(layer.state_dict(), SyncBatchNorm(2).state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
 def test_fewer_than_two_values_in_the_group_leave_the_buffers(pool, counts, momentum):
-    untouched = {"running_mean": [0.0, 0.0], "running_var": [1.0, 1.0], "num_batches_tracked": 0}
-    assert pool.run(few_values, 2, counts, momentum) == [(True, untouched)] * 2
+    pool.run(few_values, 2, counts, momentum)
 
 
-def half_module_with_many_values(dtype):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counts_beyond_the_range_of_half_buffers(dtype):
     layer = SyncBatchNorm2d(2, dtype=dtype)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return layer(torch.randn(1, 2, 256, 256, generator=generator).to(dtype)).std().item(), layer.running_var.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_counts_beyond_the_range_of_half_buffers(pool, dtype):
+    output = layer(torch.randn(1, 2, 256, 256, generator=generator).to(dtype))
     # 131072 values per channel: inf as a float16.
-    for std, running_var in pool.run(half_module_with_many_values, 2, dtype):
-        assert abs(std - 1) < 1e-2
-        assert running_var == pytest.approx([1, 1], abs=1e-2)
+    assert abs(output.std() - 1) < 1e-2
+    assert layer.running_var.tolist() == pytest.approx([1, 1], abs=1e-2)
 
 
-def autocast_with_an_empty_rank():
+@pytest.mark.ranks(2)
+def test_an_empty_rank_under_autocast_takes_part():
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), SyncBatchNorm2d(4))
-    torch.manual_seed(1)
-    input = torch.randn(4, 3, 8, 8)
-    part = input[:0] if dist.get_rank() == 0 else input
+    net, input = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), SyncBatchNorm2d(4)), torch.randn(4, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        output = net(part)
-    output.sum().backward()
-    with torch.autocast("cpu", torch.bfloat16):
+        output = net(input[: 4 * dist.get_rank()])
         hidden = net[0](input)
+    output.sum().backward()
     expected = torch.nn.functional.batch_norm(hidden.double(), None, None, training=True)
-    return output.dtype, output.detach(), expected.detach()
-
-
-def test_an_empty_rank_under_autocast_takes_part(pool):
-    (dtype, empty, _), (_, output, expected) = pool.run(autocast_with_an_empty_rank, 2)
-    assert dtype == torch.bfloat16
-    assert empty.shape == (0, 4, 6, 6)
-    assert_close(output, expected, "output")
+    assert output.dtype == torch.bfloat16
+    assert_close(output, expected[: 4 * dist.get_rank()], "output")
 
 
 def test_a_mean_large_beside_the_deviation_loses_no_accuracy(pool):

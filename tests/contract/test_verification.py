@@ -261,8 +261,9 @@ def test_what_differs_is_named_with_what_causes_it(pool, name):
         assert told in line, text
 
 
-def sharded():
-    """Verdicts of models that fully_shard has sharded, and of one in FullyShardedDataParallel."""
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_sharded_models_are_verified_layer_by_layer():
     verdicts = []
     for converted in (True, False):
         own = model(converted=converted)
@@ -272,18 +273,14 @@ def sharded():
             verify_synchronization(own, batch(), cross_entropy)
         verdicts.append(str(verify_synchronization(own, batch(), cross_entropy, by_layer=True)))
     flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
-    return [*verdicts, str(verify_synchronization(flat, batch(), cross_entropy, by_layer=True))]
+    told = str(verify_synchronization(flat, batch(), cross_entropy, by_layer=True))
+    assert told == verdicts[0] == "2 ranks equal one process: 2 layers, on the inputs that they met"
+    assert "BatchNorm1d '1' is not as in one process" in verdicts[1]
+    assert UNCONVERTED in verdicts[1]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_sharded_models_are_verified_layer_by_layer(pool):
-    for equal, different, flat in pool.run(sharded, 2):
-        assert equal == flat == "2 ranks equal one process: 2 layers, on the inputs that they met"
-        assert "BatchNorm1d '1' is not as in one process" in different
-        assert UNCONVERTED in different
-
-
-def within_masks():
+@pytest.mark.ranks(2)
+def test_layers_within_masks_are_verified_with_the_model_alone():
     own, lengths = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), torch.tensor([1, 2])
 
     def loss(model, batch):
@@ -293,46 +290,33 @@ def within_masks():
     given = torch.randn(2, 3, 4), lengths + dist.get_rank()
     with pytest.raises(ValueError, match="one by one, got SyncBatchNorm1d '0' within masked"):
         verify_synchronization(own, given, loss, by_layer=True)
-    return str(verify_synchronization(own, given, loss))
+    told = str(verify_synchronization(own, given, loss))
+    assert told.startswith("2 ranks equal one process: 1 output, ")
 
 
-def test_layers_within_masks_are_verified_with_the_model_alone(pool):
-    for told in pool.run(within_masks, 2):
-        assert told.startswith("2 ranks equal one process: 1 output, ")
-
-
-def by_samples(merge):
+@pytest.mark.ranks(2)
+def test_batches_of_other_structure_are_merged_by_a_function():
     """A batch as of detection: lists with a tensor for each sample, of other lengths on other ranks."""
     images = [torch.randn(6) for _ in range(2 + dist.get_rank())]
 
     def loss(model, images):
         return model(torch.stack(images)).square().sum() * (1 if len(images) == 5 else 2)
 
-    return str(verify_synchronization(model(), images, loss, merge=merge))
-
-
-def flattened(lists):
-    return [image for images in lists for image in images]
-
-
-def test_batches_of_other_structure_are_merged_by_a_function(pool):
-    for told in pool.run(by_samples, 2, flattened):
-        assert told.startswith("2 ranks equal one process")
-    with pytest.raises(AssertionError, match="merge makes one batch of others"):
-        pool.run(by_samples, 2, None)
+    verdict = verify_synchronization(
+        model(), images, loss, merge=lambda lists: [image for own in lists for image in own]
+    )
+    assert str(verdict).startswith("2 ranks equal one process")
+    with pytest.raises((RuntimeError, ValueError), match="merge makes one batch of others"):
+        verify_synchronization(model(), images, loss)
 
 
 def for_command():
     return model(converted=False), batch(), cross_entropy
 
 
-def command():
-    with pytest.raises(SystemExit) as ended:
+@pytest.mark.ranks(2)
+def test_the_command_ends_with_the_verdict():
+    with pytest.raises(SystemExit, match="1"):
         main(["--by-layer", "test_verification:for_command"])
     with pytest.raises(SystemExit):
         main(["test_verification"])
-    return ended.value.code
-
-
-def test_the_command_ends_with_the_verdict(pool):
-    assert pool.run(command, 2) == [1, 1]

@@ -41,10 +41,7 @@ class Dying(nn.Module):
 
 
 def rank_of_job(rank: int, size: int, store: str, how: str, where: str, answers: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
-    )
+    join_job(rank, size, store)
     dying = Dying()
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), dying, nn.BatchNorm1d(4)))
     x = torch.randn(3, 4, requires_grad=True)
@@ -75,11 +72,30 @@ def context():
     return context
 
 
+def start(context, tmp_path, function, size, *args):
+    """Starts the ranks of a job; returns their processes, and a queue that gets ``function`` as its last argument."""
+    answers = context.SimpleQueue()
+    ranks = [
+        context.Process(target=function, args=(rank, size, str(tmp_path / "store"), *args, answers))
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks, answers
+
+
+def join_job(rank: int, size: int, store: str) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+
+
 EXIT_CODES = {"killed": -signal.SIGKILL, "exit": 3, "exception": 1}
-PLACES = {"forward": "forward of SyncBatchNorm1d '2'", "between": "backward of SyncBatchNorm1d '2'"}
-PLACES["backward"] = "backward of SyncBatchNorm1d '0'"
-
-
+PLACES = {
+    "forward": "forward of SyncBatchNorm1d '2'",
+    "between": "backward of SyncBatchNorm1d '2'",
+    "backward": "backward of SyncBatchNorm1d '0'",
+}
 QUICK = ("killed", "forward"), ("exit", "between"), ("exception", "backward")
 ALL = [
     pytest.param(how, where, marks=() if (how, where) in QUICK else pytest.mark.slow)
@@ -91,11 +107,7 @@ ALL = [
 @pytest.mark.parametrize(("how", "where"), ALL)
 def test_peers_of_a_dead_rank_say_where_they_were(context, tmp_path, how, where):
     size = 3 if (how, where) == ("killed", "backward") else 2
-    answers = context.SimpleQueue()
-    arguments = size, str(tmp_path / "store"), how, where, answers
-    ranks = [context.Process(target=rank_of_job, args=(rank, *arguments)) for rank in range(size)]
-    for process in ranks:
-        process.start()
+    ranks, answers = start(context, tmp_path, rank_of_job, size, how, where)
     begin = time.monotonic()
     for process in ranks:
         process.join(2 * SECONDS)
@@ -111,11 +123,9 @@ def test_peers_of_a_dead_rank_say_where_they_were(context, tmp_path, how, where)
         assert "process_group: expected one that works" in again
 
 
-def rank_in_compiled_code(rank: int, store: str, end: str, answers: Any) -> None:
-    torch.set_num_threads(1)
+def rank_in_compiled_code(rank: int, size: int, store: str, end: str, answers: Any) -> None:
+    join_job(rank, size, store)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    timeout = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
     step = torch.compile(model, backend="aot_eager")
     x = torch.randn(3, 4, requires_grad=True)
@@ -141,11 +151,7 @@ def rank_in_compiled_code(rank: int, store: str, end: str, answers: Any) -> None
 @pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 @pytest.mark.parametrize("end", ["killed", pytest.param("interrupted", marks=pytest.mark.slow)])
 def test_a_rank_that_waits_in_compiled_code_ends_soon_and_is_told_why(context, tmp_path, end):
-    answers = context.SimpleQueue()
-    arguments = str(tmp_path / "store"), end, answers
-    ranks = [context.Process(target=rank_in_compiled_code, args=(rank, *arguments)) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks, answers = start(context, tmp_path, rank_in_compiled_code, 2, end)
     ranks[0].join(2 * SECONDS)
     for process in ranks:
         process.kill()
