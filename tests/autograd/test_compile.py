@@ -189,50 +189,37 @@ TRAVELS = {
 }
 
 
-def compiled_layer(kind, travels):
-    torch._dynamo.reset()
-    layer = TRAVELS[travels](layer_in(kind))
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    return [mean_of_ranks(layer), mean_of_ranks(compiled, 10)]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "travels"), [
     *((kind, "stays") for kind in (None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]])),
     *(("group", "is loaded"), ("mesh", "is copied"), ("node", "is loaded")),
 ], ids=str)  # fmt: skip
-def test_every_kind_of_group_compiles_in_one_graph(pool, kind, travels):
-    alone = kind == [[0], [1]]
-    expected = [[rank, rank + 10] if alone else [0.5, 10.5] for rank in range(2)]
-    assert pool.run(compiled_layer, 2, kind, travels) == expected
+def test_every_kind_of_group_compiles_in_one_graph(kind, travels):
+    torch._dynamo.reset()
+    layer = TRAVELS[travels](layer_in(kind))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    mean = dist.get_rank() if kind == [[0], [1]] else 0.5
+    assert [mean_of_ranks(layer), mean_of_ranks(compiled, 10)] == [mean, mean + 10]
 
 
-def compiled_before_its_group_exists(kind):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [None, "group", "node"], ids=str)
+def test_groups_are_made_while_tracing(kind):
     torch._dynamo.reset()
     forget_groups()
     layers = [layer_in(kind), layer_in(None)]
-    means = [mean_of_ranks(torch.compile(layer, backend="eager", fullgraph=True)) for layer in layers]
-    return means, mean_of_ranks(layers[0], 10)
+    assert [mean_of_ranks(torch.compile(layer, backend="eager", fullgraph=True)) for layer in layers] == [0.5, 0.5]
+    assert mean_of_ranks(layers[0], 10) == 10.5
 
 
-@pytest.mark.parametrize("kind", [None, "group", "node"], ids=str)
-def test_groups_are_made_while_tracing(pool, kind):
-    assert pool.run(compiled_before_its_group_exists, 2, kind) == [([0.5, 0.5], 10.5)] * 2
-
-
-def changed_after_compilation():
+@pytest.mark.ranks(2)
+def test_a_group_that_is_changed_after_compilation_is_used():
     torch._dynamo.reset()
-    layer = layer_in(None)
+    layer, rank = layer_in(None), dist.get_rank()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    means = []
-    for kind in (None, 1, [[0, 1]], "group", None):
+    for kind, mean in ((None, 0.5), (1, rank), ([[0, 1]], 0.5), ("group", 0.5), (None, 0.5)):
         layer.process_group = dist.new_group([0, 1]) if kind == "group" else kind
-        means.append(mean_of_ranks(compiled))
-    return means
-
-
-def test_a_group_that_is_changed_after_compilation_is_used(pool):
-    for rank, means in enumerate(pool.run(changed_after_compilation, 2)):
-        assert means == [0.5, rank, 0.5, 0.5, 0.5]
+        assert mean_of_ranks(compiled) == mean
 
 
 compiled_once = {}
@@ -291,14 +278,11 @@ def test_a_policy_that_saves_the_gathered_message_spares_its_repetition(pool):
         assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2
 
 
-def double_backward():
+@pytest.mark.ranks(2)
+def test_double_backward_is_refused():
     torch._dynamo.reset()
     model = torch.compile(make_model(), backend="aot_eager", fullgraph=True)
     input = draw(9, 0, torch.contiguous_format)[0].requires_grad_()
     (grad,) = torch.autograd.grad(model(input).sin().sum(), input, create_graph=True)
     with pytest.raises(RuntimeError, match="aot_autograd does not currently support double backward"):
         grad.square().sum().backward()
-
-
-def test_double_backward_is_refused(pool):
-    pool.run(double_backward, 2)

@@ -80,6 +80,7 @@ def masked_cases(splits):
             if masks != "lengths" or len(shape) > 1:
                 yield Case(splits, shape, torch.float64, layout=layout, masks=masks)
     for masks in ("random", "lengths"):
+        yield Case(splits, (3, 9), torch.float64, masks=masks, order=2)
         for options in ({"momentum": None}, {"eps_mode": "clamp", "eps": 2.0}, {"skip_nonfinite": True}):
             yield Case(splits, (3, 9), torch.float64, options=options, masks=masks)
         yield Case(splits, (3, 9), torch.float64, options={"activation": "gelu"}, masks=masks, residual=True)

@@ -6,7 +6,6 @@ backward pass of all that was called since the last one, ``>`` the same one by o
 exception that the program catches and goes on with its next step.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import bagua_syncbn
-from bagua_syncbn.communicators import LOCAL, TorchCommunicator, communicator_of
+from bagua_syncbn.communicators import communicator_of
 from bagua_syncbn.sync.history import CallHistory, history_in
 
 STEPS = 3
@@ -189,15 +188,6 @@ def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
     return counts, remembered
 
 
-def run_refused_first() -> int:
-    """The last rank is refused a call before the group's first message, which no other rank expects of it by then."""
-    with own_model() as model:
-        if is_odd():
-            message_of(lambda: model.a(torch.ones(4, 8, dtype=torch.int64)))
-        model.a(torch.randn(4, 8))
-    return int(model.a.num_batches_tracked)
-
-
 def run_partly_compiled() -> Tensor:
     """Two steps, of which the last rank runs the second as it is written."""
     layer = bagua_syncbn.SyncBatchNorm(8, momentum=1.0)
@@ -225,117 +215,3 @@ def run_compiled() -> list[str]:
             messages.append(message_of(find_out))
         assert alike.num_batches_tracked == 0, "found out in a call that was made"
     return messages
-
-
-def run_after_failure() -> list[str]:
-    """Two calls of ranks that do not agree. Returns the messages of both."""
-    with own_model() as model:
-        return [message_of(lambda: model.call("b" if dist.get_rank() else "a")) for _ in range(2)]
-
-
-def run_under_meta() -> str:
-    """The last rank calls another layer, while tensors are made elsewhere."""
-    with own_model() as model:
-        layer = model.c if is_odd() else model.a
-        input = torch.randn(4, layer.num_features)
-        with torch.device("meta"):
-            return message_of(lambda: layer(input))
-
-
-class Critic(nn.Sequential):
-    pass
-
-
-class Judge(nn.Sequential):
-    pass
-
-
-def message_of_steps(steps: Sequence[Sequence[nn.Module]]) -> str:
-    """Calls some modules in each step."""
-
-    def run_steps() -> None:
-        for step in steps:
-            for module in step:
-                module(torch.randn(4, 8, requires_grad=True)).sum().backward()
-
-    return message_of(run_steps)
-
-
-def run_swapped(kind: str) -> str:
-    """Three steps of two models, of which the last rank swaps them in the last."""
-    with own_group() as communicator:
-        first: nn.Module = Critic(nn.BatchNorm1d(8))
-        second: nn.Module = (Judge if kind == "models of two classes" else Critic)(nn.BatchNorm1d(8))
-        for model in (first, second):
-            bagua_syncbn.convert_sync_batchnorm(model, communicator)
-        if kind == "a model and its copy":
-            second = copy.deepcopy(first)
-        if kind == "layers made by hand":
-            first, second = (bagua_syncbn.SyncBatchNorm1d(8, process_group=communicator) for _ in range(2))
-        return message_of_steps([[first, second]] * 2 + [[second, first] if is_odd() else [first, second]])
-
-
-# The last rank has, besides the model that all train: more models, of which it trains none in this group.
-MORE: dict[str, Callable[[nn.Sequential, TorchCommunicator], Any]] = {
-    "a norm that nothing calls": lambda model, _: model.add_module("unused", nn.BatchNorm1d(8)),
-    "a head of its own": lambda model, _: model.add_module(
-        "head", bagua_syncbn.SyncBatchNorm1d(8, process_group=LOCAL)
-    ),
-    "a model converted before": lambda model, communicator: bagua_syncbn.convert_sync_batchnorm(
-        Critic(nn.BatchNorm1d(8)), communicator
-    ),
-    "a copy that it evaluates": lambda model, communicator: copy.deepcopy(
-        bagua_syncbn.convert_sync_batchnorm(model, communicator)
-    ).eval()(torch.ones(2, 8)),
-}
-
-
-def run_with_more(more: str) -> str:
-    """Three steps of two models of one class; the last rank has one thing more."""
-    models: list[Any] = [Critic(), Critic()]
-    with own_group() as communicator:
-        for model in models:
-            model.add_module("norm", nn.BatchNorm1d(8))
-            if is_odd():
-                MORE[more](model, communicator)
-            bagua_syncbn.convert_sync_batchnorm(model, communicator, filter=lambda name, _: name != "head")
-            if is_odd() and more == "a norm that nothing calls":
-                model.forward = model.norm.forward
-        return message_of_steps([models] * 3)
-
-
-def run_under_long_names() -> str:
-    """The last rank has another ``eps`` in a layer of a very long name."""
-    model = nn.Sequential()
-    model.add_module("x" * 1000, nn.BatchNorm1d(8))
-    with own_group() as communicator:
-        bagua_syncbn.convert_sync_batchnorm(model, communicator)
-        if is_odd():
-            model[0].eps = 1.0000001e-5
-        return message_of_steps([[model]])
-
-
-def run_beside_compiled(program: str) -> str:
-    """Steps of a compiled model and one that is not, of which the last rank runs another ``program`` in the second."""
-    with own_group() as communicator:
-        model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
-        judge = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
-        compiled = torch.compile(judge, backend="eager")
-
-        def run_steps() -> None:
-            for step in range(3):
-                compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
-                model.run(program if step and is_odd() else "abc<")
-
-        return message_of(run_steps)
-
-
-def run_compiled_on_one(times: int) -> str:
-    """After so many calls the last rank compiles a model, the others do not."""
-    with own_group() as communicator:
-        model: Any = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
-        for _ in range(times):
-            model(torch.randn(4, 8))
-        if is_odd():
-            model = torch.compile(model, backend="eager")
-        return message_of(lambda: (model(torch.randn(4, 8)), bagua_syncbn.check_ranks()))

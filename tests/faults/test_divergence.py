@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import programs
 import pytest
 import torch
-from programs import REFUSED, Change, Model, run
+from programs import REFUSED, Change, Model, is_odd, message_of, own_group, own_model, run
 from torch import Tensor, nn
 
 import bagua_syncbn
-from bagua_syncbn.communicators import shared
+from bagua_syncbn.communicators import LOCAL, shared
 from bagua_syncbn.sync.signatures import RAISED, describe
 
 
@@ -84,6 +84,7 @@ NAMED = {
     "last layer skipped": Row("ab<", told=(C, "backward of", B)),
     "all but one skipped": Row("c<", told=(A, C)),
     "first layer twice": Row("aabc<", told=(A, B)),
+    "another call after one that others of another size follow": Row("abac<", base="aabac<", told=(A, B)),
     "last layer twice": Row("abcc<", told=("forward of", "backward of", C)),
     "two forwards before a backward": Row("abcabc<", told=("forward of", "backward of", A, C)),
     "backward in parts": Row("ab<c<", told=("backward of", "forward of", B, C)),
@@ -194,8 +195,13 @@ def test_what_is_legitimate_is_not_refused(pool, name):
     assert pool.run(run_row, 2, name, 1, 20.0) == ["finished"] * 2
 
 
-def test_a_call_that_is_refused_before_the_first_message_is_told_to_nobody(pool):
-    assert pool.run(programs.run_refused_first, 2) == [1, 1]
+@pytest.mark.ranks(2)
+def test_a_call_that_is_refused_before_the_first_message_is_told_to_nobody():
+    with own_model() as model:
+        if is_odd():
+            message_of(lambda: model.a(torch.ones(4, 8, dtype=torch.int64)))
+        model.a(torch.randn(4, 8))
+        assert model.a.num_batches_tracked == 1
 
 
 def test_a_rank_that_falls_back_from_compiled_code_is_no_other(pool):
@@ -203,29 +209,58 @@ def test_a_rank_that_falls_back_from_compiled_code_is_no_other(pool):
         assert running_mean.tolist() == [0.5] * 8
 
 
-BESIDE = {"bac<": (A, B), "cab<": (A, C), "abc>": ("backward of", C), "ac<": (B, C)}
+BESIDE = {"bac<": (A, B), "cab<": (A, C), "abc>": ("backward of", C), "ac<": (B, C), "abc<": ("finished",)}
 
 
-@pytest.mark.parametrize("program", ["abc<", *BESIDE])
+class Critic(nn.Sequential):
+    pass
+
+
+class Judge(nn.Sequential):
+    pass
+
+
+def run_beside_compiled(program):
+    """Steps of a compiled model and one that is not, of which the last rank runs another program from the second on."""
+    with own_group() as communicator:
+        model = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
+        judge = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
+        compiled = torch.compile(judge, backend="eager")
+
+        def run_steps():
+            for step in range(3):
+                compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
+                model.run(program if step and is_odd() else "abc<")
+
+        return message_of(run_steps)
+
+
+@pytest.mark.parametrize("program", BESIDE)
 def test_what_is_compiled_takes_nothing_from_other_models(pool, program):
-    first, second = pool.run(programs.run_beside_compiled, 2, program)
+    first, second = pool.run(run_beside_compiled, 2, program)
     assert (first == "finished") is (program == "abc<") is (second == "finished")
-    for told in BESIDE.get(program, ()):
+    for told in BESIDE[program]:
         assert told in first + second
 
 
-def test_a_rank_that_compiles_beside_others_is_named(pool):
-    *eager, compiled = pool.run(programs.run_compiled_on_one, 3, 2)
-    for message in eager:
+# Backends abort where sizes differ, as from the first call on; shared memory does not.
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("calls", [2, *[0] * (not shared.problem())])
+def test_a_rank_that_compiles_beside_others_is_named(calls):
+    with own_group() as communicator:
+        model = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
+        for _ in range(calls):
+            model(torch.randn(4, 8))
+        if is_odd():
+            model = torch.compile(model, backend="eager")
+        message = message_of(lambda: (model(torch.randn(4, 8)), bagua_syncbn.check_ranks()))
+    if calls == 0:
+        assert "rank 0: gathers 3 float32; rank 1: gathers 3 float32; rank 2: gathers 21 float32" in message
+    elif is_odd():
+        assert "rank 2: compiled forward of a layer of Judge (8 channels" in message
+    else:
         assert "rank 0: forward of SyncBatchNorm1d '0' of Judge (8 channels" in message
         assert "rank 2: compiled forward of a layer of Judge" in message or "rank 2: a compiled call" in message
-    assert "rank 2: compiled forward of a layer of Judge (8 channels" in compiled
-
-
-@pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
-def test_a_rank_that_compiles_from_the_first_call_on_aborts_nobody_on_one_host(pool):
-    for message in pool.run(programs.run_compiled_on_one, 3, 0):
-        assert "rank 0: gathers 3 float32; rank 1: gathers 3 float32; rank 2: gathers 21 float32" in message
 
 
 def test_compiled_models_that_differ_are_found_out(pool):
@@ -234,11 +269,13 @@ def test_compiled_models_that_differ_are_found_out(pool):
         assert all("expected all ranks of a group to call the same layers" in message for message in messages)
 
 
-def test_a_group_in_which_ranks_differed_is_not_used_again(pool):
-    for first, second in pool.run(programs.run_after_failure, 2):
-        assert "'a'" in first
-        assert "'b'" in first
-        assert "process_group: expected one that works, got one that failed before, in the forward of" in second
+@pytest.mark.ranks(2)
+def test_a_group_in_which_ranks_differed_is_not_used_again():
+    with own_model() as model:
+        first, second = (message_of(lambda: model.call("b" if is_odd() else "a")) for _ in range(2))
+    assert "'a'" in first
+    assert "'b'" in first
+    assert "process_group: expected one that works, got one that failed before, in the forward of" in second
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -286,23 +323,70 @@ SWAPPED = {
 }
 
 
+def steps_of(*steps):
+    for step in steps:
+        for module in step:
+            module(torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", SWAPPED)
-def test_models_that_look_alike_are_told_apart(pool, kind):
-    for message in pool.run(programs.run_swapped, 2, kind):
-        for told in SWAPPED[kind]:
-            assert told in message
+def test_models_that_look_alike_are_told_apart(kind):
+    with own_group() as communicator:
+        first, second = Critic(nn.BatchNorm1d(8)), (Judge if "two classes" in kind else Critic)(nn.BatchNorm1d(8))
+        for model in (first, second):
+            bagua_syncbn.convert_sync_batchnorm(model, communicator)
+        if kind == "a model and its copy":
+            second = copy.deepcopy(first)
+        if kind == "layers made by hand":
+            first, second = (bagua_syncbn.SyncBatchNorm1d(8, process_group=communicator) for _ in range(2))
+        usual, swapped = [first, second], [second, first]
+        message = message_of(lambda: steps_of(usual, usual, swapped if is_odd() else usual))
+    for told in SWAPPED[kind]:
+        assert told in message
 
 
-@pytest.mark.parametrize("more", programs.MORE)
-def test_a_rank_may_have_more_than_the_others(pool, more):
-    assert pool.run(programs.run_with_more, 2, more) == ["finished"] * 2
+# The last rank has, besides the model that all train: more models, of which it trains none in this group.
+MORE = {
+    "a norm that nothing calls": lambda model, _: model.add_module("unused", nn.BatchNorm1d(8)),
+    "a head of its own": lambda model, _: model.add_module(
+        "head", bagua_syncbn.SyncBatchNorm1d(8, process_group=LOCAL)
+    ),
+    "a model converted before": lambda model, communicator: bagua_syncbn.convert_sync_batchnorm(
+        Critic(nn.BatchNorm1d(8)), communicator
+    ),
+    "a copy that it evaluates": lambda model, communicator: copy.deepcopy(
+        bagua_syncbn.convert_sync_batchnorm(model, communicator)
+    ).eval()(torch.ones(2, 8)),
+}
 
 
-def test_long_texts_differ_in_what_they_end_in(pool):
-    for message in pool.run(programs.run_under_long_names, 2):
-        assert "call 1; rank 1: " in message
-        assert "eps=1e-05" in message
-        assert "eps=1.0000001e-05" in message
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("more", MORE)
+def test_a_rank_may_have_more_than_the_others(more):
+    models = [Critic(), Critic()]
+    with own_group() as communicator:
+        for model in models:
+            model.add_module("norm", nn.BatchNorm1d(8))
+            if is_odd():
+                MORE[more](model, communicator)
+            bagua_syncbn.convert_sync_batchnorm(model, communicator, filter=lambda name, _: name != "head")
+            if is_odd() and more == "a norm that nothing calls":
+                model.forward = model.norm.forward
+        steps_of(*[models] * 3)
+
+
+@pytest.mark.ranks(2)
+def test_long_texts_differ_in_what_they_end_in():
+    model = nn.Sequential()
+    model.add_module("x" * 1000, nn.BatchNorm1d(8))
+    with own_group() as communicator:
+        bagua_syncbn.convert_sync_batchnorm(model, communicator)
+        if is_odd():
+            model[0].eps = 1.0000001e-5
+        message = message_of(lambda: steps_of([model]))
+    for told in ("call 1; rank 1: ", "eps=1e-05", "eps=1.0000001e-05"):
+        assert told in message
 
 
 # Collectives of each step: one for each call and one for each probe.
@@ -353,7 +437,12 @@ def test_the_package_can_be_imported_in_any_mode():
     assert ended.stdout.split() == ["0"] * 3, ended.stderr
 
 
-def test_ranks_under_a_default_device_find_out_that_they_differ(pool):
-    for message in pool.run(programs.run_under_meta, 2):
-        assert "got rank 0: forward of SyncBatchNorm1d 'a'" in message
-        assert "rank 1: forward of SyncBatchNorm1d 'c'" in message
+@pytest.mark.ranks(2)
+def test_ranks_under_a_default_device_find_out_that_they_differ():
+    with own_model() as model:
+        layer = model.c if is_odd() else model.a
+        input = torch.randn(4, layer.num_features)
+        with torch.device("meta"):
+            message = message_of(lambda: layer(input))
+    assert "got rank 0: forward of SyncBatchNorm1d 'a'" in message
+    assert "rank 1: forward of SyncBatchNorm1d 'c'" in message
