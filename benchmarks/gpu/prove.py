@@ -130,7 +130,7 @@ def command(part: str, machine: dict[str, Any], dry: bool, cases: Path, limit: f
         copy_sources()
         return [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", ".", "build_py", "--build-lib", "."]
     if part == "benchmarks":  # with time to start and to write
-        seconds = "5" if dry else str(max(5, limit - 15 - IMPORTING))
+        seconds = "30" if dry else str(max(5, limit - 15 - IMPORTING))
         return [sys.executable, __file__, *(["--dry-run"] if dry else []), "--measure", str(cases), seconds]
     tests = [str(ROOT / path) for path in TESTS.get(part, TESTS["op tests"])]
     tests += [] if part in TESTS else ["-k", "every_kernel"]
