@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -26,77 +28,47 @@ pytestmark = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() 
 # Values
 
 
-def both_ways(dtype, values, begins):
-    """Returns what a gather and a sum give, each through shared memory and by collectives."""
-    group = dist.new_group()
-    results = []
-    for communicator in (communicator_of(group), TorchCommunicator(group)):
-        torch.manual_seed(dist.get_rank())
-        packed = torch.randn(values, dtype=dtype)
-        if begins:
-            begun = communicator.begin_all_gather(packed.clone()), communicator.begin_all_reduce(packed.clone())
-            results.append([one.wait() for one in begun])
-        else:
-            results.append([communicator.all_gather(packed.clone()), communicator.all_reduce(packed.clone())])
-    return results
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize(("dtype", "values"), [
     (torch.float32, 0), (torch.float32, 1), (torch.float64, 3), (torch.float32, 1021),
     (torch.float64, 2**13), (torch.float64, 2**13 + 1), (torch.float16, 5),
 ], ids=str)  # fmt: skip
-def test_what_crosses_is_what_collectives_give(pool, dtype, values, begins):
-    results = pool.run(both_ways, 3, dtype, values, begins)
-    for (gathered, total), (expected, expected_total) in results:
-        assert torch.equal(gathered, expected)
-        torch.testing.assert_close(total, expected_total)
-    first = results[0][0][1]
-    assert all(torch.equal(total, first) for (_, total), _ in results), "ranks have other bits"
+def test_what_crosses_is_what_collectives_give(dtype, values, begins):
+    group, packed = dist.new_group(), torch.randn(values, dtype=dtype)
+    results = []
+    for communicator in (communicator_of(group), TorchCommunicator(group)):
+        if begins:
+            begun = communicator.begin_all_gather(packed.clone()), communicator.begin_all_reduce(packed.clone())
+            results.append([one.wait() for one in begun])
+        else:
+            results.append([communicator.all_gather(packed.clone()), communicator.all_reduce(packed.clone())])
+    (gathered, total), (expected, expected_total) = results
+    assert torch.equal(gathered, expected)
+    torch.testing.assert_close(total, expected_total)
+    assert torch.equal(communicator.all_gather(total), total.expand(3, -1)), "ranks have other bits"
 
 
-def strided():
-    communicator = communicator_of(dist.new_group())
-    packed = torch.arange(6.0)[::2]
+@pytest.mark.ranks(2)
+def test_messages_need_not_be_contiguous():
+    communicator, packed = communicator_of(dist.new_group()), torch.arange(6.0)[::2]
     begun = communicator.begin_all_gather(packed), communicator.begin_all_reduce(packed)
-    results = [one.wait() for one in begun]
-    return [*results, communicator.all_gather(packed), communicator.all_reduce(packed)]
+    results = *(one.wait() for one in begun), communicator.all_gather(packed), communicator.all_reduce(packed)
+    assert [result.tolist() for result in results] == [[[0, 2, 4]] * 2, [0, 4, 8]] * 2
 
 
-def test_messages_need_not_be_contiguous(pool):
-    for results in pool.run(strided, 2):
-        gathered, total = torch.tensor([[0.0, 2.0, 4.0]] * 2), torch.tensor([0.0, 4.0, 8.0])
-        assert all(map(torch.equal, results, [gathered, total] * 2))
-
-
-def ways_by_size():
-    communicator = communicator_of(dist.new_group())
-    most = shared._MOST_BYTES // 4
-    counts = []
-    for values in (most, most + 1):
-        with collectives() as called:
-            communicator.all_gather(torch.ones(values))
-            communicator.all_reduce(torch.ones(values))
-        counts.append(dict(called))
-    return counts
-
-
-def test_messages_larger_than_a_slot_take_collectives(pool):
-    for fits, is_larger in pool.run(ways_by_size, 2):
-        assert fits == {"_exchange": 2}
-        assert "_exchange" not in is_larger
-        assert sum(is_larger.values()) == 2
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("more", [0, 1])
+def test_messages_larger_than_a_slot_take_collectives(more):
+    communicator, packed = communicator_of(dist.new_group()), torch.ones(shared._MOST_BYTES // 4 + more)
+    with collectives() as called:
+        communicator.all_gather(packed)
+        communicator.all_reduce(packed)
+    assert called["_exchange"] == (0 if more else 2)
+    assert sum(called.values()) == 2
 
 
 # Agreement
-
-
-def way_where(rank, name, value):
-    """Returns how the ranks exchange where ``shared``'s ``name`` is another on one rank, and that it works."""
-    here = dist.get_rank() == rank
-    with patch.object(shared, name, value) if here else patch.object(shared, "_log", shared._log):
-        communicator = communicator_of(dist.new_group())
-    return isinstance(communicator, SharedCommunicator), communicator.all_gather(torch.ones(2)).tolist()
 
 
 class Full:
@@ -119,51 +91,42 @@ def full():
     return Full()
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("rank", "name", "value"), [
     (None, "_WANTED", "shared"),
     *((rank, name, value) for rank in (0, 1, 2) for name, value in (
         ("_WANTED", "collectives"), ("_native", no_native), ("_native", full))),
 ])  # fmt: skip
-def test_all_ranks_share_memory_or_none(pool, rank, name, value):
-    assert pool.run(way_where, 3, rank, name, value) == [(rank is None, [[1.0, 1.0]] * 3)] * 3
+def test_all_ranks_share_memory_or_none(rank, name, value):
+    with patch.object(shared, name, value) if dist.get_rank() == rank else nullcontext():
+        communicator = communicator_of(dist.new_group())
+    assert isinstance(communicator, SharedCommunicator) == (rank is None)
+    assert communicator.all_gather(torch.ones(2)).tolist() == [[1.0, 1.0]] * 3
 
 
-def lying_place():
+@pytest.mark.ranks(2)
+def test_other_memory_is_not_taken_for_that_of_the_group():
     """Rank 0 says that its memory is where another file is, and then another memory of this package's."""
     native = shared._native()
-    ways = []
     for other in (Path(os.devnull).open(), native.make_segment("bagua_syncbn:other", 2)):  # noqa: SIM115
         place = f"/proc/{os.getpid()}/fd/{other.fileno()}" if hasattr(other, "fileno") else other[1]
-
-        class Lying:
-            exchange = None
-            start_segment = native.start_segment
-
-            @staticmethod
-            def make_segment(name, ranks, place=place):
-                return native.make_segment(name, ranks)[0], place
-
-        lies = dist.get_rank() == 0
-        with patch.object(shared, "_native", lambda lying=Lying: lying) if lies else patch.object(shared, "_log"):
-            ways.append(type(communicator_of(dist.new_group())))
-    return ways
+        lying = SimpleNamespace(
+            exchange=None,
+            start_segment=native.start_segment,
+            make_segment=lambda name, ranks, place=place: (native.make_segment(name, ranks)[0], place),
+        )
+        with patch.object(shared, "_native", lambda lying=lying: lying) if dist.get_rank() == 0 else nullcontext():
+            assert type(communicator_of(dist.new_group())) is TorchCommunicator
 
 
-def test_other_memory_is_not_taken_for_that_of_the_group(pool):
-    assert pool.run(lying_place, 2) == [[TorchCommunicator] * 2] * 2
-
-
-def said():
+@pytest.mark.ranks(2)
+def test_one_line_of_the_log_says_which_way_and_why():
     with patch.object(shared, "_log") as log:
         communicator_of(dist.new_group())
         communicator_of(dist.new_group(backend="fake"))
-        return [call.args[0] % call.args[1:] for call in log.debug.call_args_list]
-
-
-def test_one_line_of_the_log_says_which_way_and_why(pool):
-    for rank, (first, second) in enumerate(pool.run(said, 2)):
-        assert f"rank {rank} of 2: through shared memory" in first
-        assert "through collectives: its messages on CPU do not go over gloo" in second
+    first, second = (call.args[0] % call.args[1:] for call in log.debug.call_args_list)
+    assert f"rank {dist.get_rank()} of 2: through shared memory" in first
+    assert "through collectives: its messages on CPU do not go over gloo" in second
 
 
 NAMESPACES = {"mount": ["unshare", "-m"], "process": ["unshare", "--fork", "-p", "--mount-proc"]}
@@ -205,66 +168,43 @@ def message_of(function, *arguments):
     return "none"
 
 
-def differing(one, other):
-    """Returns what the ranks get told where the last one sends ``other``, and that the group goes on."""
-    communicator = communicator_of(dist.new_group())
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    told = message_of(exchange_by_hand, communicator, *(other if is_last else one))
-    return told, communicator.all_reduce(torch.ones(1)).item()
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("one", "other", "shown"), [
     ((0, 5), (1, 5), "rank 0: gathers 5 float32; rank 1: gathers 5 float32; rank 2: sums 5 float32"),
     ((1, 5), (1, 6), "rank 0: sums 5 float32; rank 1: sums 5 float32; rank 2: sums 6 float32"),
     ((0, 5), (0, 5), "none"),
 ])  # fmt: skip
-def test_ranks_that_differ_are_all_told_what_each_did(pool, one, other, shown):
-    for told, total in pool.run(differing, 3, one, other):
-        assert told == shown or told.endswith(shown)
-        assert total == 3
-
-
-def refused():
+def test_ranks_that_differ_are_all_told_what_each_did(one, other, shown):
+    """The last rank sends another message; then the group goes on."""
     communicator = communicator_of(dist.new_group())
-    for _ in range(2):
-        last = communicator.begin_all_gather(torch.ones(2))
-    messages = [
-        message_of(communicator.begin_all_gather, torch.ones(2)),
-        message_of(communicator.all_gather, torch.ones(2)),
-        message_of(exchange_by_hand, communicator, 5, 1),
-        message_of(exchange_by_hand, communicator, 0, 2**15),
-    ]
-    last.wait(), last.wait()
-    return [*messages, message_of(last.wait)]
+    told = message_of(exchange_by_hand, communicator, *(other if dist.get_rank() == 2 else one))
+    assert told.endswith(shown)
+    assert communicator.all_reduce(torch.ones(1)) == 3
 
 
-def test_calls_out_of_order_are_refused_and_send_nothing(pool):
-    for more, other, kind, size, none in pool.run(refused, 2):
-        assert "2 messages that were begun before, got one more" in more
-        assert "begun to be collected" in other
-        assert "begun to be collected" in kind
-        assert "begun to be collected" in size
-        assert "begun, got none" in none
+@pytest.mark.ranks(2)
+def test_calls_out_of_order_are_refused_and_send_nothing():
+    communicator = communicator_of(dist.new_group())
+    begun = [communicator.begin_all_gather(torch.ones(2)) for _ in range(2)]
+    more = message_of(communicator.begin_all_gather, torch.ones(2))
+    assert "2 messages that were begun before, got one more" in more
+    assert "begun to be collected" in message_of(communicator.all_gather, torch.ones(2))
+    for kind, values in ((5, 1), (0, 2**15)):
+        assert "begun to be collected" in message_of(exchange_by_hand, communicator, kind, values)
+    for one in begun:
+        one.wait()
+    assert "begun, got none" in message_of(begun[1].wait)
 
 
-def in_child(communicator):
-    """Returns what a forked child is told, and whether the ranks go on after it has ended."""
-    reader, writer = os.pipe()
+@pytest.mark.ranks(2)
+def test_a_forked_child_is_refused_by_name():
+    communicator, (reader, writer) = layers_communicator(), os.pipe()
     if os.fork() == 0:
         os.write(writer, message_of(communicator.all_gather, torch.ones(2)).encode())
         os._exit(0)
     os.wait()
-    return os.read(reader, 1000).decode(), communicator.all_reduce(torch.ones(1)).item()
-
-
-def forks():
-    return in_child(layers_communicator())
-
-
-def test_a_forked_child_is_refused_by_name(pool):
-    for told, total in pool.run(forks, 2):
-        assert "got one in a forked child of it" in told
-        assert total == 2
+    assert "got one in a forked child of it" in os.read(reader, 1000).decode()
+    assert communicator.all_reduce(torch.ones(1)) == 2
 
 
 def interrupted():
@@ -301,18 +241,15 @@ def test_ctrl_c_ends_a_wait_and_the_others_learn_of_it(pool):
     assert seconds < 10
 
 
-def late():
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    communicator = communicator_of(group)
+@pytest.mark.ranks(2)
+def test_the_time_out_is_that_of_the_group():
+    communicator = communicator_of(dist.new_group(timeout=timedelta(seconds=1)))
     if dist.get_rank() == 1:
-        return ""
+        return
     begin = time.monotonic()
     told = message_of(communicator.all_gather, torch.ones(2))
-    return f"{told} {time.monotonic() - begin < 20}"
-
-
-def test_the_time_out_is_that_of_the_group(pool):
-    assert pool.run(late, 2)[0] == "rank 1 of the group did not come within the time-out True"
+    assert told == "rank 1 of the group did not come within the time-out"
+    assert time.monotonic() - begin < 20
 
 
 # Lives
@@ -324,7 +261,9 @@ def held():
     return len(os.listdir("/proc/self/fd")), maps
 
 
-def many_segments(times):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("times", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_what_has_ended_leaves_nothing(times):
     group = dist.new_group()
     shared._agree(group)
     before = held()
@@ -332,33 +271,21 @@ def many_segments(times):
         reason, segment = shared._agree(group)
         assert not reason, reason
     del segment
-    return before, held()
+    assert held() == before
 
 
-@pytest.mark.parametrize("times", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_what_has_ended_leaves_nothing(pool, times):
-    for before, after in pool.run(many_segments, 2, times):
-        assert after == before
-
-
-def groups_made_and_destroyed(times):
+@pytest.mark.ranks(2)
+def test_a_destroyed_group_frees_its_memory_whatever_lives_on():
     before = held()[1]
-    for _ in range(times):
+    for _ in range(5):
         group = dist.new_group()
         layer = SyncBatchNorm(3, process_group=communicator_of(group))
         output = layer(torch.randn(4, 3, requires_grad=True))
-        held_meanwhile = held()[1]
+        assert held()[1] == before + 1
         dist.destroy_process_group(group)
         del group
         assert held()[1] == before, "a destroyed group keeps its memory"
-    told = message_of(output.sum().backward)
-    return held_meanwhile - before, told
-
-
-def test_a_destroyed_group_frees_its_memory_whatever_lives_on(pool):
-    for held_meanwhile, told in pool.run(groups_made_and_destroyed, 2, 5):
-        assert held_meanwhile == 1
-        assert "destroyed" in told
+    assert "destroyed" in message_of(output.sum().backward)
 
 
 def jobs_in_one_process(store):
@@ -388,27 +315,17 @@ def test_a_job_that_begins_again_over_the_same_store_shares_memory_anew(pool, tm
 # Compiled code
 
 
-def compiled_and_eager():
+@pytest.mark.ranks(2)
+def test_compiled_and_eager_calls_go_the_same_way():
     """The first rank runs compiled code, the last one the same as it is written; then the other way round."""
-    layer = SyncBatchNorm(8, momentum=1.0)
+    layer, rank = SyncBatchNorm(8, momentum=1.0), dist.get_rank()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    means = []
     for step in range(4):
-        torch.manual_seed(dist.get_rank() + 10 * step)
-        x = torch.randn(4, 8, requires_grad=True)
-        y = (compiled if (step + dist.get_rank()) % 2 or step < 2 else layer)(x)
+        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + each)) for each in (0, 1)]
+        y = (compiled if (step + rank) % 2 or step < 2 else layer)(batches[rank].requires_grad_())
         with collectives() as called:
             y.backward(torch.ones_like(y))
-        means.append((layer.running_mean.tolist(), dict(called)))
-    return means
-
-
-def test_compiled_and_eager_calls_go_the_same_way(pool):
-    first, second = pool.run(compiled_and_eager, 2)
-    for step, ((mean, called), (other, _)) in enumerate(zip(first, second, strict=True)):
-        expected = torch.cat(
-            [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank + 10 * step)) for rank in (0, 1)]
-        )
-        assert mean == other
-        torch.testing.assert_close(torch.tensor(mean), expected.mean(0))
         assert called == {"_exchange": 1}
+        torch.testing.assert_close(layer.running_mean, torch.cat(batches).mean(0).detach())
+        means = TorchCommunicator(dist.group.WORLD).all_gather(layer.running_mean)
+        assert torch.equal(means[0], means[1]), "ranks have other bits"
