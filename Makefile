@@ -43,7 +43,7 @@ help:
 	@echo 'make bench-quick     the same as a first impression, in two minutes'
 	@echo 'make bench-results   measures what docs/benchmarks.md shows, on a quiet machine; make bench-docs only writes it'
 	@echo 'make gpu     on a machine with an NVIDIA GPU: build, test, check and measure the CUDA kernels: build/gpu/'
-	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make sanitize    the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer, and the emulated ones'
 	@echo 'make wheel   the wheel for manylinux and the sdist, checked: dist/'
 	@echo 'make test-wheel  tests the wheel beside several versions of Python and torch, and all ways of installing'
 	@echo 'make test-installs   all ways of installing: imports and trains after each, in some five minutes'
@@ -67,25 +67,31 @@ test: $(VENV)/installed-test
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 	BAGUA_SYNCBN_KERNELS=reference $(PYTEST) -q -m 'reference_too and not gpu and not slow' $(ARGS) $(REFERENCE_TOO)
 
-# What is left out above: many ranks, the real launcher, all planted bugs, all CUDA kernels in all dtypes, tensors of
-# 2^31 values and tens of gigabytes.
+# What is left out above: many ranks, the real launcher, the machine code for all cards, tensors of 2^31 values and tens
+# of gigabytes.
 test-slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
-# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine. What is
-# left out takes a third as long again to compile; the first sees a null pointer and what is beyond an object too.
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine, and those
+# for CUDA in the emulator. What is left out takes a third as long again to compile; the first sees a null pointer and
+# what is beyond an object too. Memory that nobody has written to is NaN.
 SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow,vptr \
 	-fno-sanitize-recover=undefined -fno-omit-frame-pointer
+SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:malloc_fill_byte=255:max_malloc_fill_size=2147483647 \
+	PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive $(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow'
 sanitize: $(VENV)/installed-test
 	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
 		build --build-lib build/sanitize/lib
-	$(MAKE) --no-print-directory -j 3 sanitize-avx512 sanitize-avx2 sanitize-baseline
+	$(MAKE) --no-print-directory -j 3 sanitize-emulated sanitize-avx512 sanitize-avx2 sanitize-baseline
+
+sanitize-emulated:
+	$(SANITIZED) tests/ops/test_cuda.py tests/ops/test_values.py tests/ops/test_words.py \
+		-k 'emulated or test_cuda'
 
 sanitize-%:
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 BAGUA_SYNCBN_CPU_CAPABILITY=$* PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive \
-		$(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow' tests/ops/test_native.py \
-			-k 'not instruction_set and not temporaries and not trains_on'
+	BAGUA_SYNCBN_CPU_CAPABILITY=$* $(SANITIZED) tests/ops/test_native.py tests/ops/test_values.py tests/ops/test_words.py \
+		-k 'not emulated and not aten and not instruction_set and not temporaries and not trains_on'
 
 # Ranks that diverge or die: all that is in docs/reliability.md, also with 3 and 4 ranks.
 test-faults: $(VENV)/installed-test

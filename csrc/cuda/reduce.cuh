@@ -158,7 +158,7 @@ __device__ inline unsigned count_up(unsigned* counter, unsigned highest) {
 // The barrier orders what the threads of a block wrote before thread 0's increment. That is a release, which makes it
 // visible to all blocks, also what thread 0 knows of only by the barrier; and an acquire: the block that draws the last
 // number is after all other increments, and the second barrier orders the reads of its threads after that. It reads
-// with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_cuda_emulated.py holds these steps.
+// with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_cuda.py holds these steps.
 // The counter wraps to zero at the last increment, so the next kernel on the stream finds it as this one did.
 __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   __shared__ bool last;

@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-from cases import laid_out
-from comparison import check_masked_ops
 from replicated import parallel
 from torch import nn
 from torch._dynamo.utils import counters
@@ -44,23 +42,6 @@ def step(layer, input, grad_output, residual=None, **masks):
     input = input.detach().requires_grad_()
     output = layer(input, residual, **masks)
     return output.detach(), *torch.autograd.grad(output, (input, layer.weight, layer.bias), grad_output)
-
-
-@pytest.mark.parametrize("case", ["random", "padded", "lengths", "all", "none"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_ops_are_those_of_the_reference(case, layout, dtype):
-    for size in ((3, 5, 40, 19), (70, 3, 7, 1), (2, 2, 1, 70000)):
-        input, grad_output = (laid_out(value.to(dtype), layout) for value in draw(size))
-        positions = torch.ones(size[0], *size[2:], dtype=torch.bool)
-        if case == "random":
-            positions = torch.rand(positions.shape) < 0.5
-        elif case != "all":
-            positions[..., size[3] // 2 :] = positions[0] = False
-            positions &= case != "none"
-        if case == "lengths":
-            positions = torch.randint(-1, size[3] + 2, (size[0],))
-        check_masked_ops(ops, input, grad_output, positions)
 
 
 def test_masked_outputs_that_are_made_anew_have_the_same_bits():

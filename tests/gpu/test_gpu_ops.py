@@ -2,17 +2,17 @@
 
 import ctypes
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
 from cases import laid_out
-from comparison import check_act_ops, check_last_of_many, check_masked_ops, check_ops
-from tolerances import DTYPES, assert_close
+from comparison import OpCase, check, check_last_of_many, check_merge
+from tolerances import DTYPES
 from traced import count, trace
 
 from bagua_syncbn import ops
-from bagua_syncbn.ops import aten, reference
+from bagua_syncbn.ops import IDENTITY, activation_of, aten
 from bagua_syncbn.ops.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
@@ -30,21 +30,25 @@ def test_the_library_has_cuda_kernels():
     assert ops.KERNELS.endswith(", cuda")
 
 
+def layouts_of(shape):
+    return ["contiguous"] + ["channels_last"] * (len(shape) == 4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", [None, "scattered", "lengths"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_equal_the_reference(shape, dtype):
-    check_ops(ops, *tensors(shape, dtype))
-    if len(shape) == 4:
-        check_ops(ops, *tensors(shape, dtype, "channels_last"), torch.float32)
+def test_values_and_gradients_equal_the_reference(shape, mask, dtype):
+    if mask != "lengths" or len(shape) > 2:
+        for layout in layouts_of(shape):
+            check(ops, OpCase(shape, layout, mask=mask), dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_atens_kernels_give_what_the_reference_gives(shape, dtype):
-    if len(shape) == 2 or dtype.itemsize > 2:  # they round products of planar half inputs
-        check_ops(aten, *tensors(shape, dtype), torch.float32)
-    if len(shape) == 4:
-        check_ops(aten, *tensors(shape, dtype, "channels_last"), torch.float32)
+    for layout in layouts_of(shape):
+        if len(shape) == 2 or layout == "channels_last" or dtype.itemsize > 2:  # they round products of planar halves
+            check(aten, OpCase(shape, layout), dtype, "cuda")
 
 
 @pytest.mark.parametrize("shape", [(2**31 // 64 + 3, 64), (1, 1, 2**31 + 5), (3, 2**30 // 2**12, 2**12)], ids=str)
@@ -57,23 +61,9 @@ def test_more_than_two_to_the_31_elements(shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients_with_each_activation_equal_the_reference(dtype):
     inputs = ((8, 64, 28, 28), "contiguous"), ((8, 64, 28, 28), "channels_last"), ((70, 33), "contiguous")
-    for activation, (shape, layout) in zip(
-        (ops.IDENTITY, *map(ops.activation_of, ACTIVATIONS)), cycle(inputs), strict=False
-    ):
-        input, grad_output = tensors(shape, dtype, layout)
-        for residual in (None, input.cos()):
-            check_act_ops(ops, activation, input, grad_output, residual)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_with_a_mask_equal_the_reference(shape, dtype):
-    for layout in ["contiguous"] + ["channels_last"] * (len(shape) == 4):
-        input, grad_output = tensors(shape, dtype, layout)
-        masks = [torch.rand(input.select(1, 0).shape) < 0.5]
-        masks += [torch.randint(shape[-1] + 1, (len(input),))] * (len(shape) > 2)
-        for mask in masks:
-            check_masked_ops(ops, input.clone(), grad_output.clone(), mask.cuda())
+    for activation, (shape, layout) in zip((IDENTITY, *map(activation_of, ACTIVATIONS)), cycle(inputs), strict=False):
+        for residual in (False, True):
+            check(ops, OpCase(shape, layout, activation=activation, residual=residual), dtype, "cuda")
 
 
 # Rows that are aligned and rows that are not, also in groups of channels; channels that fill slots and channels that do
@@ -93,26 +83,15 @@ SMALL = [
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_every_kernel_on_small_inputs(shape, dtype):
     """Under compute-sanitizer too, which slows kernels down a hundredfold."""
-    for layout in ("contiguous", "channels_last"):
-        input, grad_output = tensors(shape, dtype, layout)
-        check_ops(ops, input, grad_output)
-        check_act_ops(ops, ops.activation_of("silu"), input, grad_output, input.cos())
-        for mask in (torch.rand(input.select(1, 0).shape) < 0.5, torch.randint(shape[-1] + 1, (len(input),))):
-            check_masked_ops(ops, input.clone(), grad_output.clone(), mask.cuda())
+    options = {}, {"activation": activation_of("silu"), "residual": True}, {"mask": "scattered"}, {"mask": "lengths"}
+    for layout, given in product(("contiguous", "channels_last"), options):
+        check(ops, OpCase(shape, layout, **given), dtype, "cuda")
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
 def test_every_kernel_that_merges_ranks(buffer_dtype, momentum):
-    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, 300)) for n in (4, 0, 7)]).cuda()
-    buffers = [torch.rand(300).to("cuda", buffer_dtype) for _ in range(2)] + [torch.tensor(4, device="cuda")]
-    wide = [buffer.double() if buffer.is_floating_point() else buffer.clone() for buffer in buffers]
-    results = ops.batch_norm_gather_stats(rows, *buffers, momentum, 1e-5)
-    expected = reference.batch_norm_gather_stats(rows.double(), *wide, momentum, 1e-5)
-    for actual, wanted in zip((*results[:2], *buffers[:2]), (*expected[:2], *wide[:2]), strict=True):
-        assert_close(actual, wanted, "merged")
-    assert results[2] == expected[2]
-    assert buffers[2] == wide[2]
+    check_merge(ops, (4, 0, 7), 300, torch.float32, buffer_dtype, momentum, "cuda")
 
 
 def test_side_streams_do_not_disturb_each_other():

@@ -39,19 +39,20 @@ class OnCPU(TorchFunctionMode):
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu(library):
-    threads, join, made = torch.get_num_threads(), dist.init_process_group, test_gpu_ops.tensors
+    threads, join, compare = torch.get_num_threads(), dist.init_process_group, test_gpu_ops.check
 
-    def few(shape, dtype, *layout):
+    def check(ops, case, dtype, device):
         """A sample of each image, and few channels and values: emulated, a million values take 0.1 s."""
-        most = 40000 if dtype == torch.float16 else 40  # test_cuda_bindings tries the kernels in all dtypes
-        sizes = [min(size, most) for size in shape]
-        return made((1, min(sizes[1], 16), *sizes[2:]) if len(shape) == 4 else sizes, dtype, *layout)
+        most = 40000 if dtype == torch.float16 else 40  # test_values.py tries the kernels in all dtypes
+        sizes = [min(size, most) for size in case.shape]
+        shape = (1, min(sizes[1], 16), *sizes[2:]) if len(sizes) == 4 else tuple(sizes)
+        compare(ops, case._replace(shape=shape), dtype)
 
     torch.set_num_threads(1)
     library.emulate_stream(0, 0, False)
     with (
         patch.object(test_gpu_ops, "ops", SimpleNamespace(**vars(ops) | vars(library.ops))),
-        patch.object(test_gpu_ops, "tensors", few),
+        patch.object(test_gpu_ops, "check", check),
         patch.object(dist, "init_process_group", lambda backend, device_id=None, **rest: join("gloo", **rest)),
         patch.object(test_gpu_layers, "DistributedDataParallel", lambda model, **_: DistributedDataParallel(model)),
         patch.multiple(torch, **ATEN),

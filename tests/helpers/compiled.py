@@ -24,15 +24,16 @@ def compile_once(command: Sequence[str], source: Path, trees: Sequence[Path]) ->
     Args:
         command: the compiler and its flags.
         source: the file.
-        trees: the folders with all that it includes, but for headers of the system; where they lie does not matter.
-            But for what lies in a folder cpu/.
+        trees: the folders with all headers that it includes, but for those of the system and what lies in a folder
+            cpu/; where they lie does not matter.
     """
     text = "\n".join([version(command[0]), *command, source.name])
     for number, tree in enumerate(trees):
         text = text.replace(str(tree), f"<{number}>")
     digest = hashlib.sha256(text.encode())
-    for path in (path for tree in trees for path in sorted(tree.rglob("*.*")) if "cpu" not in path.parts):
-        digest.update(path.name.encode() + path.read_bytes())
+    for path in (path for tree in trees for path in sorted(tree.rglob("*.*"))):
+        if path == source or (path.suffix not in (".cpp", ".cu") and "cpu" not in path.parts):
+            digest.update(path.name.encode() + path.read_bytes())
     target = PLACE / f"{source.stem}-{digest.hexdigest()[:20]}{'.gch' if source.suffix == '.h' else '.o'}"
     PLACE.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:

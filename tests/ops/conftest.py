@@ -1,10 +1,45 @@
-"""The emulated CUDA kernels, which tests of the ops share."""
+"""The implementations of the ops that tests compare with the definition."""
+
+from unittest.mock import patch
 
 import pytest
-from emulated import build, find_headers
+import torch
+from aten_functions import ATEN
+
+import bagua_syncbn.ops
+from bagua_syncbn.ops import aten
 
 
-@pytest.fixture(scope="session")
-def built(tmp_path_factory):
-    """The CUDA kernels for the CPU, compiled once."""
-    return build(tmp_path_factory.mktemp("emulator"), find_headers())
+@pytest.fixture
+def called():
+    """The names of ATen's functions for CUDA that were called; functions of the CPU stand for them."""
+    names = []
+
+    def noted(name):
+        return lambda *arguments: (names.append(name), ATEN[name](*arguments))[1]
+
+    with patch.multiple(torch, **{name: noted(name) for name in ATEN}):
+        yield names
+
+
+@pytest.fixture
+def emulated(library):
+    """The ops with CUDA kernels, on CPU tensors."""
+    library.emulate_stream(0, 0, False)
+    return library.ops
+
+
+@pytest.fixture(params=[pytest.param("here", marks=pytest.mark.reference_too), "emulated", "aten"])
+def implementation(request):
+    """The name of an implementation, and its ops: those that run here, the CUDA kernels, and ATen's."""
+    if request.param == "emulated":
+        return request.param, request.getfixturevalue("emulated")
+    if request.param == "aten":
+        request.getfixturevalue("called")
+        return request.param, aten
+    return request.param, bagua_syncbn.ops
+
+
+@pytest.fixture
+def ops(implementation):
+    return implementation[1]

@@ -33,7 +33,8 @@ for environment in "$@"; do
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
       tests/contract tests/layer/test_layer.py tests/layer/test_errors.py tests/layer/test_wrappers.py \
-      tests/conversion tests/communicators tests/ops/test_ops.py tests/ops/test_native.py tests/tools/test_info.py \
+      tests/conversion tests/communicators tests/ops/test_ops.py tests/ops/test_native.py tests/ops/test_values.py \
+      tests/ops/test_words.py tests/tools/test_info.py \
       tests/autograd/test_capture.py tests/autograd/test_compile.py tests/autograd/test_double_backward.py \
       tests/autograd/test_fused.py tests/autograd/test_recompute_outputs.py \
       tests/autograd/test_recomputation.py tests/autograd/test_transforms.py)

@@ -3,7 +3,12 @@
 
 #include "../../../csrc/cuda/torch/context.h"
 
+#include <malloc.h>
+
 namespace {
+
+// Memory that nobody has written to holds 0xfe in all bytes, a large number of any type: what is read from there shows.
+[[maybe_unused]] const int perturbed = mallopt(M_PERTURB, 1);
 
 struct Place {
   bagua_syncbn::cuda::Stream stream = nullptr;

@@ -8,6 +8,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -44,7 +45,6 @@ namespace emulator {
 
 thread_local Place place;
 dim3 grid_size, block_size;
-int launches = 0;
 
 namespace {
 
@@ -74,9 +74,10 @@ thread_local void* scheduler = nullptr;
 thread_local const void* scheduler_stack = nullptr;
 thread_local size_t scheduler_stack_size = 0;
 
-// The launch's. Used by the worker whose turn it is, so that the same seed gives the same order.
+// The launch's. Used by the worker whose turn it is, so that the same launches give the same orders.
 constexpr size_t kWorkers = 3;
-std::mt19937_64 random_bits;
+std::mt19937_64 random_bits;  // another order in each launch
+int launches = 0;
 const std::function<void()>* body = nullptr;
 std::string failure;
 std::vector<unsigned> blocks_left;
@@ -218,7 +219,7 @@ void work(size_t worker, dim3 threads, const std::vector<char*>& stacks) {
 }
 
 // Stacks for the fibers of each worker, kept from launch to launch.
-std::vector<char*>& stacks_of(size_t worker, size_t count) {
+const std::vector<char*>& stacks_of(size_t worker, size_t count) {
   static std::vector<char*> stacks[kWorkers];
   while (stacks[worker].size() < count) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -231,10 +232,6 @@ std::vector<char*>& stacks_of(size_t worker, size_t count) {
 
 }  // namespace
 
-void set_seed(uint64_t seed) {
-  random_bits.seed(seed);
-}
-
 const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kernel) {
   ++launches;
   failure.clear();
@@ -245,15 +242,17 @@ const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kerne
   blocks_left.resize(all);
   std::iota(blocks_left.begin(), blocks_left.end(), 0);
   std::shuffle(blocks_left.begin(), blocks_left.end(), random_bits);
-  workers_left.resize(std::min(all, kWorkers));
+  const size_t count = random_bits() % 4 == 0 ? std::min(all, kWorkers) : 1;
+  workers_left.resize(count);
   std::iota(workers_left.begin(), workers_left.end(), 0);
-  turn = random_bits() % workers_left.size();
-  std::vector<std::thread> workers;
-  const size_t count = workers_left.size();
-  for (size_t i = 0; i < count; ++i) {
-    workers.emplace_back(work, i, threads, std::cref(stacks_of(i, size_t(threads.x) * threads.y)));
-  }
-  for (std::thread& worker : workers) worker.join();
+  turn = random_bits() % count;
+  const size_t fibers_of_block = size_t(threads.x) * threads.y;
+  for (size_t i = 0; i < count; ++i) stacks_of(i, fibers_of_block);  // makes them, before there are threads
+  const auto work_as = [&](size_t worker) { work(worker, threads, stacks_of(worker, fibers_of_block)); };
+  std::vector<std::thread> others;
+  for (size_t i = 1; i < count; ++i) others.emplace_back(work_as, i);
+  work_as(0);  // on this thread: to wait for another takes longer than most blocks run
+  for (std::thread& worker : others) worker.join();
   return failure.empty() ? nullptr : failure.c_str();
 }
 
@@ -282,3 +281,7 @@ uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance) {
 }
 
 }  // namespace emulator
+
+extern "C" int count_launches() {
+  return std::exchange(emulator::launches, 0);
+}

@@ -1,11 +1,12 @@
 // Runs CUDA kernels on the CPU, for tests: what the kernels in csrc/cuda use of the language, as plain C++.
 //
-// A block's threads are fibers, resumed in random order. A few blocks at a time are under way, each on a system thread,
-// whose thread-local variables are its shared memory; one of them runs, and hands over at random. A thread runs until
-// it waits: at a barrier, or in a shuffle for the other lanes of the mask; or until it has counted something up, after
-// which other blocks may run. What could only happen by accident on a GPU happens here after a few seeds: a barrier or
-// a shuffle that not all reach is an error, and so is a shuffle from outside its mask or with masks that differ; a
-// missing barrier gives wrong results. Not to be seen here: missing fences between blocks, and races within a stretch.
+// A block's threads are fibers, resumed in random order. In one launch of four, a few blocks at a time are under way,
+// each on a system thread, whose thread-local variables are its shared memory; one of them runs, and hands over at
+// random. A thread runs until it waits: at a barrier, or in a shuffle for the other lanes of the mask; or until it has
+// counted something up, after which other blocks may run. What could only happen by accident on a GPU happens here
+// after a few launches: a barrier or a shuffle that not all reach is an error, and so is a shuffle from outside its
+// mask or with masks that differ; a missing barrier gives wrong results. Not to be seen here: missing fences between
+// blocks, and races within a stretch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,9 +31,6 @@ struct Place {
 };
 extern thread_local Place place;
 extern dim3 grid_size, block_size;
-extern int launches;
-
-void set_seed(uint64_t seed);
 
 // Returns nullptr, or what a thread did wrong.
 const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kernel);

@@ -1,0 +1,211 @@
+"""The CUDA kernels and what binds them to torch, on CPU tensors: run by ``tests/ops/emulator`` in random order.
+
+What the ops compute: test_values.py. ``make sanitize`` runs both under sanitizers. What the emulator cannot show: a
+missing fence between blocks, and speed.
+"""
+
+import mmap
+import re
+import warnings
+
+import pytest
+import torch
+from aten_functions import ATEN
+from cases import laid_out
+from comparison import OpCase, check, check_merge
+from compiled import ROOT
+from tolerances import assert_close
+from torch.profiler import ProfilerActivity, profile
+
+from bagua_syncbn.ops import activation_of, fallback, reference
+from bagua_syncbn.ops.activations import ACTIVATIONS
+
+SPLIT = (1, 1, 40000)  # a shape whose reductions are split
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
+def test_the_gradient_is_written_where_it_is_asked_for(emulated, layout):
+    """In place of the other, with the same bits, and of a residual to a tensor of any layout."""
+    input, grad_output = torch.randn(2, 2, 16, 5, 6).unbind()
+    ones, sums, count = torch.ones(16), torch.randn(32), torch.tensor(60)
+    for own in ("contiguous", "channels_last"):
+        x, grad = laid_out(input, own), laid_out(grad_output, layout)
+        expected = emulated.batch_norm_backward_elemt(grad_output, input, None, ones, ones, sums, count)
+        emulated.batch_norm_backward_elemt_(grad, x, None, ones, ones, sums, count)
+        assert torch.equal(grad, expected)
+        emulated.batch_norm_backward_reduce(grad_output, x, ones, ones, None, None, None, None, None, 1, 0.0, grad)
+        assert torch.equal(grad, grad_output.where(input > 1, 0))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 30000), (5000, 16)])
+def test_sums_have_the_same_bits_in_any_order(emulated, shape):
+    (input, grad_output), ones = torch.randn(2, *shape).unbind(), torch.ones(shape[1])
+    mask = torch.rand(shape[0], *shape[2:]) < 0.3
+    results = set()
+    for _ in range(4):
+        stats = emulated.batch_norm_stats(input), emulated.batch_norm_stats(input, mask=mask)
+        sums = emulated.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)
+        results.add(torch.cat([*stats, *sums]).numpy().tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 9, 256, 257, 600])
+def test_the_merge_of_many_ranks_has_the_same_bits_in_any_order(emulated, ranks):
+    """Around the sizes of a group and a tile; channels of equal values get the same bits, in any order of threads."""
+    rows = torch.randn(ranks, 42).double()
+    rows[:, 20:40].abs_()
+    rows[:, 40], rows[:, 41] = torch.randint(0, 9, (ranks,)), torch.randint(0, 2, (ranks,))
+    rows[:, [19, 39]] = rows[:, [0, 20]]
+    expected = reference.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)
+    merged = [emulated.batch_norm_gather_stats(rows, None, None, None, None, 1e-5) for _ in range(3)]
+    for mean, invstd, count in merged:
+        assert (count, mean[0], invstd[0]) == (expected[2], mean[19], invstd[19])
+        torch.testing.assert_close((mean, invstd), expected[:2], rtol=1e-13, atol=1e-14)
+        assert torch.equal(mean, merged[0][0])
+        assert torch.equal(invstd, merged[0][1])
+
+
+@pytest.mark.parametrize("rows", [torch.rand(8, 2).T, torch.rand(2, 16)[:, ::2]], ids=["transposed", "sliced"])
+def test_gathered_rows_may_be_strided_views(emulated, rows):
+    rows[:, -2:] = torch.tensor([[3.0, 0.0], [5.0, 1.0]])
+    results = emulated.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)
+    expected = reference.batch_norm_gather_stats(rows.double(), None, None, None, None, 1e-5)
+    assert_close(results[0], expected[0], "mean")
+    assert results[2] == 2**24 + 8
+
+
+@pytest.mark.parametrize("sizes", [(1, 2000, 2**31), (2**31, 2000, 8)], ids=["values", "samples"])
+def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
+    """No card has the memory for them, nor has this machine: what was not reserved cannot be read, and is not."""
+    memory = mmap.mmap(-1, 2 * torch.Size(sizes).numel(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have it writable
+        input = torch.frombuffer(memory, dtype=torch.bfloat16).view(sizes)
+    with pytest.raises(RuntimeError, match="more than 2\\^30 values in a row, slots of a channel, or rows"):
+        emulated.batch_norm_stats(input)
+
+
+def test_the_last_block_has_seen_what_all_others_wrote():
+    """In the source, since the emulator runs one thread at a time: it sees no missing release, acquire or barrier."""
+    source = (ROOT / "csrc" / "cuda" / "reduce.cuh").read_text()
+    body = source[source.index("bool arrives_last(") :]
+    steps = re.findall(r"__syncthreads|count_up|return", body[: body.index("\n}")])
+    assert steps == ["__syncthreads", "count_up", "__syncthreads", "return"]
+    assert "atom.acq_rel.gpu" in source
+
+
+def test_the_same_activations_are_cheap_in_both_tables():
+    cheap = re.findall(r"DO\((\w+), true\)", (ROOT / "csrc" / "activations.h").read_text(encoding="ascii"))
+    names = [name for name in ACTIVATIONS if activation_of(name).is_cheap]
+    assert [name.title().replace("_", "") for name in names] == cheap
+
+
+def test_all_must_be_on_one_device(emulated):
+    """Called past the dispatcher, which would send a call with a meta tensor elsewhere."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    x, c, count, mask = torch.ones(2, 3, 4), torch.ones(3), torch.tensor(8), torch.ones(2, 4, dtype=torch.bool)
+    calls = {
+        emulated.batch_norm_gather_stats: ([torch.ones(2, 8), c, c, count, 0.1, 1e-5], range(1, 4)),
+        emulated.batch_norm_elemt: ([x, c, c, c, c, mask, x, 1], range(1, 7)),
+        emulated.batch_norm_backward_reduce: ([x, x, c, c, c, None, mask, c, x, 1, 0.0, x], (0, 2, 3, 6, 7, 8, 11)),
+        emulated.batch_norm_backward_elemt: (
+            [x, x, c, c, c, torch.ones(6), count, 1, None, 0, mask, False, c, 1],
+            (0, *range(2, 7), 10, 12),
+        ),
+        emulated.batch_norm_backward_elemt_: ([x, x, c, c, c, torch.ones(6), count], range(2, 7)),
+    }
+    for op, (arguments, places) in calls.items():
+        for place in places:
+            elsewhere = [a.to("meta") if i == place else a for i, a in enumerate(arguments)]
+            message = "expected it on the device of the other arguments, got a device of another kind beside cpu"
+            with pytest.raises(RuntimeError, match=f"^{op._schema.arguments[place].name}: {message}$"):
+                op.redispatch(keys, *elsewhere)
+
+
+def aten_calls(function, *args):
+    """The ATen ops that ``function(*args)`` runs, outermost ones only."""
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        function(*args)
+    events = [event for event in prof.events() if event.name.startswith("aten::")]
+    return [e.name for e in events if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")]
+
+
+def test_each_op_is_one_kernel_and_nothing_is_copied_filled_or_read_in_between(emulated, library):
+    """Whatever op of ATen a call came to would be a launch, or worse, on a GPU. Memory is allocated by none."""
+    emulated.batch_norm_stats(torch.randn(SPLIT))  # makes the counters of the stream
+    for shape in ((4, 3, 8, 8), (5000, 8), SPLIT):
+        x, g = torch.randn(2, *shape).unbind()
+        c = torch.ones(shape[1])
+        sums, rows, counter = c.repeat(2), torch.ones(2, 2 * len(c) + 2), torch.tensor(0)
+        mask, gradient = x.select(1, 0) > 0, (g, x, c, c, c, sums, counter)
+        calls = [
+            (emulated.batch_norm_stats, (x,)),
+            (emulated.batch_norm_stats, (x, None, 0, mask)),
+            (emulated.batch_norm_gather_stats, (rows, c.clone(), c.clone(), counter, None, 1e-5)),
+            (emulated.batch_norm_elemt, (x, c, c, c, c)),
+            (emulated.batch_norm_elemt, (x, c, c, c, c, mask, g, 1, 0.0)),
+            (emulated.batch_norm_backward_reduce, (g, x, c, c, c)),
+            (emulated.batch_norm_backward_reduce, (g, x, c, c, c, None, mask, c, g, 1, 0.0, x + 0)),
+            (emulated.batch_norm_backward_elemt, gradient),
+            (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, mask, True, c, 1, 0.0)),
+            (emulated.batch_norm_backward_elemt_, gradient),
+        ]
+        for op, arguments in calls:
+            library.count_launches()
+            assert aten_calls(op, *arguments) == []
+            assert library.count_launches() == 1
+    # An empty copy launches nothing.
+    assert set(aten_calls(emulated.batch_norm_stats, torch.ones(0, 3, 4), 7, 9)) <= {"aten::copy_"}
+
+
+def test_each_stream_has_counters_of_its_own_which_are_made_once(emulated, library):
+    input = torch.randn(SPLIT)
+    expected = emulated.batch_norm_stats(input)
+
+    def sets_made(handle, id, capturing=False):
+        library.emulate_stream(handle, id, capturing)
+        results = []
+        made = aten_calls(lambda: results.append(emulated.batch_norm_stats(input))).count("aten::new_zeros")
+        assert torch.equal(results[0], expected)
+        return made
+
+    assert [sets_made(100, 7) for _ in range(3)] == [1, 0, 0]
+    assert [sets_made(200, 8) for _ in range(2)] == [1, 0]
+    assert sets_made(100, 7) == 0
+    # The handle of a destroyed stream has come back as another one's.
+    assert [sets_made(100, 9) for _ in range(2)] == [1, 0]
+    assert sets_made(200, 8) == 0
+    # A captured kernel takes no set that others have, and leaves none to them.
+    assert [sets_made(100, 9, capturing=True) for _ in range(2)] == [1, 1]
+    assert sets_made(300, 10, capturing=True) == 1
+    assert [sets_made(300, 10) for _ in range(2)] == [1, 0]
+    # Where nothing is split there is nothing to count.
+    library.emulate_stream(400, 11, False)
+    assert aten_calls(lambda: emulated.batch_norm_stats(torch.randn(2, 3, 4))).count("aten::new_zeros") == 0
+    assert sets_made(400, 11) == 1
+
+
+@pytest.mark.parametrize(("support", "message"), [
+    (1, r"CUDA 13\.0, which needs an NVIDIA driver for CUDA 13 \(580 or later\); the one here is for CUDA 12\.8"),
+    (2, "CUDA 13.0 for other cards. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS"),
+], ids=["old driver", "no machine code"])  # fmt: skip
+def test_where_the_kernels_do_not_run_atens_compute_and_say_so_once(emulated, library, monkeypatch, support, message):
+    assert fallback.describe(0, 13000, 13010) is None
+    monkeypatch.setattr(fallback, "cuda_problem", lambda device: fallback.describe(support, 13000, 12080))
+    monkeypatch.setattr(fallback, "_warned", set())
+    for name, function in ATEN.items():
+        monkeypatch.setattr(torch, name, function)
+    input = torch.randn(SPLIT).half()
+    emulated.batch_norm_stats(input)  # makes the counters of the stream
+    library.emulate_support(support)
+    try:
+        with pytest.warns(RuntimeWarning, match=message):
+            emulated.batch_norm_stats(input)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_merge(emulated, (4, 3), 5, torch.float32, torch.float32, None)
+            check(emulated, OpCase(SPLIT), torch.float16)
+        assert aten_calls(emulated.batch_norm_stats, input) != []
+    finally:
+        library.emulate_support(0)
+    assert aten_calls(emulated.batch_norm_stats, input) == []

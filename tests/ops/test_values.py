@@ -1,0 +1,237 @@
+"""What the ops compute is what they are defined to compute, in each implementation: tables of cases."""
+
+from itertools import product
+
+import pytest
+import torch
+from cases import SHAPES_IN_LAYOUTS
+from comparison import OpCase, check, check_activation, check_merge, check_not_finite
+from tolerances import DTYPES
+from wrong_arguments import WRONG_ARGUMENTS, check_refused
+
+from bagua_syncbn.ops import IDENTITY, KERNELS, activation_of, reference
+from bagua_syncbn.ops.activations import ACTIVATIONS
+
+GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7)))]
+POSITIONS = ["scattered", "none", "all"]
+MASKS = [*POSITIONS, "lengths", "padded"]
+
+# On a CPU, vectors hold 4 to 16 values and sums 64 lanes; rows come in groups of 8 and tiles of at most 256, spans have
+# 16384 values, and parts 32768 at least.
+CPU_ROWS = [
+    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47),
+    *(63, 64, 65, 79, 127, 128, 129, 1021, 16384, 16385, 40000),
+]
+CPU_WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130, 257]
+CPU_EDGES = [
+    *((batch, channels, size) for size in CPU_ROWS for batch, channels in ((1, 1), (3, 2))),
+    *((70 if size < 2000 else 5, 1, size) for size in CPU_ROWS),  # in several parts
+    *product((1, 2, 7, 8, 9, 255, 256, 257, 1000), CPU_WIDTHS),
+]
+# On CUDA, around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a
+# block of 256 slots, and two batches of one, from which on there are parts. The last of each list has 136 parts of
+# float32, more than the last block loads at once.
+CUDA_EDGES = [
+    *((3, 3, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
+    *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),
+    *((1, 1, size) for size in (4095, 8192, 16383, 16384, 16385, 40000)),
+    *((70, 3, 7), (257, 1, 49), (520, 2, 31), (2, 300, 4)),
+    *product((1, 2, 7, 33), (1, 2, 3, 4, 8, 9, 16, 31, 32, 33, 64, 65, 72)),
+    *product((255, 256, 257), (1, 5, 8)),
+    *((2047, 8), (2048, 8), (2049, 8), (4100, 3), (530, 40), (1000, 136), (3, 260), (4700, 64), (18600, 16)),
+]
+CUDA_MASKED = [
+    *((3, 3, size) for size in (1, 2, 7, 8, 16, 33, 64)),
+    *((2, 1, 1025), (1, 2, 40000), (70, 3, 7), (257, 1, 49), (3, 2, 5, 8), (2, 2, 7, 9)),
+    *((1, 5), (33, 8), (257, 5), (2049, 8), (4100, 3), (1000, 136), (18600, 16)),
+]
+# Rows of a part of a vector, of vectors and a part, and of more values than a chunk has, which is 128.
+CPU_ACTIVATED = [(5, 3, 7), (3, 4, 33), (2, 3, 131), (2, 2, 300), (40, 5), (33, 47), (9, 130), (300, 64)]
+CUDA_ACTIVATED = [
+    *((3, 3, 5), (3, 3, 33), (2, 1, 257), (2, 2, 8200), (70, 3, 7)),
+    *((7, 5), (33, 9), (257, 8), (2049, 8), (530, 40)),
+]
+LAYOUTS = [
+    *SHAPES_IN_LAYOUTS,
+    *(((3, 5, 4, 7), layout) for layout in ("sliced", "transposed", "channels_last")),
+    *(((5, 6), layout) for layout in ("sliced", "transposed")),
+    *(((2, 1, 3, 3), "channels_last"), ((2, 3, 1, 1), "channels_last"), ((2, 300, 5, 3), "channels_last")),
+    ((3, 3, 40, 30), "channels_last"),
+]
+OFFSETS = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (5, 5, 5), (3, 0, 0), (0, 1, 0), (0, 0, 1), (8, 1, 8)]
+
+
+def edges(name, dtype):
+    """On CUDA 132 groups of channels too, whose rows end together at a multiple of 16 bytes, or half of that."""
+    width = 16 // dtype.itemsize
+    groups = (
+        *((9, 132 * width, 4 * width + 1), (2, 264, 4 * width + width // 2), (3, 263, 4 * width + width // 2)),
+        *([(5, 132 * width, 129)] if width <= 4 else []),  # a block of one row, which has more samples than a batch
+    )
+    return [OpCase(shape) for shape in (CPU_EDGES if name == "here" else [*CUDA_EDGES, *groups])]
+
+
+def masked(name, dtype):
+    shapes = [(70, 3, 7), (2, 2, 70000)] if name == "here" else CUDA_MASKED
+    laid = [*((shape, "contiguous") for shape in shapes), *LAYOUTS, ((3, 5, 40, 19), "channels_last")]
+    for shape, layout in [*laid, ((3, 5, 40, 19), "contiguous")]:
+        for mask in (MASKS if len(shape) > 2 else POSITIONS)[: 5 if torch.Size(shape).numel() < 20000 else 1]:
+            yield OpCase(shape, layout, mask=mask)
+    for shape, mask in (
+        ((3, 2, 64), "lengths"),
+        ((3, 2, 49), "padded"),
+        ((9, 64), "scattered"),
+        ((1, 1, 20001), "lengths"),
+    ):
+        yield OpCase(shape, offsets=(3, 3, 3), mask=mask)
+
+
+def activated(name, dtype):
+    shapes = CPU_ACTIVATED if name == "here" else CUDA_ACTIVATED
+    for number, activation in enumerate(GIVEN):
+        if name == "here" and dtype.itemsize == 2 and not activation.is_cheap:
+            continue  # a gradient is rounded before it is added up
+        laid = [
+            *((shape, "contiguous") for shape in (shapes if name == "here" else shapes[number % 2 :: 2])),
+            *LAYOUTS[number % 3 :: 3],
+        ]
+        for (shape, layout), residual in product(laid, (False, True)):
+            parameters = None if number % 2 else torch.float32
+            yield OpCase(shape, layout, parameters=parameters, activation=activation, residual=residual)
+        for offsets in OFFSETS[number % 2 :: 2]:
+            yield OpCase((3, 2, 64 - number % 2), offsets=offsets, activation=activation, residual=True)
+            yield OpCase((9, 64), offsets=offsets, activation=activation, residual=True)
+
+
+def masked_and_activated(name, dtype):
+    shapes = ((3, 3, 33), (2, 3, 700), (2, 2, 8200), (3, 2, 7, 9), (33, 9), (2049, 8))
+    laid = [*((shape, "contiguous") for shape in shapes), ((2, 16, 5, 6), "channels_last"), ((4, 5, 9), "transposed")]
+    if name == "here" and dtype.itemsize == 2:
+        return  # as above
+    for number, ((shape, layout), residual) in enumerate(product(laid, (False, True))):
+        for mask in MASKS if len(shape) > 2 else POSITIONS:
+            yield OpCase(shape, layout, mask=mask, activation=GIVEN[1 + number % len(ACTIVATIONS)], residual=residual)
+
+
+TABLE = {
+    "rows of every length": edges,
+    "layouts": lambda *_: [OpCase(shape, layout) for shape, layout in LAYOUTS],
+    "gradients of another layout": lambda *_: [
+        OpCase((2, 16, 5, 6), layout, grad_layout, activation=activation)
+        for layout, grad_layout in product(("contiguous", "channels_last", "sliced", "transposed"), repeat=2)
+        for activation in (None, activation_of("relu"))
+    ],
+    "addresses": lambda *_: [
+        OpCase(shape, offsets=offsets)
+        for shape in ((3, 2, 64), (3, 2, 49), (9, 64), (2, 1, 2**15), (1, 1, 20001), (2, 3, 5))
+        for offsets in OFFSETS
+    ],
+    "parameters": lambda *_: [
+        OpCase(shape, parameters=dtype) for shape in ((4, 5, 33), (40, 16)) for dtype in (None, *DTYPES)
+    ],
+    "masks": masked,
+    "activations": activated,
+    "masks and activations": masked_and_activated,
+}
+OF_ATEN = ("layouts", "addresses", "parameters")  # the reference computes the rest
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cases", TABLE)
+def test_values_and_gradients_equal_the_definition(implementation, cases, dtype):
+    name, ops = implementation
+    if name == "aten" and cases not in OF_ATEN:
+        pytest.skip("the reference computes them")
+    for case in TABLE[cases](name, dtype):
+        check(ops, case, dtype)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("buffer_dtype", [None, *DTYPES], ids=str)
+def test_the_merge_of_ranks_equals_the_definition(ops, buffer_dtype, momentum):
+    sizes = ((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4), (range(67), 37)
+    for (ranks, channels), dtype in product(sizes, DTYPES[:2]):
+        check_merge(ops, ranks, channels, dtype, buffer_dtype, momentum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_running_statistics_that_are_strided_views_are_updated(ops, dtype):
+    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, 3)) for n in (4, 0, 7)])
+    expected, strided = torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 7, dtype=dtype)
+    ops.batch_norm_gather_stats(rows, *expected.unbind(), None, 0.3, 1e-5)
+    ops.batch_norm_gather_stats(rows, *strided[:, 1::2].unbind(), None, 0.3, 1e-5)
+    assert torch.equal(strided[:, 1::2], expected)
+    assert not strided[:, ::2].any()
+
+
+@pytest.mark.parametrize("activation", GIVEN, ids=str)
+def test_activations_and_their_derivatives_are_those_of_torch(ops, activation):
+    for dtype in DTYPES[:2]:
+        check_activation(ops, activation, dtype)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_stay_in_their_channel(ops, value):
+    for dtype, shape, where in product(DTYPES, ((5, 4, 33), (1, 3, 20000), (70, 33), (3000, 8)), (0, -1)):
+        check_not_finite(ops, torch.randn(shape).to(dtype), value, where)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0)])
+def test_empty_input_gives_zeros_and_its_own_shape(ops, shape):
+    channels = shape[1]
+    for dtype, mask in product((torch.float32, torch.float64), (None, torch.zeros(shape[0], dtype=torch.int64))):
+        if mask is not None and len(shape) == 2:
+            continue
+        input, ones = torch.ones(shape, dtype=dtype), torch.ones(channels, dtype=dtype)
+        assert ops.batch_norm_stats(input, 7 * 2**24 + 5, 9, mask).tolist() == [0] * (2 * channels + 2) + [7, 5, 9]
+        for residual, activation in ((None, 0), (input, 5)):
+            after = mask, residual, activation
+            assert ops.batch_norm_elemt(input, None, ones, ones, ones, *after).shape == shape
+            through = 5 * 2**24 + 3, mask, None, residual, activation
+            sums, *grads = ops.batch_norm_backward_reduce(input, input, ones, ones, ones.half(), *through)
+            assert sums.tolist() == [0] * (2 * channels) + [3, 9, 0, 0, 5, 25]
+            assert [(grad.tolist(), grad.dtype) for grad in grads] == [([0] * channels, torch.float16)] * 2
+            arguments = input, input, None, ones, ones, ones.repeat(2), torch.tensor(0)
+            given = ops.batch_norm_backward_elemt(*arguments, 1, None, 0, mask, False, ones, activation)
+            assert given.shape == shape
+        ops.batch_norm_backward_elemt_(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 128 * 128), (4 * 128 * 128, 3), (2 * 128 * 128, 8)])
+def test_statistics_survive_data_that_drifts_and_has_outliers(ops, shape):
+    """Deviations are from means of a few of the values: no choice of those may spoil the variance."""
+    input = torch.randn(shape) * 1e-2 + 1e3
+    input.view(-1)[: input.numel() // 32] = 0  # the first rows are far off
+    input.view(-1)[1] = 1e6
+    input += torch.linspace(0, 100, shape[-1])
+    for mask in (None, torch.rand(shape[0], *shape[2:]) < 0.3):
+        packed = ops.batch_norm_stats(input, mask=mask)
+        expected = reference.batch_norm_stats(input.double(), mask=mask)
+        torch.testing.assert_close(packed.double(), expected, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(20, 3, 1003), (2, 3, 30000), (5000, 16)])  # rows of the first end in empty slots
+def test_statistics_survive_a_mean_large_beside_the_deviation(ops, shape):
+    input = torch.randn(shape) * 1e-2 + 1e3
+    for mask in (None, torch.rand(shape[0], *shape[2:]) < 0.3):
+        packed = ops.batch_norm_stats(input, mask=mask)
+        expected = reference.batch_norm_stats(input.double(), mask=mask)
+        torch.testing.assert_close(packed.double(), expected, rtol=2e-6, atol=0)
+
+
+def test_a_gradient_of_one_value_for_all_positions_is_taken(ops):
+    grad, input = torch.tensor(2.0).expand(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
+    ones, sums, count = torch.ones(4), torch.ones(8), torch.tensor(90)
+    for function in (
+        lambda dy: ops.batch_norm_backward_reduce(dy, input, ones, ones, None),
+        lambda dy: ops.batch_norm_backward_elemt(dy, input, None, ones, ones, sums, count),
+    ):
+        torch.testing.assert_close(function(grad), function(grad.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused_by_name(implementation, call, message):
+    name, ops = implementation
+    if name == "aten" or (name == "here" and KERNELS == "reference"):
+        pytest.skip("torch refuses them in its own words")
+    check_refused(ops, call, message)
