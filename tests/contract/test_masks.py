@@ -158,6 +158,19 @@ def test_an_activation_after_the_layer_sees_the_zeros():
         torch.testing.assert_close(fused(input), model(input))
 
 
+@pytest.mark.parametrize("name", ["mask", "lengths"])
+def test_masks_may_be_written_to_before_backward(name):
+    layer, (input, grad_output), grads = make_layer(3), draw((4, 3, 9)), []
+    for is_written in (False, True):
+        mask = torch.rand(4, 1, 9) < 2 if name == "mask" else torch.full((4,), 5)
+        x = input.clone().requires_grad_()
+        output = layer(x, **{name: mask})
+        if is_written:
+            mask[1:] = 0
+        grads.append(torch.autograd.grad(output, x, grad_output))
+    torch.testing.assert_close(*grads)
+
+
 def test_masked_counts_beyond_float32_are_exact():
     count = 2**24 + 3
     mask = torch.ones(1, count + 5, dtype=torch.bool)
