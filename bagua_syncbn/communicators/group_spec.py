@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import bagua, c10d, shared
 from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, ranks_by_rule, rule_of, told
+from .jobs import job_of
 from .local import LOCAL
 
 
@@ -92,7 +93,11 @@ class CachedCommunicator:
         """Makes the communicator in the running job, whether or not there is an older one, and returns it."""
         world = bagua.default_group() or c10d.default_group()
         communicator = self._make()
-        self._world = _clearing_ref(self, world)
+
+        def clear(_: Any) -> None:
+            self.communicator = None
+
+        self._world = ref(world, clear)
         self.communicator = communicator
         return communicator
 
@@ -105,39 +110,15 @@ class CachedCommunicator:
             return LOCAL
         if bagua.is_initialized():
             return bagua.communicator_among(ranks)
-        return make_communicator(ranks, self.rule, given)
+        what = told(self.rule) if given is None else f"group {given.group_name!r} of ranks {self.rule}"
+        job = job_of(c10d.default_group())
+        return shared.communicator_of(job.layers_group(ranks, what, given, like_given=is_ranks(self.rule)))
 
     def ranks(self) -> tuple[int, ...]:
         """Returns the ranks of the group that this rank is in, in the running job."""
         if bagua.is_initialized() and (self.rule is None or is_ranks(self.rule)):
             return bagua.own_ranks(self.rule)
-        return group_ranks(self.rule, c10d.job_of(c10d.default_group()))
-
-
-def _clearing_ref(cached: CachedCommunicator, group: Any) -> Callable[[], Any]:
-    """Returns a weak reference to ``group``; the end of ``group`` empties ``cached``."""
-
-    def clear(_: Any) -> None:
-        cached.communicator = None
-
-    return ref(group, clear)
-
-
-def make_communicator(ranks: tuple[int, ...], rule: Rule, given: Any) -> Communicator:
-    """Returns the communicator that only layers use; its members make it together at the first use.
-
-    Args:
-        ranks: the members, as ranks of the running torch.distributed job.
-        rule: the rule that ``ranks`` come from.
-        given: the group that the user gave in place of a description, or None.
-    """
-    job = c10d.job_of(c10d.default_group())
-    group = job.layers_group(ranks, _told(rule, given), given, like_given=is_ranks(rule))
-    return shared.communicator_of(group)
-
-
-def _told(rule: Rule, given: Any) -> str:
-    return told(rule) if given is None else f"group {given.group_name!r} of ranks {rule}"
+        return group_ranks(self.rule, job_of(c10d.default_group()))
 
 
 _cached_for_rule: dict[Rule, CachedCommunicator] = {}
@@ -147,18 +128,15 @@ _numbered: WeakValueDictionary[int, CachedCommunicator] = WeakValueDictionary()
 _caching = Lock()
 
 
-def _cached_of_rule(rule: Rule) -> CachedCommunicator:
+def _cached_for(rule: Rule, group: Any = None) -> CachedCommunicator:
+    """Returns the cached communicator of a rule, or of a group that the user gave, whose ranks ``rule`` lists."""
+    known: Any = _cached_for_rule if group is None else _cached_for_group
+    key = rule if group is None else group
     with _caching:
-        if rule not in _cached_for_rule:
-            _cached_for_rule[rule] = CachedCommunicator(rule)
-        return _cached_for_rule[rule]
-
-
-def _cached_of_group(group: Any, ranks: tuple[int, ...]) -> CachedCommunicator:
-    with _caching:
-        if group not in _cached_for_group:
-            _cached_for_group[group] = CachedCommunicator(ranks, ref(group))
-        return _cached_for_group[group]
+        if key not in known:
+            known[key] = CachedCommunicator(rule, None if group is None else ref(group))
+        found: CachedCommunicator = known[key]
+    return found
 
 
 def _find_by_number(number: int) -> None:
@@ -191,7 +169,7 @@ class GroupSpec:
         exact: Communicator | None = None,
         cached: CachedCommunicator | None = None,
     ) -> None:
-        self.cached = _cached_of_rule(rule) if cached is None else cached
+        self.cached = _cached_for(rule) if cached is None else cached
         self.exact = exact
         self._given = given
 
@@ -257,7 +235,7 @@ class GroupSpec:
         if given is None or world is None or c10d.is_process_group(given):
             return given if world is not None else None
         rule = self.cached.rule
-        return c10d.job_of(world).users_group(self.cached.ranks(), told(rule), like_given=is_ranks(rule))
+        return job_of(world).users_group(self.cached.ranks(), told(rule), like_given=is_ranks(rule))
 
     def group_before(self) -> Any:
         """Returns the group that a layer of another class had, also where a copy holds only the ranks of that group."""
@@ -298,13 +276,27 @@ def spec_of(process_group: Any) -> GroupSpec:
         return _spec_of_group(process_group)
     if _is_mesh(process_group):
         return _spec_of_mesh(process_group)
-    if isinstance(process_group, (type(LOCAL), c10d.TorchCommunicator, bagua.BaguaCommunicator, Communicator)):
+    if isinstance(process_group, Communicator):
         return GroupSpec(exact=process_group)
     rule = rule_of(process_group)
+    if rule is None:
+        raise TypeError(f"process_group: expected {_KINDS}, got {_told(process_group)}")
     world = c10d.default_group()
     if world is not None:
         check_rule(rule, world.rank(), world.size())
     return GroupSpec(rule)
+
+
+_KINDS = (
+    "None, a torch.distributed.ProcessGroup, a BaguaProcessGroup, an int, 'node', a list of lists of ranks, a 1-D "
+    "DeviceMesh or a Communicator"
+)
+
+
+def _told(given: Any) -> str:
+    if isinstance(given, (list, tuple)) and given and all(isinstance(rank, int) for rank in given):
+        return f"{given}; one group of these ranks is {[list(given)]}"
+    return repr(given) if isinstance(given, str) else type(given).__name__
 
 
 def sync_group(process_group: Any) -> Any:
@@ -347,10 +339,10 @@ def sync_group(process_group: Any) -> Any:
 def _spec_of_group(group: Any) -> GroupSpec:
     """Returns the specification of a c10d group. The default group stands for all ranks, also for a copy elsewhere."""
     world = c10d.default_group()
-    ranks = c10d.job_of(world).remember(group)
+    ranks = job_of(world).remember(group)
     if group is world:
         return GroupSpec(None, ref(group))
-    return GroupSpec(ranks, ref(group), cached=_cached_of_group(group, ranks))
+    return GroupSpec(ranks, ref(group), cached=_cached_for(ranks, group))
 
 
 def _ranks_of(group: Any) -> list[int]:

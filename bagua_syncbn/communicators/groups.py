@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
-from .c10d import Job
+from .jobs import Job
 
 NODE = "node"
 
@@ -36,10 +36,10 @@ class RankGroup:
 
 
 def rule_of(description: Any) -> Rule:
-    """Returns the rule that an int, ``"node"``, lists of ranks or a :class:`RankGroup` state.
+    """Returns the rule that an int, ``"node"``, lists of ranks or a :class:`RankGroup` state; None for other kinds.
 
     Raises:
-        TypeError: ``description`` is none of these.
+        TypeError: a rank in a list is no int.
         ValueError: ``description`` is valid in no job.
     """
     if isinstance(description, RankGroup):
@@ -53,7 +53,7 @@ def rule_of(description: Any) -> Rule:
     if isinstance(description, (list, tuple)) and all(isinstance(ranks, (list, tuple)) for ranks in description):
         _check_lists(description)
         return tuple(map(tuple, description))
-    raise TypeError(_expected(description))
+    return None
 
 
 def described(rule: Rule) -> Any:
@@ -134,16 +134,6 @@ def ranks_by_rule(rule: Rule, rank: int, size: int) -> Ranks:
 def _host() -> tuple[str, str]:
     # Host names alone are ambiguous: machines started from one image may share a name.
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-
-
-def _expected(got: Any) -> str:
-    kinds = (
-        "process_group: expected None, a torch.distributed.ProcessGroup, a BaguaProcessGroup, an int, 'node', a list "
-        "of lists of ranks, a 1-D DeviceMesh or a Communicator, got "
-    )
-    if isinstance(got, (list, tuple)) and got and all(isinstance(rank, int) for rank in got):
-        return f"{kinds}{got}; one group of these ranks is {[list(got)]}"
-    return kinds + (repr(got) if isinstance(got, str) else type(got).__name__)
 
 
 def _check_lists(lists: Sequence[Sequence[Any]]) -> None:

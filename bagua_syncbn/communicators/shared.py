@@ -6,14 +6,11 @@ does. From then on the size of a message alone decides which way it goes.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
 from .c10d import DESTROYED, TorchCommunicator
+from .jobs import MeetingError, meet
 from .waiting import AsyncCollective
 
 _log = logging.getLogger("bagua_syncbn")
@@ -182,92 +180,50 @@ def _make(group: Any) -> TorchCommunicator:
 def _agree(group: Any) -> tuple[str, Any]:
     """Returns the reason why the ranks of ``group`` share no memory and None, or "" and this rank's segment.
 
-    Rank 0 makes the segment and tells its place, the others open it and report the result, and rank 0 decides for all.
+    Rank 0 makes the segment and tells its place, the others open it, and rank 0 looks whether all are there.
     """
-    rank = group.rank()
+    rank, size, seconds = group.rank(), group.size(), timeout_of(group).total_seconds()
     store = prefix_store("bagua_syncbn/shared", backend_and_store(group)[1])
     # Numbered, because a store may outlive a job, and the next job may name its groups alike.
     store = prefix_store(str(store.add(f"times/{rank}", 1)), store)
-    seconds = timeout_of(group).total_seconds()
-    if rank == 0:
-        return _lead(store, group.size(), seconds)
-    return _follow(store, rank, group.size(), seconds)
 
-
-def _lead(store: Any, size: int, seconds: float) -> tuple[str, Any]:
-    name, reason, segment, place = f"bagua_syncbn:{secrets.token_hex(16)}", problem(), None, ""
-    try:
-        if not reason:
-            try:
-                segment, place = _native().make_segment(name, size)
-            except RuntimeError as error:
-                reason = f"rank 0: {error}"
-        _tell(store, "made", [reason, name, place])
-        if not reason:
-            reason = _answers(store, size, seconds)
-        if not reason and not _native().start_segment(segment, seconds):
-            reason = "ranks see different memory"
-    except BaseException as error:
-        with suppress(RuntimeError):
-            _tell(store, "decided", f"rank 0: {type(error).__name__}")
-        raise
-    _tell(store, "decided", reason)
-    return reason, None if reason else segment
-
-
-def _answers(store: Any, size: int, seconds: float) -> str:
-    """Returns the reason why some rank cannot open the segment, or ""."""
-    others = [str(rank) for rank in range(1, size)]
-    if not _wait_for(store, others, seconds):
-        return "not all ranks answered within the time-out"
-    return next((f"rank {other}: {answer}" for other in others if (answer := _told(store, other))), "")
-
-
-def _follow(store: Any, rank: int, size: int, seconds: float) -> tuple[str, Any]:
-    def told(key: str) -> Any:
-        if not _wait_for(store, [key], seconds):
-            raise RuntimeError(
-                f"process_group: expected the {size} ranks of a group to make its first use together, got no sign of "
-                f"rank 0 of it on rank {rank} in {seconds:g} s"
-            )
-        return _told(store, key)
-
-    reason, name, place = told("made")
-    if reason:
-        return reason, None
-    own, segment = problem(), None
-    if not own:
+    def together(key: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         try:
-            segment = _native().open_segment(name, size, rank, place)
-        except RuntimeError as error:
-            own = str(error)
-    _tell(store, str(rank), own)
-    reason = told("decided")
+            return meet(prefix_store(key, store), rank, range(size), value, seconds, decide)
+        except MeetingError as error:
+            raise RuntimeError(
+                f"process_group: expected the {size} ranks of a group to make its first use together, got that {error}"
+            ) from None
+
+    def begun(problems: list[str]) -> str:
+        return _first(problems) or ("" if _native().start_segment(segment, seconds) else "ranks see different memory")
+
+    name, place, own, segment = f"bagua_syncbn:{secrets.token_hex(16)}", "", problem(), None
+    try:
+        if rank == 0 and not own:
+            segment, place = _native().make_segment(name, size)
+    except RuntimeError as error:
+        own = str(error)
+    brought = together("made", [own, name, place], list)
+    reason, (_, name, place) = _first([problem for problem, *_ in brought]), brought[0]
     if reason:
         return reason, None
-    _native().start_segment(segment, seconds)
+    try:
+        if rank:
+            segment = _native().open_segment(name, size, rank, place)
+    except RuntimeError as error:
+        own = str(error)
+    reason = together("opened", own, begun)
+    if reason:
+        return reason, None
+    if rank:
+        _native().start_segment(segment, seconds)
     return "", segment
 
 
-def _tell(store: Any, key: str, value: Any) -> None:
-    store.set(key, json.dumps(value))
-
-
-def _told(store: Any, key: str) -> Any:
-    return json.loads(store.get(key))
-
-
-def _wait_for(store: Any, keys: Sequence[str], seconds: float) -> bool:
-    """Whether all ``keys`` are set within ``seconds``. Polls, because a blocking wait would keep other threads from the
-    store and ignore Ctrl-C.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.0005
-    while not store.check(list(keys)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    return True
+def _first(problems: Sequence[str]) -> str:
+    """Returns the first problem that a rank has, with the number of the rank, or ""."""
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 def _native() -> Any:

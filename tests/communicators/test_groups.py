@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
-from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, c10d, groups
+from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, groups, jobs
 
 # Groups by description
 
@@ -47,7 +47,7 @@ def test_the_ranks_of_a_host_are_asked_for_once(number):
     forget_groups()
     with (
         patch.object(groups, "_host", lambda: (f"host {dist.get_rank() % number}", "")),
-        patch.object(c10d.Job, "exchange", autospec=True, side_effect=c10d.Job.exchange) as exchange,
+        patch.object(jobs.Job, "exchange", autospec=True, side_effect=jobs.Job.exchange) as exchange,
     ):
         assert dist.get_process_group_ranks(sync_group("node")) == own
         assert [mean_over("node") for _ in range(3)] == [sum(own) / len(own)] * 3

@@ -11,7 +11,7 @@ from traced import count, trace
 from workers import WorkerPool
 
 import bagua_syncbn
-from bagua_syncbn.communicators import TorchCommunicator, c10d
+from bagua_syncbn.communicators import TorchCommunicator, jobs
 from benchmarks.one_rank import OneRankGroup
 
 pytestmark = pytest.mark.gpu
@@ -280,7 +280,7 @@ def test_ddp_over_nccl_on_two_gpus(shares):
 
 def test_the_layers_own_group_of_one_rank(nccl):
     """The group that layers make for themselves by splitting the job's: a step over it, as over the job's own."""
-    job = c10d.job_of(dist.group.WORLD)
+    job = jobs.job_of(dist.group.WORLD)
     group = job.layers_group((0,), "a test")
     assert group is job.layers_group((0,), "a test") is not dist.group.WORLD
     assert dist.get_backend(group) == dist.get_backend()

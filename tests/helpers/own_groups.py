@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import c10d, group_spec, spec_of
+from bagua_syncbn.communicators import group_spec, jobs, spec_of
 
 
 def forget_groups():
-    job = c10d.job_of(dist.group.WORLD)
+    job = jobs.job_of(dist.group.WORLD)
     for known in (job._own_ranks, job._made, job._given):
         known.clear()
     for cached in group_spec._numbered.values():

@@ -1,0 +1,234 @@
+"""Meetings of ranks in a store, and a job of torch.distributed, whose ranks agree in such meetings."""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+
+from .. import torch_internals
+from .c10d import is_alive
+
+
+class MeetingError(RuntimeError):
+    """Says why a meeting did not take place."""
+
+
+def meet(
+    store: Any,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    seconds: float,
+    decide: Callable[[list[Any]], Any] = list,
+    tell: Callable[[list[str]], str] = lambda missing: "",
+) -> Any:
+    """Returns what ``decide`` makes, on the first of ``ranks``, of the values that they bring, in their order.
+
+    Each of ``ranks`` makes the call once, with a ``value`` of JSON's types and a ``store`` of this meeting alone. The
+    meeting takes place for all of them or for none: the first rank that gives up decides for later ones.
+
+    Raises:
+        MeetingError: some ranks did not come within ``seconds``, of whom ``tell`` may say more; or one has left.
+    """
+
+    def settle(outcome: Any) -> Any:
+        """Sets the outcome unless there is one; returns the one that holds."""
+        return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
+
+    def arrived(others: Sequence[int]) -> bool:
+        return bool(store.check([str(other) for other in others]))
+
+    deadline, pause, outcome = time.monotonic() + seconds, 0.0005, None
+    store.set(str(rank), json.dumps(value))
+    try:
+        while outcome is None:
+            if store.check(["outcome"]):
+                outcome = json.loads(store.get("outcome"))
+            elif rank == ranks[0] and arrived(ranks):
+                outcome = settle({"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
+            elif time.monotonic() > deadline:
+                missing = [str(other) for other in ranks if not arrived([other])]
+                who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "an answer"
+                outcome = settle({"failed": f"rank {rank} waited for {who} for {seconds:g} s{tell(missing)}"})
+            else:  # polls, because a blocking wait would keep other threads from the store, and ignore Ctrl-C
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+    except BaseException as error:
+        with suppress(RuntimeError):
+            settle({"failed": f"rank {rank} left with {type(error).__name__}"})
+        raise
+    if "failed" in outcome:
+        raise MeetingError(outcome["failed"])
+    return outcome["decided"]
+
+
+class Job:
+    """Groups and agreements of this package in one torch.distributed job, which ends with its default group."""
+
+    def __init__(self, world: Any) -> None:
+        self._world: Callable[[], Any] = ref(world)
+        self.rank: int = world.rank()
+        self.size: int = world.size()
+        self._backend, self._store = torch_internals.backend_and_store(world)
+        self._device = torch_internals.device_of(world)
+        self._timeout: timedelta = torch_internals.timeout_of(world)
+        self._exchanges = 0
+        self._given: dict[tuple[int, ...], ref[Any]] = {}
+        self._made: dict[str, ref[Any]] = {}
+        self._times_tried: Counter[str] = Counter()
+        self._own_ranks: dict[Any, tuple[int, ...]] = {}
+        self._finding = Lock()
+        self._making: dict[str, Lock] = {}
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def remember(self, group: Any) -> tuple[int, ...]:
+        """Returns the ranks of a group that the user made. Groups for a RankGroup of these ranks follow it."""
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        if group is not self._world():
+            self._given[ranks] = ref(group)
+        return ranks
+
+    def own_ranks(self, rule: Any, find: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Returns the ranks that ``find`` returned for ``rule`` at the first use of the rule in this job."""
+        with self._finding:
+            if rule not in self._own_ranks:
+                self._own_ranks[rule] = find()
+            return self._own_ranks[rule]
+
+    def layers_group(self, ranks: tuple[int, ...], what: str, given: Any = None, like_given: bool = False) -> Any:
+        """Returns the group of these ranks that only layers use; its members make it at the first use.
+
+        Each ``given`` group has one, and these ranks without a given group have another. Backend, options and time-out
+        are those of ``given``; with ``like_given`` those of the last given group of these ranks; else those of the job.
+
+        Raises:
+            RuntimeError: some members did not arrive within the job's time-out.
+        """
+        if given is not None:
+            return self._made_once("layers", ranks, given, what, named_after=given.group_name)
+        model = self._alive(self._given.get(ranks)) if like_given else None
+        return self._made_once("layers", ranks, model or self._world(), what)
+
+    def users_group(self, ranks: tuple[int, ...], what: str, like_given: bool) -> Any:
+        """Returns a group of these ranks for the user: the default group, a given one, or one that the members make.
+
+        The group of the layers is never returned: messages of the user must not come between those of layers.
+        """
+        given = self._alive(self._given.get(ranks)) if like_given else None
+        if given is not None or len(ranks) == self.size:
+            return given or self._world()
+        return self._made_once("user", ranks, self._world(), what)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Returns the values of all ranks of the job, in rank order; all ranks make the call for ``what``.
+
+        Raises:
+            RuntimeError: a rank did not arrive within the job's time-out.
+        """
+        number = self._exchanges
+        self._exchanges += 1
+        return self._meet(f"exchange {number}", self.everyone, value, what)
+
+    def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str) -> list[Any]:
+        """Returns the values that ``ranks`` bring to the meeting ``key``, in which they make the first use of ``what``.
+
+        The meeting is in the job's store, because in the middle of a trace no tensor can be sent.
+
+        Raises:
+            RuntimeError: some ranks did not arrive within the job's time-out.
+        """
+        if str(self._backend) == "fake":  # torch's backend without other processes
+            return [value] * len(ranks)
+        # Holds for each rank the first use that it waits in.
+        doing = torch_internals.prefix_store("bagua_syncbn/doing", self._store)
+
+        def tell(missing: list[str]) -> str:
+            does = {rank: doing.get(rank).decode() for rank in missing if doing.check([rank])}
+            told = (f"; rank {rank} waits in the first use of {what}" for rank, what in does.items() if what)
+            return f", the job's time-out{''.join(told)}"
+
+        store, seconds = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store), self._timeout.total_seconds()
+        try:
+            doing.set(str(self.rank), what)
+            brought: list[Any] = meet(store, self.rank, ranks, value, seconds, tell=tell)
+            doing.set(str(self.rank), "")
+        except MeetingError as error:
+            raise RuntimeError(
+                f"process_group: expected {_ranks(ranks)} to make the first use of {what} together, got that "
+                f"{error}; sync_group makes a description's groups beforehand"
+            ) from None
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"process_group: expected the job's store to answer in the first use of {what}, got "
+                f"{type(error).__name__}: {error}; the rank that keeps it may have ended"
+            ) from error
+        return brought
+
+    def _alive(self, group: "ref[Any] | None") -> Any:
+        found = None if group is None else group()
+        return found if found is not None and is_alive(found) else None
+
+    def _made_once(
+        self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
+    ) -> Any:
+        backend, _ = torch_internals.backend_and_store(model)
+        key = f"{backend} {ranks}" if named_after is None else f"{backend} {ranks} {named_after}"
+        name = f"bagua_syncbn:{whose}:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
+        with self._making.setdefault(name, Lock()):
+            group = self._alive(self._made.get(name))
+            if group is None:
+                # Attempts are numbered alike on all members: a member that arrives at a failed attempt fails in it too.
+                number = self._times_tried[name]
+                self._times_tried[name] += 1
+                group = self._make_group(ranks, model, f"{name}:{number}", what, named_after is not None)
+                self._made[name] = ref(group)
+        return group
+
+    def _make_group(self, ranks: tuple[int, ...], model: Any, name: str, what: str, is_given: bool) -> Any:
+        """Makes a group as torch's ``new_group`` does, but by the members alone and under a name known to each of them.
+
+        ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
+        different numbers of other groups wait for each other forever.
+        """
+        self._meet(name, ranks, None, what)
+        store = self._store
+        if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
+            with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
+                store = store.clone()
+        # Splitting an NCCL communicator off that of the job takes all ranks of the job, in one order.
+        splits = not is_given and len(ranks) == self.size
+        try:
+            return torch_internals.make_group(self._world(), ranks, model, store, name, self._device, splits)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"process_group: expected {_ranks(ranks)} to connect in the first use of {what}, got on rank "
+                f"{self.rank} {type(error).__name__}: {error}; another rank may have ended"
+            ) from error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+_jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()
+_finding_job = Lock()
+
+
+def job_of(world: Any) -> Job:
+    """Returns the job that has ``world`` as its default group."""
+    with _finding_job:
+        job = _jobs.get(world)
+        if job is None:
+            job = _jobs[world] = Job(world)
+    return job
