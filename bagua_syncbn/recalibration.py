@@ -1,9 +1,7 @@
 """Recalibration: running statistics of given batches, as averaged weights need them."""
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 from warnings import warn
@@ -20,6 +18,7 @@ from .merging import layers_with_statistics, merged_over_ranks
 from .options import Options, options_of
 from .sync import sum_over_ranks, tell_peers
 from .sync_batchnorm import SyncBatchNorm
+from .unchanged import unchanged
 
 _NAME = "recalibrate_statistics"
 
@@ -88,7 +87,7 @@ def recalibrate_statistics(
         nothing = torch.empty(0, dtype=torch.float64, device=_device_of(layers))
         sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
         shown = _with_progress(batches) if communicator.rank == 0 else batches
-        with _all_as_before(module, layers):
+        with _alone_in_training(module, layers):
             accumulators = _run(forward or _forward_of(module, device), shown, layers)
     except Exception as error:
         tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
@@ -190,59 +189,29 @@ def _set_statistics(layers: dict[str, Any], merged: Sequence[ops.Moments]) -> No
 
 
 @contextmanager
-def _all_as_before(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
-    """Has ``layers`` normalize each batch on their own and all else evaluate; restores all of it at the end."""
+def _alone_in_training(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
+    """Context in which ``layers`` normalize each batch by its own statistics on this rank, and all else evaluates."""
     training = {id(layer) for layer in layers.values()}
-    modes = [(part, part.training) for part in module.modules()]
     wrapped = [(part, part.broadcast_buffers) for part in module.modules() if isinstance(part, DistributedDataParallel)]
-    groups = [(layer, vars(layer).get("_group_spec")) for layer in layers.values() if isinstance(layer, SyncBatchNorm)]
-    buffers = [(layer, dict(layer._buffers)) for layer in layers.values()]
-    values = [(buffer, buffer.clone()) for _, own in buffers for buffer in own.values() if buffer is not None]
-    accumulating = [(layer, layer._accumulator) for layer, _ in groups if layer._accumulator is not None]
-    with _random_states_as_before(module), _without_compiled_code():
+    alone = {"_group_spec": spec_of(LOCAL), "_accumulator": None}
+    synchronized = [
+        (layer, {name: value for name, value in vars(layer).items() if name in alone})
+        for layer in layers.values()
+        if isinstance(layer, SyncBatchNorm)
+    ]
+    with unchanged(module):
         try:
-            for part, _ in modes:  # not by train(), which some modules do more in
+            for part in module.modules():  # not by train(), which some modules do more in
                 part.training = id(part) in training
-            for part, _ in wrapped:
-                part.broadcast_buffers = False
-            for layer, _ in groups:
-                layer.process_group = LOCAL
-            for layer, _ in accumulating:
-                layer._accumulator = None
+            for wrapper, _ in wrapped:
+                wrapper.broadcast_buffers = False
+            for layer, _ in synchronized:
+                vars(layer).update(alone)
             yield
         finally:
-            for part, mode in modes:
-                part.training = mode
-            for part, broadcasts in wrapped:
-                part.broadcast_buffers = broadcasts
-            for layer, spec in groups:
-                del layer._group_spec
-                if spec is not None:
-                    layer._group_spec = spec
-            for layer, accumulator in accumulating:
-                layer._accumulator = accumulator
-            with torch.no_grad():
-                for layer, own in buffers:
-                    layer._buffers.update(own)
-                for buffer, value in values:
-                    buffer.copy_(value)
-
-
-@contextmanager
-def _random_states_as_before(module: nn.Module) -> Iterator[None]:
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-            yield
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
-
-
-def _without_compiled_code() -> AbstractContextManager[None]:
-    """Returns a context in which compiled models run as they are written: compiled code passes over new hooks."""
-    is_loaded = "torch._dynamo" in sys.modules  # which takes a second to import, and nothing is compiled without
-    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+            for wrapper, broadcasts in wrapped:
+                wrapper.broadcast_buffers = broadcasts
+            for layer, own in synchronized:
+                for name in alone:
+                    del vars(layer)[name]
+                vars(layer).update(own)

@@ -1,7 +1,7 @@
 """Layers one by one: each on the inputs that it meets on the ranks, against itself in one process on all of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,22 +14,17 @@ from ..communicators import LOCAL, spec_of
 from ..conversion import conversion_report
 from ..conversion.findings import Finding
 from ..sync_batchnorm import SyncBatchNorm
+from ..unchanged import digest
 from .comparison import Pair, first_difference
-from .ranks import Ranks, in_float64, joined, share_of
-from .steps import called, digest, tensors_in, tensors_of
+from .ranks import Ranks, in_float64, joined, share_of, tensors_in
+from .steps import called, tensors_of
 
 
 class LayerChecks:
     """Checks of the batch normalization layers of a model, made in its forward passes in training."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        findings = {finding.module: finding for finding in conversion_report(model).layers}
-        self._layers = {
-            module: (called(module, name), _how(module, findings.get(module)))
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm) or (module in findings and findings[module].action == "skipped")
-        }
         self._at_work = False
         self.compared = 0
         self.differ: dict[nn.Module, str] = {}
@@ -38,28 +33,33 @@ class LayerChecks:
         """Parameters and buffers of layers that differ between ranks before the step."""
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Context in which each call of a layer is checked before it is made."""
-        handles = [layer.register_forward_pre_hook(self._check, with_kwargs=True) for layer in self._layers]
-        try:
+    def installed(self, model: nn.Module) -> Iterator[None]:
+        """Context in which each call of a layer of ``model`` is checked before it is made."""
+        findings = {finding.module: finding for finding in conversion_report(model).layers}
+        with ExitStack() as hooks:
+            for name, layer in model.named_modules():
+                finding = findings.get(layer)
+                if isinstance(layer, _BatchNorm) or (finding is not None and finding.action == "skipped"):
+                    check = partial(self._check, called(layer, name), _how(layer, finding))
+                    hooks.callback(layer.register_forward_pre_hook(check, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _check(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, told: str, how: str, layer: nn.Module, *given: Any) -> None:
         if self._at_work or not layer.training or layer in self.differ:
             return
         self._at_work = True
         try:
             with torch.enable_grad():  # the pass itself may be without gradients
-                self._compare(layer, (args, kwargs))
+                difference = self._difference(told, layer, given)
         finally:
             self._at_work = False
+        self.compared += 1
+        if difference is not None:
+            self.differ[layer] = f"{told} is not as in one process on the inputs that it meets: {difference}; {how}"
 
-    def _compare(self, layer: nn.Module, given: Any) -> None:
-        """Compares a step of ``layer`` on the ranks with one of it alone on all inputs."""
-        ranks, (told, how) = self._ranks, self._layers[layer]
+    def _difference(self, told: str, layer: nn.Module, given: Any) -> str | None:
+        """Returns what differs between a step of ``layer`` on the ranks and one of it alone on all inputs."""
+        ranks = self._ranks
         _check_comparable(told, layer, given)
         inputs, states = zip(*ranks.together(f"the input of {told}", lambda: (given, tensors_of(layer))), strict=True)
         state = states[0]
@@ -68,7 +68,7 @@ class LayerChecks:
                 self.unlike[f"{name} of {told} differs between ranks before the step"] = None
         whole: Any
         arrange: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
-        if all(_has_positions(layer, own) for own in inputs):
+        if all(_has_positions(layer, *own) for own in inputs):
             arrange = _arranged
             whole = (torch.cat([arrange(own) for (own,), _ in inputs], 2),), {}
         else:
@@ -91,9 +91,7 @@ class LayerChecks:
             pairs.append(Pair("gradient", name, total.to(wanted.device), wanted))
         pairs += [Pair("buffer", name, own.buffers[name], alone.buffers[name]) for name in own.buffers]
         first = first_difference(ranks, pairs)
-        self.compared += 1
-        if first is not None:
-            self.differ[layer] = f"{told} is not as in one process on the inputs that it meets: {first.text}; {how}"
+        return None if first is None else first.text
 
 
 class _Forward:
@@ -149,9 +147,8 @@ def _check_comparable(told: str, layer: nn.Module, given: Any) -> None:
         raise ValueError(f"model: expected layers that can be compared one by one, got {told} {got}")
 
 
-def _has_positions(layer: nn.Module, given: Any) -> bool:
-    """Whether ``layer`` computes the same for any arrangement of samples and positions in ``given``, (N, C, \\*)."""
-    args, kwargs = given
+def _has_positions(layer: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether ``layer`` computes the same for any arrangement of samples and positions in its input, (N, C, \\*)."""
     is_plain = type(layer).forward in (SyncBatchNorm.forward, _BatchNorm.forward, nn.SyncBatchNorm.forward)
     return is_plain and not kwargs and len(args) == 1 and args[0].dim() > 2
 

@@ -41,18 +41,17 @@ class Ranks:
             raise
         except Exception as raised:
             cause, error = raised, f"{type(raised).__name__}: {raised}"
-        gathered: list[tuple[str, str, bytes]] = [(what, error, packed)]
+        gathered = [(what, error, packed)] * self.size
         if self.size > 1:
-            gathered = [gathered[0]] * self.size
             dist.all_gather_object(gathered, (what, error, packed), group=self.group)
         if cause is not None and all(own == error for _, own, _ in gathered):
             raise cause
-        errors = [f"rank {rank} in {where}: {own}" for rank, (where, own, _) in enumerate(gathered) if own]
+        places = [f"rank {rank} in {where}" for rank, (where, _, _) in enumerate(gathered)]
+        errors = "; ".join(f"{place}: {own}" for place, (_, own, _) in zip(places, gathered, strict=True) if own)
+        if not errors and any(where != what for where, _, _ in gathered):
+            errors = f"expected all ranks to call the same layers, got {'; '.join(places)}"
         if errors:
-            raise RankError(f"verify_synchronization: {'; '.join(errors)}") from cause
-        if any(where != what for where, _, _ in gathered):
-            places = "; ".join(f"rank {rank} in {where}" for rank, (where, _, _) in enumerate(gathered))
-            raise RankError(f"verify_synchronization: expected all ranks to call the same layers, got {places}")
+            raise RankError(f"verify_synchronization: {errors}") from cause
         return [pickle.loads(packed) for _, _, packed in gathered]
 
     def each(self, what: str, do: Callable[[], _T]) -> _T:
@@ -66,6 +65,11 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Returns the tensors in nested ``values``."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -118,8 +122,7 @@ def in_float64(values: Any, like: Any) -> Any:
 
     Where ``like`` has another number of tensors, all are on the device of its first one.
     """
-    devices = [leaf.device for leaf in pytree.tree_leaves(like) if isinstance(leaf, Tensor)]
-    number = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
+    devices, number = [tensor.device for tensor in tensors_in(like)], len(tensors_in(values))
     places: Iterator[Any] = iter(devices if number == len(devices) else [*devices[:1], "cpu"][:1] * number)
 
     def placed(tensor: Tensor) -> Tensor:

@@ -1,24 +1,19 @@
 """Steps of copies of a model in float64: on the ranks, and in one process."""
 
 import copy
-import ctypes
-import hashlib
-import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checks import is_distributed
 from ..communicators import LOCAL
 from ..conversion import convert_sync_batchnorm
 from ..sync import tell_peers
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals import pytree
+from .ranks import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -71,11 +66,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def called(module: nn.Module, name: str) -> str:
     """Returns what to call ``module``, by its class and its name in the model."""
     return f"{type(module).__name__} {name!r}" if name else type(module).__name__
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Returns the tensors in nested ``values``."""
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
@@ -143,39 +133,3 @@ def random_modules(model: nn.Module, batch: Any, loss: Loss) -> list[str]:
         module.register_forward_hook(call_again, with_kwargs=True)
     run(model, batch, loss)
     return found
-
-
-def digest(tensor: Tensor) -> str:
-    """Returns a hash of the values of ``tensor``, or of its part on this rank."""
-    own: Any = tensor.detach()
-    values = (own.to_local() if is_distributed(own) else own).cpu().contiguous()
-    size = values.numel() * values.element_size()
-    data = (ctypes.c_char * size).from_address(values.data_ptr()) if size else b""
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Context after which random states, and the modes and buffers of ``model``, are as before."""
-    cuda = {tensor.device for tensor in tensors_of(model).values() if tensor.device.type == "cuda"}
-    own = [(module, dict(module._buffers), module.training) for module in model.modules()]
-    values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    numpy = sys.modules.get("numpy.random")  # absent where nothing draws from it
-    states = random.getstate(), numpy and numpy.get_state()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(cuda))
-        if "torch._dynamo" in sys.modules:  # absent where nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            if numpy is not None:
-                numpy.set_state(states[1])
-            for module, buffers, training in own:
-                module._buffers.clear()
-                module._buffers.update(buffers)
-                module.training = training
-            for buffer, before in values.items():
-                if digest(buffer) != digest(before):
-                    buffer.detach().copy_(before)

@@ -14,22 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..unchanged import digest, unchanged
 from .comparison import Pair, first_difference
 from .layers import LayerChecks
-from .ranks import Ranks, in_float64, joined, share_of
+from .ranks import Ranks, in_float64, joined, share_of, tensors_in
 from .steps import (
     Loss,
     Step,
     copied,
-    digest,
     loss_of,
     random_modules,
     run,
     telling_peers,
-    tensors_in,
     tensors_of,
     try_out,
-    unchanged,
     unwrapped,
 )
 
@@ -101,13 +99,17 @@ def verify_synchronization(
     ranks = Ranks(group)
     module = ranks.each("the check of the model", lambda: _checked(model, loss))
     with unchanged(module), torch.inference_mode(False):
-        unlike = _unlike_before(ranks, module, by_layer)
-        if unlike is not None:
-            return Verdict(ranks.size, "nothing", f"{unlike} is not alike on all ranks before the step", ())
+        tensors = {} if by_layer else tensors_of(module)  # a sharded model has others on each rank
+        modes = {f"mode of module {name!r}": own.training for name, own in module.named_modules()}
+        kinds = {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors.items()}
+        unlike = _unlike(ranks, lambda: modes | kinds)
+        if unlike:
+            return Verdict(ranks.size, "nothing", f"{unlike[0]} is not alike on all ranks before the step", ())
         if by_layer:
             return _verify_layers(module, batch, loss, ranks)
+        differ = _unlike(ranks, lambda: {name: digest(own) for name, own in tensors.items()})
         merge = merge or (lambda batches: joined(batches, "batch"))
-        return _Verification(model, batch, loss, ranks, merge).verdict()
+        return _Verification(model, batch, loss, ranks, merge).verdict(differ)
 
 
 def _checked(model: Any, loss: Any) -> nn.Module:
@@ -121,25 +123,19 @@ def _checked(model: Any, loss: Any) -> nn.Module:
     return unwrapped(model)
 
 
-def _unlike_before(ranks: Ranks, model: nn.Module, is_sharded: bool) -> str | None:
-    """Returns the first mode, dtype or size that differs between ranks, so that no step can be made."""
-
-    def facts() -> dict[str, Any]:
-        modes: dict[str, Any] = {f"mode of module {name!r}": own.training for name, own in model.named_modules()}
-        tensors = {} if is_sharded else tensors_of(model)
-        return modes | {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors.items()}
-
+def _unlike(ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> list[str]:
+    """Returns the names of ``facts`` that differ between ranks."""
     of_ranks = ranks.together("the state of the model", facts)
     names = dict.fromkeys(name for own in of_ranks for name in own)
-    return next((name for name in names if any(own.get(name) != of_ranks[0].get(name) for own in of_ranks)), None)
+    return [name for name in names if any(own.get(name) != of_ranks[0].get(name) for own in of_ranks)]
 
 
 def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
-    checks = LayerChecks(model, ranks)
+    checks = LayerChecks(ranks)
     with torch.no_grad():
         with unchanged(model):
             ranks.together("a trial of the loss", lambda: try_out(model, batch, loss))
-        with checks.installed():
+        with checks.installed(model):
             ranks.each("the forward pass", lambda: telling_peers(model, lambda: loss_of(model, batch, loss)))
     if not checks.compared:
         raise ValueError("model: expected calls of batch normalization layers in training, got none")
@@ -154,24 +150,24 @@ class _Verification:
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, ranks: Ranks, merge: Any) -> None:
         self._model, self._batch, self._loss, self._ranks, self._merge = unwrapped(model), batch, loss, ranks, merge
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        self._whole: Any = None
         self._values: dict[str, Tensor] = {}  # values of rank 0 for tensors that differ between ranks
         self._own_values: dict[str, Tensor] = {}  # buffers that DistributedDataParallel broadcasts
         self._seen: list[str] = []
 
-    def verdict(self) -> Verdict:
+    def verdict(self, differ: Sequence[str]) -> Verdict:
+        """Returns the verdict, given the names of tensors that differ between ranks before the step."""
         ranks = self._ranks
-        self._compare_before()
+        self._note_before(differ)
         ranks.together("a trial of the loss", lambda: try_out(self._copy(), self._own_batch(), self._loss))
         batches = ranks.together("the batch", lambda: self._batch)
-        self._whole = ranks.each("the merge of batches", lambda: in_float64(self._merge(batches), self._batch))
-        expected, actual = self._step_alone(), self._step()
+        whole = ranks.each("the merge of batches", lambda: in_float64(self._merge(batches), self._batch))
+        expected, actual = self._step_alone(whole), self._step()
         pairs = self._pairs(actual, expected)
         first = first_difference(ranks, pairs)
         difference = self._unused(actual)
         if first is not None:
             difference = first.text
-            self._look_for_causes(actual, expected)
+            self._look_for_causes(actual, expected, whole)
             if not self._seen:
                 is_loss = first.position and pairs[first.position].kind == "loss"
                 unequal = "outputs are equal: the loss of all batches is not the mean of the losses of ranks"
@@ -180,19 +176,15 @@ class _Verification:
         compared = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
         return Verdict(ranks.size, compared, difference, tuple(self._seen))
 
-    def _compare_before(self) -> None:
-        """Notes values that differ between ranks before the step."""
-        ranks, own = self._ranks, tensors_of(self._model)
-        digests = ranks.together("the values", lambda: {name: digest(tensor) for name, tensor in own.items()})
-        names = [name for name in own if any(other[name] != digests[0][name] for other in digests)]
-        self._values = ranks.together(
-            "the values of rank 0", lambda: {name: own[name] for name in names} if ranks.rank == 0 else {}
-        )[0]
+    def _note_before(self, differ: Sequence[str]) -> None:
+        own = tensors_of(self._model) if self._ranks.rank == 0 else {}
+        values = self._ranks.together("the values of rank 0", lambda: {name: own[name] for name in differ if own})
+        self._values = values[0]
         if self._wrapper is not None and self._wrapper.broadcast_buffers:
             buffers = dict(self._model.named_buffers())
             self._own_values = {name: value for name, value in self._values.items() if name in buffers}
-        differ = (name for name in names if name not in self._own_values)
-        self._seen += [f"{name} differs between ranks before the step" for name in differ]
+        noted = (name for name in differ if name not in self._own_values)
+        self._seen += [f"{name} differs between ranks before the step" for name in noted]
 
     def _copy(self, alone: bool = False) -> nn.Module:
         return copied(self._model, self._values if alone else self._own_values, alone)
@@ -200,17 +192,15 @@ class _Verification:
     def _own_batch(self) -> Any:
         return in_float64(self._batch, self._batch)
 
-    def _step_alone(self) -> Step:
-        return self._ranks.each("the step in one process", lambda: run(self._copy(alone=True), self._whole, self._loss))
+    def _step_alone(self, whole: Any) -> Step:
+        return self._ranks.each("the step in one process", lambda: run(self._copy(alone=True), whole, self._loss))
 
-    def _step(self, weight: float = 1.0, checks: list[LayerChecks] | None = None) -> Step:
-        """Makes the step on the ranks, with a loss that is multiplied by ``weight``; adds checks to ``checks``."""
+    def _step(self, weight: float = 1.0, checks: LayerChecks | None = None) -> Step:
+        """Makes the step on the ranks, with a loss that is multiplied by ``weight``."""
 
         def step() -> Step:
             model = self._copy()
-            if checks is not None:
-                checks.append(LayerChecks(model, self._ranks))
-            with nullcontext() if checks is None else checks[0].installed():
+            with nullcontext() if checks is None else checks.installed(model):
                 return telling_peers(model, lambda: run(model, self._own_batch(), self._loss, weight))
 
         return self._ranks.each("the step on ranks", step)
@@ -249,22 +239,20 @@ class _Verification:
         self._seen += [f"{text}; DistributedDataParallel needs find_unused_parameters=True" for text in told]
         return told[0] if fails and told else None
 
-    def _look_for_causes(self, actual: Step, expected: Step) -> None:
-        ranks, again, checks = self._ranks, self._step_alone(), list[LayerChecks]()
-        before, after = ([step.loss, *step.outputs] for step in (expected, again))
-        is_random = (
-            first_difference(ranks, [Pair("", "", *pair) for pair in zip(after, before, strict=False)]) is not None
-        )
+    def _look_for_causes(self, actual: Step, expected: Step, whole: Any) -> None:
+        ranks, again, checks = self._ranks, self._step_alone(whole), LayerChecks(self._ranks)
+        both = zip([again.loss, *again.outputs], [expected.loss, *expected.outputs], strict=False)
+        is_random = first_difference(ranks, [Pair("", "", *pair) for pair in both]) is not None
         if is_random:
             copy = lambda: self._copy(alone=True)  # noqa: E731
-            found = ranks.together("the third step", lambda: random_modules(copy(), self._whole, self._loss))
+            found = ranks.together("the third step", lambda: random_modules(copy(), whole, self._loss))
             names = dict.fromkeys(name for own in found for name in own)
             told = [f"{name} is random: it gives another output for the same input" for name in names]
             self._seen += told or ["the step is random: a second one in one process gives another result"]
         with suppress(Exception):  # a layer that cannot be compared raises on all ranks
             self._step(checks=checks)
-        self._seen += checks[0].differ.values()
-        if is_random or checks[0].differ or ranks.size == 1:
+        self._seen += checks.differ.values()
+        if is_random or checks.differ or ranks.size == 1:
             return
         if first_difference(ranks, self._pairs(actual, expected, ranks.size)) is None:
             self._seen.append("the loss adds up over samples: added up and not averaged, ranks equal one process")
