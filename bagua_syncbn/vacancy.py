@@ -10,28 +10,18 @@ from typing import TypeVar
 
 from torch import nn
 
+from . import data_parallel
 from .checks import check_eps_mode
-from .data_parallel import (
+from .data_parallel import (  # noqa: F401  # __all__ names them
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
     layers,
     patch_replication_callback,
 )
-from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from .sync_batchnorm import SyncBatchNorm
 
-__all__ = [
-    "CallbackContext",
-    "DataParallelWithCallback",
-    "SynchronizedBatchNorm1d",
-    "SynchronizedBatchNorm2d",
-    "SynchronizedBatchNorm3d",
-    "convert_model",
-    "execute_replication_callbacks",
-    "patch_replication_callback",
-    "patch_sync_batchnorm",
-    "set_sbn_eps_mode",
-]
+__all__ = [*data_parallel.__all__, "set_sbn_eps_mode"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -77,11 +67,7 @@ class SynchronizedBatchNorm3d(_ClampsInReplicas, layers.SynchronizedBatchNorm3d)
     local_class = nn.BatchNorm3d
 
 
-_CLASSES: layers.Classes = {
-    SyncBatchNorm1d: SynchronizedBatchNorm1d,
-    SyncBatchNorm2d: SynchronizedBatchNorm2d,
-    SyncBatchNorm3d: SynchronizedBatchNorm3d,
-}
+_CLASSES: layers.Classes = SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 
 
 def convert_model(module: _Module) -> _Module:

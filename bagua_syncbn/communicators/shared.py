@@ -126,7 +126,7 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     target = torch.empty_like(packed) if sums else packed.new_empty((ranks, packed.numel()))
     try:
         return communicator._exchange(_SUM if sums else _GATHER, packed, target)
-    except RuntimeError as error:  # which nobody else can name: compiled code calls this without its layer
+    except RuntimeError as error:  # named here, because compiled code calls this without its layer
         members = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))
         what = "sum" if sums else "gather"
         raise RuntimeError(

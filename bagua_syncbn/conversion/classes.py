@@ -150,8 +150,6 @@ def _class_before_parametrized(cls: type) -> type[nn.Module]:
 
 def _deepcopy_parametrized(layer: SyncBatchNorm, memo: dict[int, Any]) -> SyncBatchNorm:
     """Copies a parametrized layer as torch does, with the specification of its group in place of the group."""
-    if id(layer) in memo:
-        return cast(SyncBatchNorm, memo[id(layer)])
     replica = layer.__new__(type(layer))
     memo[id(layer)] = replica
     replica.__dict__ = copy.deepcopy(SyncBatchNorm.__getstate__(layer), memo)

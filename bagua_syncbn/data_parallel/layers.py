@@ -1,12 +1,13 @@
 """Layers with the names and arguments of Synchronized-BatchNorm-PyTorch, and conversion to them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..conversion import convert_sync_batchnorm
+from ..conversion.classes import synchronized_class
 from ..sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .wrapper import patch_replication_callback
 
@@ -50,13 +51,9 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, SyncBatchNorm3d):
     local_class = nn.BatchNorm3d
 
 
-Classes = dict[type[nn.Module], type[SyncBatchNorm]]
+Classes = Sequence[type[SyncBatchNorm]]
 
-_SYNCHRONIZED: Classes = {
-    SyncBatchNorm1d: SynchronizedBatchNorm1d,
-    SyncBatchNorm2d: SynchronizedBatchNorm2d,
-    SyncBatchNorm3d: SynchronizedBatchNorm3d,
-}
+_SYNCHRONIZED: Classes = SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 
 
 def convert_model(module: _Module) -> _Module:
@@ -83,9 +80,10 @@ def convert_model(module: _Module) -> _Module:
 def convert_to(classes: Classes, module: _Module) -> _Module:
     """Works as :func:`convert_model`, with ``classes`` for those that conversion gives to torch's layers."""
     convert_sync_batchnorm(module)
+    becomes: dict[Any, Any] = {synchronized_class(cls.local_class): cls for cls in classes}
     for child in module.modules():
-        if type(child) in classes:
-            child.__class__ = classes[type(child)]
+        if type(child) in becomes:
+            child.__class__ = becomes[type(child)]
         elif isinstance(child, nn.DataParallel):
             patch_replication_callback(child)
     return module
@@ -109,7 +107,7 @@ def patch_sync_batchnorm() -> AbstractContextManager[None]:
 @contextmanager
 def stand_for_torchs(classes: Classes) -> Iterator[None]:
     """Works as :func:`patch_sync_batchnorm`, with the values of ``classes``."""
-    patched = {cls.local_class.__name__: cls for cls in classes.values()}
+    patched = {cls.local_class.__name__: cls for cls in classes}
     saved = {name: getattr(nn, name) for name in patched}
     try:
         for name, cls in patched.items():

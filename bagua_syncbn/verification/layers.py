@@ -28,7 +28,7 @@ class LayerChecks:
         self._at_work = False
         self.compared = 0
         self.differ: dict[nn.Module, str] = {}
-        """What differs in each layer that does."""
+        """Layers that differ, each with what was found."""
         self.unlike: dict[str, None] = {}
         """Parameters and buffers of layers that differ between ranks before the step."""
 
