@@ -87,13 +87,20 @@ def with_bagua(
         raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
     spec = spec_of(process_group)
     if bagua.is_initialized():
+        _check_that_it_trains(module)
         _train_with_bagua(module, optimizers, algorithm or _GRADIENT_ALLREDUCE, spec)
         return module
     _check_torch_has(algorithm)
     if dist.is_available() and dist.is_initialized():
+        _check_that_it_trains(module)
         _replicate(module, optimizers, spec.torch_group())
         _give_group_to_layers(module, spec)
     return module
+
+
+def _check_that_it_trains(module: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
 
 
 def _check_torch_has(algorithm: Any) -> None:
@@ -122,8 +129,6 @@ def _checked_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, spec: GroupSpec) -> None:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
     algorithm = bagua.resolve_algorithm(algorithm, optimizers)
     group = bagua.to_bagua_group(spec.process_group)
     _give_group_to_layers(module, spec)
@@ -145,8 +150,6 @@ def _give_group_to_layers(module: nn.Module, spec: GroupSpec) -> None:
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
     """Makes ``module`` data parallel by torch's composable DistributedDataParallel, which has no wrapper module."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
     _composable.replicate(module, process_group=process_group)
     # Initialized here and not in the first forward, torch's default: ranks may differ in when they make that call.
     _composable.replicate.state(module).lazy_init()

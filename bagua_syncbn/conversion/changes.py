@@ -14,27 +14,32 @@ Change = Callable[[Any], dict[str, Any]]
 """An importable function that returns, for a class of modules, the methods of the class derived from it."""
 
 # Keeps neither class alive.
-_derived: WeakKeyDictionary[type[nn.Module], dict[Change, ReferenceType[type[nn.Module]]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[type[nn.Module], dict[object, ReferenceType[type]]] = WeakKeyDictionary()
+
+
+def made_once(cls: type[nn.Module], key: object, make: Callable[[], type[_Class]]) -> type[_Class]:
+    """Returns the class that ``make`` makes of ``cls`` for ``key``, the same one as long as anybody has it."""
+    known = _made.setdefault(cls, {})
+    made: Any = known[key]() if key in known else None
+    if made is None:
+        made = make()
+        known[key] = ref(made)
+    return cast(type[_Class], made)
 
 
 def class_with(cls: type[nn.Module], change: Change) -> type[nn.Module]:
     """Returns a class derived from ``cls``, of the same name, with the methods of ``change``."""
-    cached = _derived.setdefault(cls, {}).get(change)
-    derived = cached() if cached else None
-    if derived is None:
 
-        def reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-            # The derived class cannot be imported by name, so a file holds the class and the change it was made from.
-            reduced: Any = cls.__reduce_ex__(module, protocol)
-            function, arguments, *state = reduced
-            arguments = tuple(cls if argument is type(module) else argument for argument in arguments)
-            return _new_module, (change, function, arguments), *state
+    def reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        # The derived class cannot be imported by name, so a file holds the class and the change it was made from.
+        reduced: Any = cls.__reduce_ex__(module, protocol)
+        function, arguments, *state = reduced
+        arguments = tuple(cls if argument is type(module) else argument for argument in arguments)
+        return _new_module, (change, function, arguments), *state
 
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        made_by = {"__reduce_ex__": reduce_ex, "change_and_class": (change, cls)}
-        derived = type(cls.__name__, (cls,), {**names, **made_by, **change(cls)})
-        _derived[cls][change] = ref(derived)
-    return derived
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    made_by = {"__reduce_ex__": reduce_ex, "change_and_class": (change, cls)}
+    return made_once(cls, change, lambda: type(cls.__name__, (cls,), {**names, **made_by, **change(cls)}))
 
 
 def class_without(cls: type[nn.Module], change: Change) -> type[nn.Module]:

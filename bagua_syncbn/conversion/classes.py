@@ -2,7 +2,6 @@
 
 import copy
 from typing import Any, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +15,7 @@ from ..sync_batchnorm import (
     SyncBatchNorm3d,
     state_to_travel,
 )
-from .changes import change_and_class, class_before_changes, class_with, is_sharded_class, sharded_class
+from .changes import change_and_class, class_before_changes, class_with, is_sharded_class, made_once, sharded_class
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -25,10 +24,6 @@ _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm3d: SyncBatchNorm3d,
     BatchNorm: SyncBatchNorm,
 }
-
-# Keeps neither classes nor derived classes alive.
-_derived_classes: WeakKeyDictionary[type[nn.Module], ReferenceType[type[SyncBatchNorm]]] = WeakKeyDictionary()
-_replacing_classes: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm]] = {}
 
 
 def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
@@ -47,12 +42,7 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
         return replacing_class(cls, SyncBatchNorm)
     if _is_parametrized_class(cls):
         return _derive_parametrized(cls)
-    cached = _derived_classes.get(cls)
-    derived = cached() if cached else None
-    if derived is None:
-        derived = _derive(cls)
-        _derived_classes[cls] = ref(derived)
-    return derived
+    return made_once(cls, SyncBatchNorm, lambda: _derive(cls))
 
 
 def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
@@ -103,10 +93,8 @@ def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
 
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
     """Returns a class with the methods of ``target`` alone, for layers that were of class ``cls``."""
-    if (cls, target) not in _replacing_classes:
-        name = f"Sync{cls.__name__.removeprefix('Sync')}"
-        _replacing_classes[cls, target] = type(name, (target,), _namespace(cls))
-    return _replacing_classes[cls, target]
+    name = f"Sync{cls.__name__.removeprefix('Sync')}"
+    return made_once(cls, ("replacing", target), lambda: type(name, (target,), _namespace(cls)))
 
 
 def full_name(cls: type) -> str:
