@@ -213,5 +213,5 @@ def _alone_in_training(module: nn.Module, layers: dict[str, Any]) -> Iterator[No
                 wrapper.broadcast_buffers = broadcasts
             for layer, own in synchronized:
                 for name in alone:
-                    del vars(layer)[name]
+                    vars(layer).pop(name, None)  # an accumulate_statistics within has deleted its own
                 vars(layer).update(own)

@@ -270,7 +270,7 @@ def test_without_a_job_descriptions_are_local_and_travel(process_group):
         torch.testing.assert_close(net(input), expected)
 
 
-@pytest.mark.parametrize("process_group", [None, LOCAL, RankGroup((0, 1))], ids=str)
+@pytest.mark.parametrize("process_group", [None, LOCAL, RankGroup((0, 1))], ids=lambda group: type(group).__name__)
 def test_without_a_job_everyone_is_alone(process_group):
     communicator = communicator_of(process_group)
     assert (communicator.size, communicator.rank) == (1, 0)
