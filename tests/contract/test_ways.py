@@ -40,7 +40,7 @@ def test_every_option_holds_by_every_way_in(pool, way):
     check(pool, *cases(way, (2, 0, 3), evaluates=way != "compiled"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way == "compiled" else ()) for way in WAYS])
 def test_every_option_holds_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))
 

@@ -142,7 +142,10 @@ def test_values_and_gradients_equal_the_definition(implementation, cases, dtype)
     name, ops = implementation
     if name == "aten" and cases not in OF_ATEN:
         pytest.skip("the reference computes them")
-    for case in TABLE[cases](name, dtype):
+    table = list(TABLE[cases](name, dtype))
+    if name == "emulated":  # takes its time: each case in one wide dtype and in one half
+        table = table[DTYPES.index(dtype) % 2 :: 2]
+    for case in table:
         check(ops, case, dtype)
 
 
