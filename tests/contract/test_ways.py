@@ -35,12 +35,15 @@ def cases(way, splits, evaluates=True):
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 
 
+SLOW = pytest.param("compiled", marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "replicas"])
 def test_every_option_holds_by_every_way_in(pool, way):
     check(pool, *cases(way, (2, 0, 3), evaluates=way != "compiled"))
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way == "compiled" else ()) for way in WAYS])
+@pytest.mark.parametrize("way", [*(way for way in WAYS if way != "compiled"), SLOW])
 def test_every_option_holds_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))
 
