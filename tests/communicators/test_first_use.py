@@ -2,6 +2,7 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from bagua_syncbn import convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup
+from bagua_syncbn.communicators.jobs import MeetingError, meet
 
 SECONDS = 2.0  # the time-out of the job
 
@@ -87,3 +89,16 @@ def test_ranks_that_make_other_groups_or_stay_away_end_in_time_and_are_named(poo
         assert group in message
     waited = [f"; rank {1 - rank} waits in the first use of {told[1 - rank]}" in messages[rank] for rank in range(2)]
     assert any(waited)
+
+
+def test_whoever_leaves_a_meeting_ends_it_for_all():
+    def decide(values):
+        raise KeyboardInterrupt
+
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(meet, store, 1, (0, 1), "b", 60)
+        with pytest.raises(KeyboardInterrupt):
+            meet(store, 0, (0, 1), "a", 60, decide)
+        with pytest.raises(MeetingError, match="rank 0 left with KeyboardInterrupt"):
+            other.result(timeout=20)
