@@ -34,7 +34,7 @@ class Case:
     zero_masked: bool = False  # ranks then have NaN at masked positions
     spoiled: bool = False  # one value of the last step in training is infinite
     evaluates: bool = False  # the last step is in evaluation
-    order: int = 1  # of derivatives
+    order: int = 1  # highest order of derivatives
     steps: int = 2
     mean: float = 1.0
     std: float = 2.0
@@ -47,7 +47,7 @@ class Case:
             for parameter in layer.parameters():
                 parameter.copy_(torch.randn(self.shape[0], generator=generator))
             for buffer in (layer.running_mean, layer.running_var):
-                if buffer is not None:  # of the sign of the batches' means, which would cancel it
+                if buffer is not None:  # positive, as the batches' means are: they would cancel a negative one
                     buffer.copy_(torch.rand(self.shape[0], generator=generator) * 4)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name not in self.frozen)
@@ -161,7 +161,7 @@ def as_function(layer: Any) -> Callable[..., Tensor]:
 
 
 def compiled(layer: Any) -> Callable[..., Tensor]:
-    torch._dynamo.reset()  # what was compiled before in this process counts against the limit of torch
+    torch._dynamo.reset()  # earlier compilations in this process count against the limit of torch
     return torch.compile(layer, backend="eager", fullgraph=True)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""What the ops compute is what they are defined to compute, in each implementation: tables of cases."""
+"""Each implementation of the ops computes what their definition says: tables of cases."""
 
 from itertools import product
 
