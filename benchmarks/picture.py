@@ -21,7 +21,7 @@ _COLORS = {
 def _style() -> str:
     rules = [
         "text{font:13px system-ui,sans-serif;fill:var(--text)}.small{font-size:11px;fill:var(--muted)}"
-        ".title{font-size:14px;font-weight:600}",
+        ".title{font-size:14px;font-weight:600}text.on{fill:var(--paper)}",
         *(f".{name}{{fill:var(--{name})}}.line-{name}{{stroke:var(--{name});fill:none}}" for name in _COLORS),
     ]
     for mode, query in enumerate(("{}", "@media(prefers-color-scheme:dark){{{}}}")):
@@ -51,6 +51,28 @@ class Picture:
         path = " ".join(f"{x:.4g},{y:.4g}" for x, y in points)
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         self.parts.append(f'<polyline points="{path}" class="line-{style}" stroke-width="{width:g}"{dashed}/>')
+
+    def box(self, x: float, width: float, name: str, note: str = "", filled: bool = False, height: float = 40) -> None:
+        """Adds a box with a line or two of text at the present height, which stays."""
+        style = "blue" if filled else "line-grid"
+        corners = f'rx="5" class="{style}"'
+        self.parts.append(f'<rect x="{x:g}" y="{self.height:g}" width="{width:g}" height="{height:g}" {corners}/>')
+        middle = self.height + height / 2 + 4.5
+        self.text(x + width / 2, middle - (7 if note else 0), name, "on" if filled else "text", "middle")
+        self.text(x + width / 2, middle + 9, note, "on" if filled else "small", "middle")
+
+    def arrow(self, x: float, y: float, note: str = "") -> None:
+        """Adds an arrow of 18 pixels down from a point."""
+        self.line([(x, y), (x, y + 14)], "muted", 1.4)
+        self.parts.append(f'<path d="M{x - 4:g} {y + 12:g}L{x:g} {y + 18:g}L{x + 4:g} {y + 12:g}Z" class="muted"/>')
+        self.text(x + 8, y + 13, note, "small")
+
+    def arrow_right(self, x: float, y: float, length: float, note: str = "") -> None:
+        """Adds an arrow to the right from a point."""
+        end = x + length
+        self.line([(x, y), (end - 4, y)], "muted", 1.4)
+        self.parts.append(f'<path d="M{end - 6:g} {y - 4:g}L{end:g} {y:g}L{end - 6:g} {y + 4:g}Z" class="muted"/>')
+        self.text(x + 3, y - 4, note, "small")
 
     def legend(self, entries: Sequence[tuple[str, str]]) -> None:
         """Adds a line of colors and names."""

@@ -17,7 +17,7 @@ for package in ("tqdm", "sklearn"):
     pytest.importorskip(package, reason=f"the benchmarks need {package}: pip install -e '.[bench]'")
 
 import benchmarks.__main__
-from benchmarks import peers, report, timing
+from benchmarks import docs_pictures, peers, report, timing
 from benchmarks.recorded import of_section
 from benchmarks.sections import SECTIONS, stored, training
 from benchmarks.sections.networks import NETWORKS
@@ -162,6 +162,12 @@ def test_the_pages_and_their_charts_show_what_was_recorded(tmp_path):
     drawn, kept = ({path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
                    for folder in (tmp_path, ROOT / "docs" / "charts"))  # fmt: skip
     assert drawn == kept
+
+
+def test_pictures_of_the_documentation_are_drawn_by_their_code(tmp_path):
+    docs_pictures.draw_all(tmp_path)
+    for picture in tmp_path.iterdir():
+        assert picture.read_text("utf-8") == docs_pictures.FOLDER.joinpath(picture.name).read_text("utf-8")
 
 
 def test_pictures_are_small_and_follow_the_mode_of_the_reader():
