@@ -1,7 +1,7 @@
 """Layers: they hold parameters, buffers and options, and leave computation to :mod:`.functional`."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -26,6 +26,15 @@ class BatchNorm(_BatchNorm):
     """
 
     _check_input_dim = staticmethod(check_dimensions)
+
+
+class Frozen(NamedTuple):
+    """State of a frozen layer that :func:`~bagua_syncbn.unfreeze_statistics` gives back."""
+
+    training: bool
+    """Mode that was last asked for."""
+    parameters: tuple[str, ...] = ()
+    """Names of the parameters that required gradients."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -118,6 +127,9 @@ class SyncBatchNorm(_BatchNorm):
     # Accumulator of statistics within accumulate_statistics.
     _accumulator: ops.StatisticsAccumulator | None = None
 
+    # Set by freeze_statistics: the layer is in evaluation, whatever sets its mode.
+    _frozen: Frozen | None = None
+
     # The last training call over several ranks, which passed all checks.
     _cached_call: CachedCall | None = None
 
@@ -161,6 +173,9 @@ class SyncBatchNorm(_BatchNorm):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":
             value = activation_of(value)
+        elif name == "training" and self._frozen is not None:
+            vars(self)["_frozen"] = self._frozen._replace(training=value)
+            value = False
         elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
             raise AttributeError(
                 f"activation: expected {type(self).__name__}.fused_activation to be set, got activation"
@@ -175,6 +190,14 @@ class SyncBatchNorm(_BatchNorm):
     @process_group.setter
     def process_group(self, process_group: Any) -> None:
         self._group_spec = spec_of(process_group)
+
+    def reset_running_stats(self) -> None:
+        if self._frozen is not None:
+            raise RuntimeError(
+                f"reset_running_stats: expected a layer whose statistics move, got a frozen {type(self).__name__}, "
+                "which would normalize by a mean of 0 and a variance of 1 from now on; call unfreeze_statistics first"
+            )
+        super().reset_running_stats()
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -258,7 +281,8 @@ class SyncBatchNorm(_BatchNorm):
         activation = activation_of(self.fused_activation)
         act = "" if activation is None else f", activation={activation}"
         group = "" if self._group_spec is EVERYONE else f", process_group={self._group_spec}"
-        return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}"
+        frozen = "" if self._frozen is None else ", statistics frozen"
+        return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}{frozen}"
 
     def __getstate__(self) -> dict[str, Any]:
         return state_to_travel(vars(self))

@@ -17,6 +17,7 @@ from ..sync_batchnorm import SyncBatchNorm
 from . import changes
 from .classes import class_before_conversion, full_name
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
+from .freezing import is_frozen
 from .fusing import fusing
 from .recomputing import recomputing
 from .registry import groups_of
@@ -118,7 +119,8 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     Raises:
         TypeError: ``module`` is no module, or holds a layer of a subclass of :class:`SyncBatchNorm` that does not say
             what its ``local_class`` is.
-        ValueError: a layer has an activation or ``eps_mode="clamp"``, and the class that it is to get computes neither.
+        ValueError: a layer has an activation or ``eps_mode="clamp"``, and the class that it is to get computes neither;
+            a layer is frozen, which torch's layers cannot be.
 
     If it raises, ``module`` is unchanged.
     """
@@ -140,10 +142,13 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
 
 def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
-    """Raises ValueError if ``layer`` has an option that ``cls``, which it is to get, would ignore.
+    """Raises ValueError if ``layer`` is frozen or has an option that ``cls``, which it is to get, would ignore.
 
     Options that the layer's class sets are not checked, because the same class names ``cls`` as its ``local_class``.
     """
+    if is_frozen(layer):
+        where = where_is(layer, layer.name_in_model or "")
+        raise ValueError(f"module: expected layers that are not frozen, got {where}; call unfreeze_statistics first")
     for name, default in (("fused_activation", None), ("eps_mode", "plus")):
         value = vars(layer).get(name, default)
         if value != default and not hasattr(cls, name):

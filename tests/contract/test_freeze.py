@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import update_bn
-from user_layers import BatchNormAct, BatchNormReLU, Doubled
+from user_layers import BatchNormAct, Doubled
 
 from bagua_syncbn import (
     SyncBatchNorm2d,
@@ -19,11 +19,9 @@ from bagua_syncbn import (
     convert_sync_batchnorm,
     freeze_statistics,
     fuse_activations,
-    register_converter,
     revert_sync_batchnorm,
     unfreeze_statistics,
 )
-from bagua_syncbn.conversion import registry
 
 SPLITS = {1: (5,), 2: (2, 3), 3: (1, 4, 0), 4: (2, 1, 3, 1)}
 
@@ -68,18 +66,38 @@ def converted(layer):
     return convert_sync_batchnorm(nn.Sequential(layer))[0]
 
 
+class OwnTrain(nn.BatchNorm2d):
+    """A class whose ``train`` sets the mode itself."""
+
+    def train(self, mode=True):
+        self.training = mode
+        for module in self.children():
+            module.train(mode)
+        return self
+
+
+class OwnTrainOfOurs(SyncBatchNorm2d):
+    train = OwnTrain.train
+
+
 KINDS = {
-    "torch's": lambda: nn.BatchNorm2d(3),
+    "converted": lambda: converted(nn.BatchNorm2d(3)),
     "synchronized": lambda: SyncBatchNorm2d(3, activation="relu"),
-    "a subclass": lambda: BatchNormReLU(3),
     "a converted subclass": lambda: converted(BatchNormAct(3)),
-    "nn.SyncBatchNorm": lambda: nn.SyncBatchNorm(3),
     "a converted nn.SyncBatchNorm": lambda: converted(nn.SyncBatchNorm(3)),
+    "converted with its own train": lambda: converted(OwnTrain(3)),
+    "ours with its own train": lambda: OwnTrainOfOurs(3),
+    "parametrized": lambda: converted(parametrized(nn.BatchNorm2d(3))),
 }
 
 
+def parametrized(layer):
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
 def trained(layer):
-    layer(torch.randn(4, 3, 2, 2) * 3 + 1) if not isinstance(layer, nn.SyncBatchNorm) else layer.running_mean.add_(1)
+    layer(torch.randn(4, 3, 2, 2) * 3 + 1)
     return layer
 
 
@@ -87,54 +105,29 @@ def trained(layer):
 def test_a_layer_stays_frozen_whatever_happens_to_it(kind):
     layer = trained(KINDS[kind]())
     input = torch.randn(4, 3, 2, 2)
-    expected, state, name = copy.deepcopy(layer).eval()(input), copy.deepcopy(layer.state_dict()), type(layer).__name__
+    expected, state, cls = copy.deepcopy(layer).eval()(input), copy.deepcopy(layer.state_dict()), type(layer)
     model = nn.Sequential(layer)
     assert freeze_statistics(model) is model
-    copied = copy.deepcopy(model)
-    loaded = pickle.loads(pickle.dumps(model))
-    for own in (model, copied, loaded):
+    copies = [copy.deepcopy(model)] + ([pickle.loads(pickle.dumps(model))] if kind != "parametrized" else [])
+    for own in (*copies, model):
         assert "statistics frozen" in str(own)
-        for change in (nn.Module.train, nn.Module.eval, nn.Module.train):
+        for change in (nn.Module.train, nn.Module.eval, nn.Module.train, lambda own: setattr(own[0], "training", True)):
             change(own)
-            assert type(own[0]).__name__ == name
             assert not own[0].training
             torch.testing.assert_close(own(input), expected)
         own.load_state_dict(own.state_dict())
         convert_sync_batchnorm(own)
         assert "synchronized already; statistics frozen" in str(conversion_report(own))
-        torch.testing.assert_close(pickle.loads(pickle.dumps(own)).train()(input), expected)
-        if kind != "synchronized":  # which has an activation
-            assert not revert_sync_batchnorm(own).train()[0].training
         torch.testing.assert_close(own(input), expected)
         torch.testing.assert_close(own[0].state_dict(), state, rtol=0, atol=0)
-    assert unfreeze_statistics(model)[0] is layer
-    assert layer.training
-    assert "frozen" not in str(model)
-
-
-def test_converting_a_frozen_layer_is_freezing_a_converted_one():
-    layer = trained(nn.BatchNorm2d(3))
-    unfreeze_statistics(convert_sync_batchnorm(freeze_statistics(layer)))
-    assert type(layer) is SyncBatchNorm2d
-    freeze_statistics(layer)
-    revert_sync_batchnorm(layer)
-    unfreeze_statistics(layer)
-    assert type(layer) is nn.BatchNorm2d
-
-
-def test_a_registered_converter_is_found_for_frozen_layers(monkeypatch):
-    monkeypatch.setattr(registry, "_converters", {})
-    register_converter(BatchNormReLU, lambda layer: SyncBatchNorm2d)
-    model = convert_sync_batchnorm(freeze_statistics(nn.Sequential(BatchNormReLU(3))))
-    assert not isinstance(pickle.loads(pickle.dumps(model)).train()[0], BatchNormReLU)
-    assert not model.train()[0].training
-    assert not isinstance(unfreeze_statistics(model)[0], BatchNormReLU)
-    assert type(revert_sync_batchnorm(model)[0]) is BatchNormReLU
+        assert unfreeze_statistics(own).train()[0].training
+        assert "frozen" not in str(own) + str(conversion_report(own))
+    assert type(model[0]) is cls
 
 
 def test_freezing_and_unfreezing_leaves_no_trace():
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), SyncBatchNorm2d(3))
-    model[1].eval()
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), BatchNormAct(3)), nn.SyncBatchNorm(3))
+    convert_sync_batchnorm(model)[1].eval()
     model[0].bias.requires_grad_(False)
 
     def facts():
@@ -149,7 +142,7 @@ def test_freezing_and_unfreezing_leaves_no_trace():
 
 
 def test_an_unfrozen_layer_gets_the_mode_of_what_holds_it():
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3)))
+    model = nn.Sequential(SyncBatchNorm2d(3), nn.Sequential(SyncBatchNorm2d(3)))
     freeze_statistics(model)
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -158,13 +151,13 @@ def test_an_unfrozen_layer_gets_the_mode_of_what_holds_it():
     model[1].eval()
     unfreeze_statistics(model)
     assert [model[0].training, model[1][0].training] == [True, False]
-    layer = freeze_statistics(nn.BatchNorm2d(3).eval())
+    layer = freeze_statistics(SyncBatchNorm2d(3).eval())
     assert not unfreeze_statistics(layer).training
     assert unfreeze_statistics(freeze_statistics(layer).train()).training
 
 
 def test_modules_within_a_frozen_layer_train():
-    layer = BatchNormAct(3)
+    layer = convert_sync_batchnorm(BatchNormAct(3))
     layer.drop = nn.Dropout()
     freeze_statistics(nn.Sequential(layer)).train()
     assert layer.drop.training
@@ -188,7 +181,7 @@ def test_frozen_parameters_get_no_gradient_until_they_are_unfrozen():
 
 
 def test_filters_choose_what_is_frozen_and_unfrozen():
-    model = nn.ModuleDict({"a": nn.BatchNorm2d(3), "b": nn.BatchNorm2d(3), "c": nn.BatchNorm2d(3)})
+    model = nn.ModuleDict({name: SyncBatchNorm2d(3) for name in "abc"})
     model["again"] = model["a"]
     freeze_statistics(model, lambda name, layer: name != "a")
     assert str(model).count("frozen") == 4
@@ -203,7 +196,7 @@ def test_layers_fused_with_an_activation_and_masked_ones_are_frozen():
     model = fuse_activations(convert_sync_batchnorm(nn.Sequential(trained(nn.BatchNorm2d(3)), nn.ReLU())))
     freeze_statistics(model)
     input = torch.randn(4, 3, 2, 2)
-    expected = copy.deepcopy(revert_sync_batchnorm(copy.deepcopy(model))).eval()(input)
+    expected = revert_sync_batchnorm(unfreeze_statistics(copy.deepcopy(model))).eval()(input)
     torch.testing.assert_close(model.train()(input), expected)
     torch.testing.assert_close(model[0](input, lengths=torch.tensor([1, 2, 0, 2]), residual=input).relu(),
                                (model[0](input) + input).relu())  # fmt: skip
@@ -224,24 +217,20 @@ def test_compiled_models_freeze():
     assert model[0].num_batches_tracked == before["0.num_batches_tracked"] + 1
 
 
-def parametrized():
-    layer = nn.BatchNorm2d(3)
-    parametrize.register_parametrization(layer, "weight", Doubled())
-    return layer
-
-
 REFUSED = {
-    "no running statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), ValueError, "none in BatchNorm2d"),
-    "parametrized": (parametrized, TypeError, "without parametrizations, got ParametrizedBatchNorm2d at '1'"),
-    "lazy": (nn.LazyBatchNorm2d, TypeError, "have seen an input, got LazyBatchNorm2d at '1'"),
-    "scripted": (lambda: torch.jit.script(nn.BatchNorm2d(3)), TypeError, "got a TorchScript .* at '1'"),
-}
+    "torch's": (lambda: nn.BatchNorm2d(3), TypeError, "expected synchronized layers, got BatchNorm2d at '1'; convert"),
+    "scripted": (lambda: torch.jit.script(nn.BatchNorm2d(3)), TypeError, "expected synchronized layers, got .* at '1'"),
+    "no running statistics": (
+        lambda: SyncBatchNorm2d(3, track_running_stats=False), ValueError, "none in SyncBatchNorm2d at '1'",
+    ),
+    "lazy": (lambda: converted(nn.LazyBatchNorm2d()), TypeError, "seen an input, got SyncLazyBatchNorm2d at '1'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_layers_that_cannot_be_frozen_are_refused_by_name(kind):
     make, error, told = REFUSED[kind]
-    model = nn.Sequential(nn.BatchNorm2d(3), make())
+    model = nn.Sequential(SyncBatchNorm2d(3), make())
     with pytest.raises(error, match=told):
         freeze_statistics(model)
     assert model[0].training
@@ -250,26 +239,29 @@ def test_layers_that_cannot_be_frozen_are_refused_by_name(kind):
 
 
 def test_what_would_undo_or_ignore_the_freezing_is_refused():
-    model = freeze_statistics(nn.Sequential(trained(nn.BatchNorm2d(3))))
+    model = freeze_statistics(nn.Sequential(trained(SyncBatchNorm2d(3))), parameters=True)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="got a frozen BatchNorm2d"):
+    with pytest.raises(RuntimeError, match="got a frozen SyncBatchNorm2d"):
         update_bn([torch.randn(4, 3, 2, 2)], model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    with pytest.raises(TypeError, match="got a frozen BatchNorm2d"):
-        torch.jit.script(model)
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    with pytest.raises(TypeError, match="derived from that"):
+    with pytest.raises(ValueError, match="not frozen, got SyncBatchNorm2d; call unfreeze_statistics first"):
+        revert_sync_batchnorm(model)
+    parametrized(model[0])
+    with pytest.raises(TypeError, match="without parametrizations"):
         unfreeze_statistics(model)
+    assert not model[0].training
+    with pytest.raises(TypeError, match="without parametrizations"):
+        freeze_statistics(nn.Sequential(parametrized(SyncBatchNorm2d(3))), parameters=True)
     for function in (freeze_statistics, unfreeze_statistics):
         with pytest.raises(TypeError, match="module: expected"):
-            function(model[0].weight)
+            function(model[0].bias)
         with pytest.raises(TypeError, match="filter: expected"):
             function(model, "0")
 
 
 @pytest.mark.ranks(1)
 def test_parameters_of_a_wrapped_model_are_refused():
-    model = nn.Sequential(nn.BatchNorm2d(3))
+    model = nn.Sequential(SyncBatchNorm2d(3))
     wrapped = DistributedDataParallel(model)
     with pytest.raises(RuntimeError, match=r"not data parallel yet .* got DistributedDataParallel"):
         freeze_statistics(wrapped, parameters=True)

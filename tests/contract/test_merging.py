@@ -43,7 +43,7 @@ class Model(nn.Module):
                 nn.BatchNorm1d(3),
             ]
         )
-        freeze_statistics(self.layers[4])
+        freeze_statistics(convert_sync_batchnorm(self.layers[4]))
 
     def forward(self, input):
         for layer in self.layers:
