@@ -57,8 +57,9 @@ def _size_of_mask(shape: torch.Size) -> list[int]:
 
 
 def _broadcasts(shape: torch.Size, size: list[int]) -> bool:
+    # Not `own in (1, expected)`: torch.compile takes that for false if `own` is constant and `expected` is symbolic.
     ends = zip(reversed(shape), reversed(size), strict=False)
-    return len(shape) <= len(size) and all(own in (1, expected) for own, expected in ends)
+    return len(shape) <= len(size) and all(own == 1 or own == expected for own, expected in ends)
 
 
 def _hint(shape: torch.Size, size: list[int]) -> str:

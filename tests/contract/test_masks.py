@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -148,6 +149,22 @@ def test_compiled_once_for_all_masks():
         )
     torch.testing.assert_close(layer.state_dict(), eager.state_dict())
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("ways", [("none", "rule"), ("none", "argument", "masked"), ("masked", "argument")])
+def test_compiled_models_use_masks_of_changing_sizes(ways):
+    """Each call has another size, of which torch.compile makes symbols for the input and constants for the mask."""
+    torch._dynamo.reset()
+    layer, eager = make_layer(3), make_layer(3)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for number, way in enumerate(ways, 2):
+        input, _ = draw((2 * number, 3, 4 * number), number)
+        mask = torch.rand(2 * number, 1, 4 * number) < 0.5 if way != "none" else None
+        # The rule would take the mask away, and is not asked where the mask fits.
+        rule = (lambda mask, shape: None) if way == "rule" else None
+        with masked(layer, mask, rule=rule) if way in ("masked", "rule") else nullcontext():
+            output = compiled(input, mask=mask if way == "argument" else None)
+        torch.testing.assert_close(output, eager(input, mask=mask))
 
 
 def test_an_activation_after_the_layer_sees_the_zeros():
