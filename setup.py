@@ -1,32 +1,28 @@
-"""Builds the native kernels, bagua_syncbn._C. All else is in pyproject.toml.
+"""Builds the native kernels, bagua_syncbn._C. Everything else is in pyproject.toml.
 
-Tools decide what is built, never a GPU, since build machines have none; a GPU decides for which cards. No CUDA call is
-made.
+The tools that are there decide what is built, and no GPU does unless it is asked for: build machines have none.
 
-================================  ==================================================================================
-BAGUA_SYNCBN_BUILD=python         no native kernels: the ops run in plain torch
-BAGUA_SYNCBN_BUILD=cpu            CPU kernels; needs Linux, torch's headers and a C++17 compiler
-BAGUA_SYNCBN_BUILD=cuda           CUDA kernels too; needs nvcc besides
-unset                             the last of these for which the tools are there and there are sources
-================================  ==================================================================================
+====================================  =================================================================================
+BAGUA_SYNCBN_BUILD=python             no native kernels: plain torch computes
+BAGUA_SYNCBN_BUILD=cpu                CPU kernels; needs Linux, torch's headers and a C++17 compiler
+BAGUA_SYNCBN_BUILD=cuda               CUDA kernels too; also needs nvcc, and a torch that was not built for ROCm
+unset                                 the last of these for which everything is there
+BAGUA_SYNCBN_CUDA_ARCHS="80;90"       machine code for these compute capabilities, and PTX for later cards
+BAGUA_SYNCBN_CUDA_ARCHS=all           those of 75, 80, 86, 90, 100 and 120 that nvcc knows
+BAGUA_SYNCBN_CUDA_ARCHS=native        the cards that nvidia-smi shows, all if nvcc knows none; without cards, as cpu
+unset                                 as native where there is a card, else as all
+CXX="ccache g++"                      the C++ compiler; every build compiles everything, unless ccache remembers it
+NVCC="ccache nvcc", CUDA_HOME         nvcc; without NVCC, that of CUDA_HOME comes before that of PATH
+BAGUA_SYNCBN_CXXFLAGS="-O0"           flags for the C++ compiler, after all others
+====================================  =================================================================================
 
-================================  ==================================================================================
-BAGUA_SYNCBN_CUDA_ARCHS="80;90"   machine code for cards of these compute capabilities, and PTX for later ones
-BAGUA_SYNCBN_CUDA_ARCHS=all       of 75, 80, 86, 90, 100 and 120 those that nvcc knows, as ``make wheel`` has it
-unset                             the cards that nvidia-smi shows, if nvcc knows one of them; else all
-================================  ==================================================================================
-
-Further variables: CXX, NVCC (or CUDA_HOME, which comes before PATH), and BAGUA_SYNCBN_CXXFLAGS, which come last. The
-first line that is printed says what is built, for which cards, and how long that takes. The decision and its reason are
-recorded in bagua_syncbn/build_info.json, which ``python -m bagua_syncbn.info`` prints.
+The first line printed says what is built, why, and for which cards; bagua_syncbn/build_info.json records it.
 """
 
-import hashlib
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -39,13 +35,10 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 KINDS = ("python", "cpu", "cuda")
-LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 CUDA_ARCHS = "75;80;86;90;100;120"
-# Of one core of a virtual AMD EPYC machine: for the CPU kernels, and for the CUDA kernels of one card, or its PTX.
-SECONDS = {"cpu": 110, "cuda": 40}
 # LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after.
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
-# Without contraction to fused multiply-adds all instruction sets give the same bits.
+# Without contraction to fused multiply-adds, all instruction sets give the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 # Nothing here reads errno, for which a square root has to be a call.
 CXX_FLAGS += ["-fno-math-errno"]
@@ -54,95 +47,73 @@ CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-u
 NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
+def printed(command: list[str]) -> list[str]:
+    """Returns the lines that ``command`` prints, none if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
+    """Returns the command in an environment variable, or the first of ``names`` that runs, and its version."""
+    for name in [os.environ[variable]] if variable in os.environ else names:
+        lines = printed([*shlex.split(name), "--version"])
+        if lines:
+            return shlex.split(name), next((line for line in lines if "release" in line), lines[0])
+    return [], None
+
+
 def find_torch() -> Path | None:
-    """The torch of the environment that is installed into, also from pip's isolated build environment."""
+    """Returns the torch of the environment that is installed into, also from pip's isolated build environment."""
     candidates = {sysconfig.get_path(key) for key in ("platlib", "purelib")}
     return next((path for root in candidates if (path := Path(root, "torch")).joinpath("include").is_dir()), None)
 
 
-def find_tools() -> dict[str, str | None]:
-    nvccs = [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"]
-    nvccs = [os.environ["NVCC"]] if "NVCC" in os.environ else nvccs
-    nvcc = next((path for name in nvccs if (path := shutil.which(name))), None)
-    compilers = [compiler_of(os.environ["CXX"])] if "CXX" in os.environ else ["g++", "clang++"]
-    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
-    torch, linux = find_torch(), sys.platform if sys.platform == "linux" else None
-    return {"Linux": linux, "torch": None if torch is None else str(torch), "compiler": compiler, "nvcc": nvcc}
+def choose_archs() -> list[str]:
+    """Returns the compute capabilities to make machine code for, as in 90."""
+    chosen, every = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", ""), CUDA_ARCHS.split(";")
+    if chosen not in ("", "all", "native"):
+        return chosen.split(";")
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    lines = printed(query) if chosen != "all" else []
+    seen = sorted({line.replace(".", "") for line in lines if re.fullmatch(r"\d+\.\d", line)}, key=int)
+    if chosen == "native" and not seen:
+        return []
+    codes = " ".join(printed([*NVCC, "--list-gpu-code"])).split()
+    seen, known = ([arch for arch in archs if f"sm_{arch}" in codes] for archs in (seen, every))
+    return seen or known or every
 
 
-def compiler_of(command: str) -> str:
-    """The compiler in the value of CXX, which may begin with a launcher, as in "ccache g++ -m64"."""
-    words = shlex.split(command)
-    return next((word for word in words if Path(word).name not in LAUNCHERS), "")
-
-
-def decide(tools: dict[str, str | None]) -> tuple[str, str]:
-    """Returns the kind of build and the reason for it."""
+def decide() -> tuple[str, str, list[str]]:
+    """Returns the kind of build, the reason for it, and what a more complete build lacks."""
     # Elsewhere flags and linking are others, and a compiler is often not the one that torch was built with.
-    needs = {"python": (), "cpu": ("Linux", "torch", "compiler"), "cuda": ("Linux", "torch", "compiler", "nvcc")}
-    missing = {kind: [name for name in needs[kind] if tools[name] is None] for kind in KINDS}
-    if not list(ROOT.glob("csrc/cuda/*.cu")):
-        missing["cuda"].append("CUDA sources")
+    for_cpu = {"torch": TORCH, "compiler": CXX} if LINUX else {"Linux": None}
+    # ROCm's torch calls AMD's cards "cuda", and would give their tensors to our kernels. ATen's kernels serve them.
+    for_cuda = {"CUDA, since torch is built for ROCm": not HIP, "nvcc": NVCC, "a card": ARCHS}
+    needs = {"python": {}, "cpu": for_cpu, "cuda": for_cpu | for_cuda}
+    missing = {kind: [name for name, found in needs[kind].items() if not found] for kind in KINDS}
     forced = os.environ.get("BAGUA_SYNCBN_BUILD")
     if forced is None:
         kind = next(kind for kind in reversed(KINDS) if not missing[kind])
         further = next((missing[other] for other in KINDS if missing[other]), [])
-        return kind, f"found without {' and '.join(further)}" if further else "found all tools"
+        return kind, f"found without {' and '.join(further)}" if further else "found all tools", further
     if forced not in KINDS:
         raise SystemExit(f"BAGUA_SYNCBN_BUILD: expected one of {', '.join(KINDS)}, got {forced!r}")
     if missing[forced]:
         raise SystemExit(f"BAGUA_SYNCBN_BUILD={forced}: expected to find {', '.join(missing[forced])}, got none")
-    return forced, f"BAGUA_SYNCBN_BUILD={forced}"
+    return forced, f"BAGUA_SYNCBN_BUILD={forced}", []
 
 
-def version_of(tool: str | None) -> str | None:
-    """The line of ``tool --version`` that holds the version."""
-    if tool is None:
-        return None
-    lines = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.splitlines()
-    return next((line for line in lines if "release" in line), lines[0] if lines else tool)
+def nvcc_flags() -> list[str]:
+    """Returns flags for machine code of ``ARCHS``, and for code that drivers compile for other cards.
 
-
-def archs_seen() -> list[str]:
-    """The compute capabilities of the cards of this machine, as in 90."""
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        printed = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return sorted({major + minor for major, minor in re.findall(r"^(\d+)\.(\d)$", printed, re.MULTILINE)}, key=int)
-
-
-def choose_archs(nvcc: str) -> list[str]:
-    """The compute capabilities that there is machine code for."""
-    chosen = os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS")
-    if chosen and chosen != "all":
-        return chosen.split(";")
-    codes = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-    all_archs, seen = CUDA_ARCHS.split(";"), [] if chosen == "all" else archs_seen()
-    known_seen, known = ([arch for arch in archs if f"sm_{arch}" in codes] for archs in (seen, all_archs))
-    return known_seen or known or all_archs
-
-
-def announcement() -> str:
-    """What is built, why, for which cards, and about how long it takes."""
-    archs = INFO["build_cuda_archs"]
-    seconds = {"python": 0, "cpu": SECONDS["cpu"], "cuda": SECONDS["cpu"] + SECONDS["cuda"] * (len(archs) + 1)}[KIND]
-    cards = f"; for compute capability {', '.join(archs)} and PTX for later ones" if archs else ""
-    cores = os.cpu_count() or 1
-    duration = f"; about {max(1, round(seconds / cores / 60))} min on {cores} cores" if seconds else ""
-    return f"bagua_syncbn: {KIND} build: {REASON}{cards}{duration}"
-
-
-def nvcc_flags(archs: list[str], version: str) -> list[str]:
-    """The flags of nvcc, for machine code of ``archs`` and code that drivers compile for other cards.
-
-    That is PTX of compute_90: PTX of a newer card leaves out those between. Before CUDA 13, libraries compressed for
-    size do not load on all of its drivers.
+    The latter is PTX of compute_90: PTX of a newer card leaves out those between. Before CUDA 13, libraries compressed
+    for size do not load on all of its drivers.
     """
-    ptx = min(archs[-1], "90", key=lambda arch: int(arch.rstrip("af")))
-    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    compressed = [] if re.search(r"release 1[0-2]\.", version) else ["-compress-mode=size"]
+    ptx = min(ARCHS[-1], "90", key=lambda arch: int(arch.rstrip("af")))
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
+    compressed = [] if re.search(r"release 1[0-2]\.", NVCC_VERSION) else ["-compress-mode=size"]
     return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}", *compressed]
 
 
@@ -150,34 +121,24 @@ class BuildKernels(build_ext):
     """Compiles the sources of the extension side by side, .cpp by the C++ compiler and .cu by nvcc, and links them."""
 
     def build_extension(self, ext: Extension) -> None:
-        torch, cxx = Path(TOOLS["torch"]), shlex.split(os.environ.get("CXX", TOOLS["compiler"]))
-        includes = [f"-isystem{torch / 'include'}", f"-I{sysconfig.get_path('include')}"]
         extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))
-        newest = max(path.stat().st_mtime for path in ROOT.glob("csrc/**/*.*"))
+        cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *["-DBAGUA_SYNCBN_CUDA"] * (KIND == "cuda")]
+        cpp += [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}", *extra]
+        cuda, linker = [], [*CXX, *extra]
+        if KIND == "cuda":  # nvcc knows where its static runtime is
+            cuda, linker = [*NVCC, *nvcc_flags()], [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in extra)]
 
         def compile(source: str) -> str:
-            if source.endswith(".cu"):
-                command = [TOOLS["nvcc"], *nvcc_flags(INFO["build_cuda_archs"], INFO["build_nvcc"])]
-            else:
-                kernels = ["-DBAGUA_SYNCBN_CUDA"] if KIND == "cuda" else []
-                command = [*cxx, *CXX_FLAGS, *STABLE_ABI, *kernels, *includes, *extra]
-            # Kept by what it is made with, for the next installation or wheel from this folder.
-            made_with = hashlib.sha256(json.dumps([INFO, command]).encode()).hexdigest()[:12]
-            target = ROOT / "build" / "objects" / made_with / f"{source}.o"
-            if not target.exists() or target.stat().st_mtime < newest:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self.spawn([*command, "-c", source, "-o", str(target)])
+            target = Path(self.build_temp, f"{source}.o")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.spawn([*(cuda if source.endswith(".cu") else cpp), "-c", source, "-o", str(target)])
             return str(target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile, ext.sources))
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        linker = [*cxx, *extra]
-        if KIND == "cuda":  # nvcc knows where its static runtime is
-            host = f"-ccbin={TOOLS['compiler']}"
-            linker = [TOOLS["nvcc"], "--cudart=static", host, *(f"-Xcompiler={flag}" for flag in extra)]
-        self.spawn([*linker, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(library)])
+        self.spawn([*linker, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", str(library)])
 
 
 class BuildPackage(build_py):
@@ -192,20 +153,28 @@ class BuildPackage(build_py):
                 library.unlink()
 
 
-TOOLS = find_tools()
-KIND, REASON = decide(TOOLS)
-torch_version = Path(TOOLS["torch"], "version.py").read_text() if TOOLS["torch"] else ""
+LINUX, TORCH = sys.platform == "linux", find_torch()
+torch_version = TORCH.joinpath("version.py").read_text() if TORCH else ""
+HIP = re.search(r"^hip\b.*'", torch_version, re.MULTILINE)
+# Only on Linux: without Xcode, macOS answers the call of a compiler by a window.
+CXX, CXX_VERSION = find_tool("CXX", "g++", "clang++") if LINUX else ([], None)
+nvccs = f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"
+NVCC, NVCC_VERSION = find_tool("NVCC", *nvccs) if LINUX else ([], None)
+ARCHS = choose_archs()
+KIND, REASON, LACKS = decide()
 INFO = {
     "build": KIND,
     "build_reason": REASON,
-    "build_torch": next((line.split("'")[1] for line in torch_version.splitlines() if "__version__ =" in line), None),
-    "build_compiler": version_of(TOOLS["compiler"]) if KIND != "python" else None,
-    "build_nvcc": version_of(TOOLS["nvcc"]) if KIND == "cuda" else None,
-    "build_cuda_archs": choose_archs(TOOLS["nvcc"]) if KIND == "cuda" else [],
+    "build_lacks": LACKS,
+    "build_torch": next(iter(re.findall("__version__ = '(.*)'", torch_version)), None),
+    "build_compiler": CXX_VERSION if KIND != "python" else None,
+    "build_nvcc": NVCC_VERSION if KIND == "cuda" else None,
+    "build_cuda_archs": ARCHS if KIND == "cuda" else [],
 }
-print(announcement(), flush=True)
+cards = f"; for compute capability {', '.join(ARCHS)} and PTX for later ones" if KIND == "cuda" else ""
+print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 
-# What takes longest to compile comes first: at the end, a core would wait for it.
+# Sources that take longest to compile come first: at the end, a core would wait for them.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]

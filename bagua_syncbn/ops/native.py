@@ -1,5 +1,6 @@
 """Loads the native library, whose kernels then stand before the reference ones for their devices."""
 
+import json
 import os
 import warnings
 from importlib import import_module
@@ -29,19 +30,30 @@ def _load() -> tuple[str, bool]:
     # "from .. import _C", which cannot tell a missing library from a package that is still being imported.
     folder = Path(__file__).parents[1]
     if PathFinder.find_spec(_LIBRARY, [str(folder)]) is None:
-        if not folder.joinpath("build_info.json").exists():  # as pip leaves it, even without kernels
-            warnings.warn(
-                f"bagua_syncbn was imported from its sources in {folder}, which hold no native kernels: computing in "
-                "plain torch; leave that folder to use what pip installed, or build in it with pip install -e",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_without_library(folder)
         return "reference", False
     library = import_module(_LIBRARY)
     has_cuda = library.has_cuda()
     if has_cuda and WANTED == "aten":
         library.turn_off_cuda()
     return f"native, cpu: {library.cpu_capability()}{', cuda' if has_cuda and WANTED == 'native' else ''}", has_cuda
+
+
+def _warn_without_library(folder: Path) -> None:
+    """Warns that plain torch computes, unless setup.py was told to build no library, or cannot build one here."""
+    record = folder / "build_info.json"
+    if not record.exists():  # nothing was built here
+        message = f"was imported from its sources in {folder}, which hold no native kernels"
+        cure = "Leave that folder to use what pip installed, or build them there: pip install -e ."
+    else:
+        lacks = json.loads(record.read_text()).get("build_lacks", [])
+        if not lacks or "Linux" in lacks:
+            return
+        message = f"was built without {' and '.join(lacks)}, hence without native kernels"
+        cure = f"With {' and '.join(lacks)} installed, build them in the checkout: pip install -e ."
+    warnings.warn(
+        f"bagua_syncbn {message}: computing in plain torch, several times slower. {cure}", RuntimeWarning, stacklevel=3
+    )
 
 
 KERNELS, LIBRARY_HAS_CUDA = _load()

@@ -1,13 +1,16 @@
-"""Decisions of setup.py on what to build, by the tools that are there. Ways of installing: installs.py."""
+"""Decisions of setup.py on what to build, by the tools that are there. Ways of installing: .ci/installs.py."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bagua_syncbn.ops import native
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,19 +27,21 @@ def checkout(tmp_path):
     return tmp_path
 
 
-# What setuptools and sysconfig know of the real platform they know before.
+# setuptools and sysconfig learn about the real platform before it changes. `site`, if given, is where torch lies.
 ON_PLATFORM = """
 import runpy, setuptools, sys, sysconfig
 sysconfig.get_config_vars()
-_, sys.platform, *sys.argv = sys.argv
+get_path = sysconfig.get_path
+_, sys.platform, site, *sys.argv = sys.argv
+sysconfig.get_path = lambda name, *rest: site if site and name.endswith("lib") else get_path(name, *rest)
 runpy.run_path("setup.py")
 """
 
 
-def decide(checkout, platform=sys.platform, **environment):
+def decide(checkout, platform=sys.platform, site="", **environment):
     """Builds all but the library; returns the exit status, the output and what was recorded."""
     result = subprocess.run(
-        [sys.executable, "-c", ON_PLATFORM, platform, "setup.py", "build_py", "--build-lib", "lib"],
+        [sys.executable, "-c", ON_PLATFORM, platform, str(site), "setup.py", "build_py", "--build-lib", "lib"],
         cwd=checkout,
         env={key: value for key, value in os.environ.items() if key not in ("CXX", "NVCC")} | environment,
         capture_output=True,
@@ -68,16 +73,29 @@ def test_a_build_with_all_tools_records_what_it_was_made_with(checkout):
     assert info["build_compiler"]
 
 
-@pytest.mark.parametrize(("environment", "build", "reason"), [
-    ({"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}, "python", "found without compiler"),
-    (NO_NVCC, "cpu", "found without nvcc"),
-    ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python"),
+@pytest.mark.parametrize(("environment", "build", "reason", "lacks"), [
+    ({"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}, "python", "found without compiler", ["compiler"]),
+    (NO_NVCC, "cpu", "found without nvcc", ["nvcc"]),
+    ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python", []),
 ], ids=str)  # fmt: skip
-def test_what_is_built_with_some_of_the_tools(checkout, environment, build, reason):
+def test_what_is_built_with_some_of_the_tools(checkout, environment, build, reason, lacks):
     status, _, info = decide(checkout, **environment)
     assert status == 0
-    assert (info["build"], info["build_reason"]) == (build, reason)
+    assert (info["build"], info["build_reason"], info["build_lacks"]) == (build, reason, lacks)
     assert (info["build_compiler"] is None) == (build == "python")
+
+
+@pytest.mark.parametrize(("hip", "build"), [("None", "cuda"), ("'6.4.43482'", "cpu")])
+def test_cuda_kernels_are_not_built_against_a_torch_for_rocm(checkout, tmp_path, hip, build):
+    torch, tools = tmp_path / "site" / "torch", {"NVCC": str(tmp_path / "bin" / "nvcc")}
+    torch.joinpath("include").mkdir(parents=True)
+    torch.joinpath("version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = None\nhip: str = {hip}\n")
+    write_tool(tmp_path / "bin" / "nvcc", "echo release 12.4")
+    status, _, info = decide(checkout, site=torch.parent, **tools)
+    assert (status, info["build"], info["build_torch"]) == (0, build, "2.13.0")
+    status, output, _ = decide(checkout, site=torch.parent, BAGUA_SYNCBN_BUILD="cuda", **tools)
+    assert (status == 0) == (build == "cuda")
+    assert ("expected to find CUDA, since torch is built for ROCm" in output) == (build == "cpu")
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
@@ -123,6 +141,8 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
     ("echo 9.0; echo 8.9; echo 12.0; echo 9.0", None, ["89", "90"]),
     ("echo 12.0", None, ["80", "90"]),
     ("echo 8.9", "all", ["80", "90"]),
+    ("echo 8.9", "native", ["89"]),
+    ("exit 9", "native", None),
     ("echo 8.9", "70;120", ["70", "120"]),
 ])  # fmt: skip
 def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(checkout, tmp_path, seen, chosen, archs):
@@ -130,10 +150,12 @@ def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(checkout,
     write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)
     write_tool(tmp_path / "bin" / "nvidia-smi", seen)
     tools = {"CUDA_HOME": str(tmp_path / "cuda"), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    tools |= {"BAGUA_SYNCBN_BUILD": "cuda", "BAGUA_SYNCBN_CUDA_ARCHS": chosen or ""}
-    _, output, info = decide(checkout, **tools)
-    assert info["build_cuda_archs"] == archs
-    assert f"for compute capability {', '.join(archs)} and PTX for later ones; about " in output.splitlines()[0]
+    _, output, info = decide(checkout, **tools, BAGUA_SYNCBN_CUDA_ARCHS=chosen or "")
+    if archs is None:
+        assert (info["build"], info["build_reason"]) == ("cpu", "found without a card")
+    else:
+        assert info["build_cuda_archs"] == archs
+        assert f"for compute capability {', '.join(archs)} and PTX for later ones" in output.splitlines()[0]
 
 
 def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
@@ -144,6 +166,22 @@ def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_on
     subprocess.run([sys.executable, "-c", code, str(checkout)], cwd=checkout, env=environment, check=True)
     assert not (package / "_C.abi3.so").exists()
     assert json.loads((package / "build_info.json").read_text())["build"] == "python"
+
+
+@pytest.mark.parametrize(("recorded", "warning"), [
+    (None, "imported from its sources in .*pip install -e [.]$"),
+    ({"build": "python", "build_lacks": ["torch"]}, "built without torch, .*With torch installed, .*install -e [.]$"),
+    ({"build": "python", "build_lacks": ["compiler"]}, "built without compiler, .*With compiler installed, "),
+    ({"build": "python", "build_lacks": []}, None),  # as asked for
+    ({"build": "python", "build_lacks": ["Linux"]}, None),  # nothing helps
+], ids=str)  # fmt: skip
+def test_an_import_without_kernels_says_what_mends_it(tmp_path, recwarn, recorded, warning):
+    if recorded:
+        tmp_path.joinpath("build_info.json").write_text(json.dumps(recorded))
+    native._warn_without_library(tmp_path)
+    messages = [str(each.message) for each in recwarn if each.category is RuntimeWarning]
+    assert len(messages) == bool(warning)
+    assert not warning or re.search(warning, messages[0])
 
 
 # Modules and functions that Windows has not, nor macOS some of them. torch is imported before it is told where it is.

@@ -1,12 +1,14 @@
-"""``python tests/tools/installs.py [NAME...]``: installs the package in every way, imports it and trains.
+"""``python .ci/installs.py [NAME...]``: installs the package in every way, imports it and trains.
 
 Each way in :data:`INSTALLS` goes into an environment that sees the torch of the one that runs this. Then a layer trains
-outside of the sources, and in their folder, where they come before what pip installed. The kernels are built without
-optimization and for one CUDA architecture: a build takes half a minute of two cores, all of them together some five.
+outside of the sources, and in their folder, which Python searches first. Where the import warns that there are no
+kernels, the command that it names is run, and a layer trains once more. The kernels are built without optimization and
+for one CUDA architecture: a build takes half a minute of two cores, all of them together some five.
 """
 
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -18,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "bagua_syncbn", "csrc")
 FAST_BUILD = {"BAGUA_SYNCBN_CXXFLAGS": "-O0", "BAGUA_SYNCBN_CUDA_ARCHS": "90"}
 NO_COMPILER = {"CXX": "no-such-compiler"}
@@ -46,7 +48,7 @@ class Install(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012 - never changed
     options: tuple[str, ...] = ("--no-build-isolation",)
     editable: bool = False
-    sees_torch: bool = True  # while it is built
+    lacks: str = ""  # what is missing while it is built, and there later
 
 
 def force(build: str) -> dict[str, str]:
@@ -62,8 +64,8 @@ INSTALLS = {
     "cuda": Install("folder", "cuda", force("cuda")),
     "python": Install("folder", "python", force("python")),
     "editable-python": Install("folder", "python", force("python"), editable=True),
-    "no-compiler": Install("folder", "python", NO_COMPILER),
-    "no-torch": Install("sdist", "python", sees_torch=False),
+    "no-compiler": Install("folder", "python", NO_COMPILER, lacks="compiler"),
+    "no-torch": Install("sdist", "python", lacks="torch"),
 }
 
 
@@ -100,6 +102,14 @@ def run(command: list[str | Path], folder: Path, **environment: str) -> str:
     return done.stderr + done.stdout
 
 
+def train(python: Path, folder: Path, kernels: str, warning: str = "") -> str:
+    """Trains in ``folder`` and expects kernels and a warning that begin so; returns what was printed."""
+    printed = run([python, "-c", TRAIN], folder)
+    assert printed.splitlines()[-1].startswith(kernels), printed
+    assert f"RuntimeWarning: bagua_syncbn {warning}" in printed if warning else "RuntimeWarning" not in printed, printed
+    return printed
+
+
 def check(install: Install, directory: Path) -> None:
     """Installs as ``install`` says in a new environment in ``directory``, and trains there."""
     python, place_of_torch = make_environment(directory / "environment")
@@ -107,28 +117,28 @@ def check(install: Install, directory: Path) -> None:
     outside.mkdir()
     files = {"wheel": "dist/*.whl", "sdist": "dist/*.tar.gz"}
     what = sources if install.source == "folder" else next(ROOT.glob(files[install.source]))
-    if install.sees_torch:
+    if install.lacks != "torch":
         place_of_torch.symlink_to(Path(torch.__file__).parent)
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *install.options]
-    run([*pip, *(["--editable"] if install.editable else []), what], outside, **install.environment)
-    if not install.sees_torch:
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    editable = ["--editable"] if install.editable else []
+    run([*pip, *install.options, *editable, what], outside, **install.environment)
+    if install.lacks == "torch":
         place_of_torch.symlink_to(Path(torch.__file__).parent)
 
     info = json.loads(run([python, "-W", "ignore", "-m", "bagua_syncbn", "--json"], outside))
     build = info["build"]
     assert build == install.build or (install.build is None and build != "python"), info
-    expected = "reference" if build == "python" else "native"
-    kernels = run([python, "-W", "error::RuntimeWarning", "-c", TRAIN], outside)
-    assert kernels.startswith(expected), kernels
-    assert ("cuda" in kernels) == (build == "cuda"), kernels
-    # In their folder the sources come first: those of an editable installation are built, and those of others say so.
-    inside = run([python, "-c", TRAIN], sources)
+    kernels = "reference" if build == "python" else "native"
+    printed = train(python, outside, kernels, f"was built without {install.lacks}" if install.lacks else "")
+    assert ("cuda" in printed.splitlines()[-1]) == (build == "cuda"), printed
     if install.editable:
-        assert inside.splitlines()[-1].startswith(expected), inside
-        assert "imported from its sources" not in inside
+        train(python, sources, kernels)
     else:
-        assert inside.splitlines()[-1] == "reference", inside
-        assert "imported from its sources" in inside
+        train(python, sources, "reference", "was imported from its sources")
+    if install.lacks:
+        command = re.search("build them in the checkout: pip install (.*)", printed)[1]
+        run([*pip, "--no-build-isolation", *command.split()], sources, **force("cpu"))
+        train(python, outside, "native")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``python tests/tools/check_wheel.py dist/NAME.whl dist/NAME.tar.gz``: what the files promise, read from them."""
+"""``python .ci/check_wheel.py dist/NAME.whl dist/NAME.tar.gz``: what the files promise, read from them."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # Not libtorch_cuda, libc10 or libpython: the file loads beside a torch without CUDA, and any Python.
 LIBRARIES = re.compile(r"(libtorch_cpu|libstdc\+\+|libm|libgcc_s|libc|ld-linux\S*|librt|libdl|libpthread)\.so")
 

@@ -3,7 +3,7 @@
 # PYTHON is looked for on the path and among pyenv's; TORCH is a pip requirement, or an existing environment's directory
 # preceded by "=", as in python3.10:=/path/to/environment.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 wheel=$(realpath "$1"); shift
 
 find_python() {

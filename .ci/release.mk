@@ -1,0 +1,57 @@
+# Releases and Bagua's environment: included by the Makefile, whose variables it uses.
+
+.PHONY: wheel test-wheel test-installs bagua-env bagua-packages demo-bagua test-bagua
+
+# One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA. It contains no library of
+# torch: it takes those of the torch that imports it.
+wheel: dist/checked ## the wheel for manylinux and the sdist, checked: dist/
+dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
+	rm -rf dist build/lib* build/bdist* build/wheel *.egg-info
+	BAGUA_SYNCBN_CUDA_ARCHS="$${BAGUA_SYNCBN_CUDA_ARCHS:-all}" \
+		$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python setup.py -q sdist
+	$(BIN)/python .ci/check_wheel.py dist/*.whl dist/*.tar.gz
+	@touch $@
+
+WHEEL_ENVIRONMENTS ?= python3.11:torch==2.13.0 python3.10:torch==2.10.0 python3.13:torch==2.14.0
+test-wheel: test-installs ## tests the wheel beside several versions of Python and torch, and all ways of installing
+	.ci/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
+
+test-installs: wheel ## all ways of installing, some five minutes: imports and trains after each; INSTALLS='wheel cuda' chooses
+	$(BIN)/python .ci/installs.py $(INSTALLS)
+
+# Bagua's wheel is for Python 3.10 alone, and needs the CUDA build of torch: some 5 GB on disk.
+BAGUA_VENV ?= .venv-bagua
+BAGUA_PYTHON ?= $(shell for python in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python; do \
+	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null && echo "$$python" && break; done)
+BAGUA_RANKS ?= 2
+# Bagua's library is linked against NCCL's, which it finds by itself only after torch was imported.
+BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packages/nvidia/nccl/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
+	$(BAGUA_VENV)/bin/python
+
+bagua-env: $(BAGUA_VENV)/installed ## an environment with Python 3.10, Bagua and the wheel; downloads some gigabytes
+bagua-packages: $(BAGUA_VENV)/packages
+
+demo-bagua: bagua-env ## trains the digits of the demo under Bagua's launcher
+	$(BAGUA_RUN) -m bagua.distributed.launch --nproc_per_node=$(BAGUA_RANKS) examples/train_digits.py $(ARGS)
+
+# pytest's own program does not import from the checkout: the wheel is tested.
+test-bagua: bagua-env ## the tests on Bagua that need no GPU
+	$(BAGUA_RUN) $(BAGUA_VENV)/bin/pytest -m 'not gpu and not slow' $(ARGS) tests/bagua_job
+
+$(BAGUA_VENV)/bin/python:
+	@test -n '$(BAGUA_PYTHON)' || { echo 'make: Python 3.10 is needed, the only one that Bagua has a wheel for; name it:' \
+		'make BAGUA_PYTHON=/path/to/python3.10' >&2; exit 1; }
+	$(BAGUA_PYTHON) -m venv $(BAGUA_VENV)
+
+# With a copy of the package without kernels, which the wheel replaces: nobody waits for the wheel here.
+$(BAGUA_VENV)/packages: $(BAGUA_VENV)/bin/python pyproject.toml
+	mkdir -p build/bagua
+	cp -r pyproject.toml setup.py README.md LICENSE bagua_syncbn build/bagua
+	BAGUA_SYNCBN_BUILD=python $(BAGUA_VENV)/bin/python $(PIP_INSTALL) 'build/bagua[bagua,test]'
+	@touch $@
+
+$(BAGUA_VENV)/installed: $(BAGUA_VENV)/packages dist/checked
+	$(BAGUA_VENV)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall dist/*.whl
+	@touch $@
