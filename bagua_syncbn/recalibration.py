@@ -18,7 +18,7 @@ from .merging import layers_with_statistics, merged_over_ranks
 from .options import Options, options_of
 from .sync import sum_over_ranks, tell_peers
 from .sync_batchnorm import SyncBatchNorm
-from .unchanged import unchanged
+from .verification.unchanged import unchanged
 
 _NAME = "recalibrate_statistics"
 

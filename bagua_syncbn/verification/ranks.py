@@ -1,4 +1,4 @@
-"""Ranks that verify together: what one finds all know, and an error of one is an error of all."""
+"""Ranks that compute together: each knows the results of all, and an error of one is raised on all."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -15,24 +15,25 @@ _T = TypeVar("_T")
 
 
 class RankError(RuntimeError):
-    """An error of some ranks that all know of."""
+    """An error of some ranks, raised on all."""
 
 
 class Ranks:
-    """Ranks of a group, or this process alone where there is no job."""
+    """Ranks of a group; this process alone where there is no job."""
 
-    def __init__(self, process_group: Any) -> None:
-        in_job = dist.is_available() and dist.is_initialized()
-        self.group = spec_of(process_group).torch_group() if in_job else None
-        self.size = dist.get_world_size(self.group) if in_job else 1
-        self.rank = dist.get_rank(self.group) if in_job else 0
+    def __init__(self, caller: str, process_group: Any) -> None:
+        self._caller = caller
+        self.in_job = dist.is_available() and dist.is_initialized()
+        self.group = spec_of(process_group).torch_group() if self.in_job else None
+        self.size = dist.get_world_size(self.group) if self.in_job else 1
+        self.rank = dist.get_rank(self.group) if self.in_job else 0
 
     def together(self, what: str, do: Callable[[], _T]) -> list[_T]:
-        """Returns the results of ``do`` on all ranks, in their order; their tensors are on CPU.
+        """Returns the results of ``do`` on all ranks, in rank order, with tensors on CPU. ``do`` may make such calls.
 
         Raises:
-            RankError: ``do`` raised on some ranks. It is raised on all, and names these. ``do`` may make such calls
-                itself: an error of one rank ends it on all. An error that is the same on all ranks is raised as it is.
+            RankError: ``do`` raised on some ranks, which the error names. An error that is the same on all ranks is
+                raised as it is.
         """
         cause, error, packed = None, "", b""
         try:
@@ -51,7 +52,7 @@ class Ranks:
         if not errors and any(where != what for where, _, _ in gathered):
             errors = f"expected all ranks to call the same layers, got {'; '.join(places)}"
         if errors:
-            raise RankError(f"verify_synchronization: {errors}") from cause
+            raise RankError(f"{self._caller}: {errors}") from cause
         return [pickle.loads(packed) for _, _, packed in gathered]
 
     def each(self, what: str, do: Callable[[], _T]) -> _T:
@@ -60,11 +61,12 @@ class Ranks:
         self.together(what, lambda: own.append(do()))
         return own[0]
 
-    def add_up(self, tensor: Tensor) -> Tensor:
-        """Adds up ``tensor`` over ranks, in place."""
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Returns the mean of ``tensor`` over ranks."""
+        total = tensor.clone()
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
+            dist.all_reduce(total, group=self.group)
+        return total / self.size
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -80,35 +82,30 @@ def joined(parts: Sequence[Any], name: str) -> Any:
     """Returns nested tuples, lists and dicts of tensors as one, joined along the first dimension of each tensor.
 
     Raises:
-        ValueError: other values differ between ``parts``, or so do other dimensions.
+        ValueError: ``parts`` differ in other values or in other dimensions.
     """
-    flat = [pytree.tree_flatten_with_path(part) for part in parts]
-    (leaves, structure), *_ = flat
-    unlike = next((other for _, other in flat if other != structure), None)
-    if unlike is not None:
-        raise ValueError(
-            f"{name}: expected tuples, lists and dicts alike on all ranks, got {structure} and {unlike}; merge makes "
-            "one batch of others"
-        )
-    rows = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
-    whole = [_joined(row, name + pytree.keystr(path)) for (path, _), row in zip(leaves, rows, strict=True)]
-    return pytree.tree_unflatten(whole, structure)
 
+    def join(path: Any, *row: Any) -> Any:
+        place, kinds = name + pytree.keystr(path), "tensors, or the same on all ranks"
+        if all(isinstance(part, Tensor) and part.dim() for part in row):
+            if len({(part.shape[1:], part.dtype) for part in row}) == 1:
+                return torch.cat(row).detach().requires_grad_(row[0].requires_grad)
+            row = tuple(f"{list(part.shape)} of {part.dtype}" for part in row)
+            kinds = "tensors that differ in their first dimension alone"
+        elif len({pickle.dumps(part) for part in row}) == 1:
+            return row[0]
+        raise ValueError(f"{place}: expected {kinds}, got {', '.join(map(str, row))}; merge makes one batch of others")
 
-def _joined(parts: tuple[Any, ...], name: str) -> Any:
-    first = parts[0]
-    if all(isinstance(part, Tensor) and part.dim() for part in parts):
-        if len({(part.shape[1:], part.dtype) for part in parts}) == 1:
-            return torch.cat(parts).detach().requires_grad_(first.requires_grad)
-        got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
-        raise ValueError(f"{name}: expected tensors of ranks that differ in their first dimension alone, got {got}")
-    if len({pickle.dumps(part) for part in parts}) > 1:
-        raise ValueError(f"{name}: expected tensors, or the same on all ranks, got {parts}; merge makes one batch")
-    return first
+    first, *others = map(pytree.tree_structure, parts)
+    for other in others:
+        if other != first:
+            kinds = "tuples, lists and dicts alike on all ranks"
+            raise ValueError(f"{name}: expected {kinds}, got {first} and {other}; merge makes one batch of others")
+    return pytree.tree_map_with_path(join, *parts)
 
 
 def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor | None:
-    """Returns the part of ``rank`` in ``whole``, of which ranks have parts of ``shapes``; None if these do not fit."""
+    """Returns the part of ``rank`` in ``whole``, joined from parts of ``shapes``; None if these do not fit."""
     for dim, size in enumerate(whole.shape):
         others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         if others == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
@@ -118,9 +115,9 @@ def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tenso
 
 
 def in_float64(values: Any, like: Any) -> Any:
-    """Returns ``values`` with copies of tensors: in float64 if of floating point, and on the devices of ``like``.
+    """Returns a copy of ``values`` with floating point tensors in float64, on the devices of ``like``.
 
-    Where ``like`` has another number of tensors, all are on the device of its first one.
+    If ``like`` has another number of tensors, all go to the device of its first one.
     """
     devices, number = [tensor.device for tensor in tensors_in(like)], len(tensors_in(values))
     places: Iterator[Any] = iter(devices if number == len(devices) else [*devices[:1], "cpu"][:1] * number)

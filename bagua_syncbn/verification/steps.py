@@ -1,84 +1,168 @@
-"""Steps of copies of a model in float64: on the ranks, and in one process."""
+"""A step of a module in float64, on the ranks and in one process, and the differences between the two."""
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..communicators import LOCAL
 from ..conversion import convert_sync_batchnorm
 from ..sync import tell_peers
 from ..sync_batchnorm import SyncBatchNorm
-from .ranks import tensors_in
+from .ranks import Ranks, in_float64, share_of, tensors_in
 
 Loss = Callable[[Any, Any], Tensor]
 
-_T = TypeVar("_T")
+# float64 rounds to 1e-16 of a value; where terms cancel, to 1e-16 of the largest tensors of the same kind.
+_RELATIVE, _OF_LARGEST = 1e-7, 1e-12
 
 
 class Step(NamedTuple):
-    """Results of one step of a copy."""
+    """Results of one step."""
 
-    outputs: list[Tensor]
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model inside DistributedDataParallel and torch.compile."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
-    return model if inner is None else unwrapped(inner)
+    tensors: dict[str, Tensor]
+    """Named by kind (output, loss, input-gradient, gradient or buffer), and by index or name."""
+    unused: list[str]
+    """Parameters without a gradient; their gradients are zeros."""
 
 
-def copied(model: nn.Module, values: dict[str, Tensor], alone: bool) -> nn.Module:
-    """Returns a copy of ``model`` in float64.
+class Difference(NamedTuple):
+    """A tensor that differs."""
 
-    Args:
-        values: of parameters and buffers, in place of those of ``model``.
-        alone: whether its layers synchronize with no other rank.
+    position: int
+    size: float
+    text: str
+
+
+class Comparison:
+    """A step of a module on the ranks, each with its ``batch``, and in one process with all batches, merged.
+
+    ``copy`` returns a copy of the module in float64, alike on all ranks; errors name the module ``name``.
     """
-    try:
-        model = copy.deepcopy(model)
-    except Exception as error:
-        raise RuntimeError(
-            f"model: expected one that copy.deepcopy can copy, got {type(error).__name__}: {error}; by_layer=True "
-            "copies one layer at a time"
-        ) from error
-    tensors = tensors_of(model)
-    for name, value in values.items():
-        tensors[name].detach().copy_(value)
-    for layer in list(model.modules()) if alone else []:
-        if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
-            convert_sync_batchnorm(layer, LOCAL)
-    return model.double()
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        copy: Callable[[], nn.Module],
+        batch: Any,
+        loss: Loss,
+        merge: Callable[[list[Any]], Any],
+        name: str = "",
+    ) -> None:
+        self.ranks, self.copy, self.batch, self.loss, self._name = ranks, copy, batch, loss, name
+        batches = ranks.together(f"the batch{name}", lambda: batch)
+        self.whole = ranks.each(f"the merge of batches{name}", lambda: _merged(merge, batches, batch))
+        self.expected, self.actual = self.step_alone(), self.step()
+
+    def step_alone(self) -> Step:
+        """Makes the step in one process."""
+        step = lambda: run(alone(self.copy()), self.whole, self.loss)  # noqa: E731
+        return self.ranks.each(f"the step in one process{self._name}", step)
+
+    def step(
+        self, weight: float = 1.0, within: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    ) -> Step:
+        """Makes the step on the ranks, ``within`` a context of the copy, with a loss multiplied by ``weight``."""
+
+        def step() -> Step:
+            copy = self.copy()
+            with within(copy):
+                return run(copy, in_float64(self.batch, self.batch), self.loss, weight)
+
+        return self.ranks.each(f"the step on ranks{self._name}", step)
+
+    def pairs(self, actual: Step, factor: float = 1.0) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns tensors of ``actual`` and of the step in one process.
+
+        Loss and gradients of the ranks are averaged, and multiplied by ``factor``. Outputs and gradients of inputs are
+        compared with the part of this rank; those that cannot be split are left out.
+        """
+        ranks, pairs = self.ranks, {}
+        shapes = ranks.together("the results", lambda: {name: list(own.shape) for name, own in actual.tensors.items()})
+        for name in [name for name in self.expected.tensors if all(name in of_rank for of_rank in shapes)]:
+            own, whole, kind = actual.tensors[name], self.expected.tensors[name], kind_of(name)
+            share: Tensor | None = whole
+            if kind in ("output", "input-gradient"):
+                share = share_of(whole, [of_rank[name] for of_rank in shapes], ranks.rank)
+            if kind == "input-gradient":
+                own = own * (factor / ranks.size)
+            elif kind in ("loss", "gradient"):
+                own = ranks.mean(own) * factor
+            if share is not None:
+                pairs[name] = own, share
+        return pairs
+
+    def difference(self, actual: Step | None = None, factor: float = 1.0) -> Difference | None:
+        """Returns the first of :meth:`pairs` that differs on a rank by more than rounding; None if all are equal."""
+        return first_difference(self.ranks, self.pairs(actual or self.actual, factor))
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def first_difference(ranks: Ranks, pairs: dict[str, tuple[Tensor, Tensor]]) -> Difference | None:
+    """Returns the first pair that differs on a rank by more than rounding explains; None if all are equal on all."""
+    found = ranks.together("the comparison", lambda: _differences(pairs, ranks.rank))
+    return min((own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size))
 
 
-def called(module: nn.Module, name: str) -> str:
-    """Returns what to call ``module``, by its class and its name in the model."""
-    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
+def _differences(pairs: dict[str, tuple[Tensor, Tensor]], rank: int) -> list[Difference]:
+    largest: dict[str, float] = {}
+    for name, (_, expected) in pairs.items():
+        largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _largest(expected))
+    found = []
+    for position, (name, (actual, expected)) in enumerate(pairs.items()):
+        dtype = torch.promote_types(expected.dtype, torch.float64)
+        actual, expected = actual.detach().to(dtype), expected.detach().to(dtype)
+        if actual.shape != expected.shape:
+            text = f"{name} has size {list(actual.shape)} on rank {rank}, not {list(expected.shape)}"
+            found.append(Difference(position, torch.inf, text))
+            continue
+        own, size = _largest(expected), _largest(actual - expected)
+        allowed = _RELATIVE * own + _OF_LARGEST * largest[kind_of(name)]
+        if not torch.isclose(actual, expected, 0, allowed if isfinite(allowed) else 0, equal_nan=True).all():
+            text = f"{name} differs by up to {size:.1e} on rank {rank}, of values up to {own:.1e}"
+            found.append(Difference(position, size, text))
+    return found
 
 
-def run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
-    """Makes a step of ``model``, whose loss is multiplied by ``weight``."""
+def kind_of(name: str) -> str:
+    """Returns the kind of a tensor of a :class:`Step`."""
+    return name.split()[0]
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def _merged(merge: Callable[[list[Any]], Any], batches: list[Any], batch: Any) -> Any:
+    whole = in_float64(merge(batches), batch)
+    if tensors_in(batch) and not tensors_in(whole):
+        raise TypeError(f"merge: expected a function of a list of batches that returns one, got {type(whole).__name__}")
+    return whole
+
+
+def run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
+    """Makes a step of ``module`` with a loss that is multiplied by ``weight``."""
     outputs: list[Tensor] = []
-    model.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
-    with torch.enable_grad():
-        value = loss_of(model, batch, loss) * weight
+    module.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
+    with torch.enable_grad(), telling_peers(module):
+        value = loss_of(module, batch, loss) * weight
         value.backward()
-    if not weight:
-        value = torch.zeros_like(value)  # the mean of nothing is NaN
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return Step(outputs, value.detach(), gradients, dict(model.named_buffers()))
+    found = {f"output {index}" if len(outputs) > 1 else "output": output for index, output in enumerate(outputs)}
+    found["loss"] = value.detach() if weight else torch.zeros_like(value)  # the mean of nothing is NaN
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    inputs = [tensor for tensor in tensors_in(batch) if tensor.requires_grad]
+    found |= {f"input-gradient {index}": _gradient(tensor) for index, tensor in enumerate(inputs)}
+    found |= {f"gradient {name}": _gradient(parameter) for name, parameter in trained.items()}
+    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    return Step(found, [name for name, parameter in trained.items() if parameter.grad is None])
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.to_dense()
 
 
 def loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
@@ -90,28 +174,38 @@ def loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     return value
 
 
-def try_out(model: nn.Module, batch: Any, loss: Loss) -> None:
-    """Calls ``loss`` with synchronized layers that return their input, so that no rank waits for one that raises.
+def try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
+    """Calls ``loss`` once. Synchronized layers return their input, so that no rank waits for one that raises.
 
     Raises:
-        ValueError: ``loss`` calls no part of the model that it is given.
+        ValueError: ``loss`` calls no module, or a part of ``model``, of which ``copy`` is a copy.
     """
-    calls: list[None] = []
-    with ExitStack() as stack:
-        for part in model.modules():
-            stack.callback(part.register_forward_pre_hook(lambda *_: calls.append(None)).remove)
-            if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)):
-                vars(part)["forward"] = lambda input, *_, **__: input
-                stack.callback(vars(part).pop, "forward")
-        loss_of(model, batch, loss)
-    if not calls:
-        raise ValueError("loss: expected a function that calls the model that it is given, got one that does not")
+    own, calls = set(model.modules()), 0
+    expected = "loss: expected a function that calls its first argument, a copy of the model in float64, got one that"
 
+    def note(part: nn.Module, _: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if part in own:
+            raise ValueError(f"{expected} calls the model that was given to verify_synchronization")
 
-def telling_peers(model: nn.Module, do: Callable[[], _T]) -> _T:
-    """Returns ``do()``. If it raises, ranks that wait for this one in a layer of ``model`` raise too."""
+    for part in copy.modules():
+        if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)):
+            vars(part)["forward"] = lambda input, *_, **__: input
+    hook = register_module_forward_pre_hook(note)
     try:
-        return do()
+        loss_of(copy, batch, loss)
+    finally:
+        hook.remove()
+    if not calls:
+        raise ValueError(f"{expected} does not")
+
+
+@contextmanager
+def telling_peers(model: nn.Module) -> Iterator[None]:
+    """Context whose errors are also raised on ranks that wait for this one in a layer of ``model``."""
+    try:
+        yield
     except Exception as error:
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
@@ -119,17 +213,46 @@ def telling_peers(model: nn.Module, do: Callable[[], _T]) -> _T:
         raise
 
 
-def random_modules(model: nn.Module, batch: Any, loss: Loss) -> list[str]:
-    """Returns the modules without children that give other outputs in a second call with the same inputs."""
-    found: list[str] = []
-    names = {module: called(module, name) for name, module in model.named_modules() if not list(module.children())}
+def copied(model: nn.Module) -> nn.Module:
+    """Returns a copy of ``model`` in float64."""
+    try:
+        return copy.deepcopy(model).double()
+    except Exception as error:
+        raise RuntimeError(
+            f"model: expected one that copy.deepcopy can copy, got {type(error).__name__}: {error}; by_layer=True "
+            "copies one layer at a time"
+        ) from error
 
-    def call_again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        again = tensors_in(module.forward(*args, **kwargs))
-        if names[module] not in found and not all(map(torch.equal, tensors_in(output), again)):
-            found.append(names[module])
 
-    for module in names:
-        module.register_forward_hook(call_again, with_kwargs=True)
-    run(model, batch, loss)
-    return found
+def copied_layer(layer: nn.Module) -> nn.Module:
+    """Returns a copy of ``layer`` in float64 without hooks, also where ``fully_shard`` forbids ``copy.deepcopy``."""
+    own = object.__new__(type(layer))
+    nn.Module.__init__(own)
+    vars(own).update((name, value) for name, value in vars(layer).items() if name not in vars(own))
+    vars(own).pop("_cached_call", None)
+    own.training = layer.training
+    for tensors in ("_parameters", "_buffers"):
+        vars(own)[tensors] = in_float64(vars(layer)[tensors], vars(layer)[tensors])
+    vars(own)["_modules"] = {name: child and copied_layer(child) for name, child in layer._modules.items()}
+    return own
+
+
+def alone(module: nn.Module) -> nn.Module:
+    """Returns ``module``, whose layers from now on synchronize with no other rank."""
+    for layer in list(module.modules()):
+        if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
+            convert_sync_batchnorm(layer, LOCAL)
+    return module
+
+
+def with_values(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """Returns ``module`` with ``values`` in the parameters and buffers of these names."""
+    tensors = tensors_of(module)
+    for name, value in values.items():
+        tensors[name].detach().copy_(value)
+    return module
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,35 +1,38 @@
-"""The verdict: whether the ranks equal one process, and if not, what differs and what was seen to cause it."""
+"""The verdict: whether the ranks equal one process; if not, the first difference and its causes."""
 
 import argparse
 import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..unchanged import digest, unchanged
-from .comparison import Pair, first_difference
-from .layers import LayerChecks
-from .ranks import Ranks, in_float64, joined, share_of, tensors_in
+from ..conversion.findings import is_data_parallel
+from .causes import CAUSES, LayerChecks
+from .ranks import Ranks, in_float64, joined
 from .steps import (
+    Comparison,
     Loss,
-    Step,
     copied,
+    first_difference,
+    kind_of,
     loss_of,
-    random_modules,
-    run,
     telling_peers,
     tensors_of,
     try_out,
-    unwrapped,
+    with_values,
 )
+from .unchanged import digest, unchanged
+
+# Set by torchrun, by Open MPI's mpirun and by MPICH's for each process that they start.
+_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Verdict:
     """Number of tensors, or layers, that were compared."""
     difference: str | None
     """The first tensor that differs, and by how much; None if none does."""
-    seen: tuple[str, ...]
-    """Causes, each found by a test of its own, and what was not compared."""
+    notes: tuple[str, ...]
+    """Causes of the difference, and what the comparison does not cover."""
 
     def __bool__(self) -> bool:
         return self.difference is None
@@ -53,7 +56,7 @@ class Verdict:
         told = f"{are[1]} one process: {self.compared}"
         if self.difference is not None:
             told = f"{are[2]} one process: {self.difference}"
-        return "\n- ".join([f"{self.ranks} {are[0]} {told}", *self.seen])
+        return "\n- ".join([f"{self.ranks} {are[0]} {told}", *self.notes])
 
 
 def verify_synchronization(
@@ -61,34 +64,51 @@ def verify_synchronization(
     batch: Any,
     loss: Loss,
     *,
-    group: Any = None,
+    process_group: Any = None,
     merge: Callable[[list[Any]], Any] | None = None,
     by_layer: bool = False,
 ) -> Verdict:
-    """Compares a step of ``model`` on all ranks with the same step in one process on all their batches together.
+    r"""Compares a step of ``model`` on all ranks with the same step in one process on all their batches together.
 
-    Both steps are made in float64, on copies, and the gradients of the ranks are averaged, as by
-    DistributedDataParallel. Outputs, losses, gradients and buffers are compared. Where they differ, tests of their own
-    look for the cause: what differs between ranks before the step, dropout and other randomness, layers that are not
-    synchronized, parameters without a gradient, losses that are sums, or means over batches of other sizes.
+    Both steps are made in float64 on copies of the model, and the gradients of the ranks are averaged as
+    DistributedDataParallel does. Outputs, loss, gradients and buffers are compared. If they differ, further tests look
+    for the cause: tensors that differ between ranks before the step, dropout and other randomness, layers that are not
+    synchronized, parameters without a gradient, losses that are sums, or means over batches of different sizes.
 
-    The model, its gradients, buffers and modes, and random states are as before, also after an exception. An error of
-    one rank is raised on all. All ranks make the call.
+    The model, its gradients, buffers and modes and the states of the random generators are unchanged afterwards, also
+    after an exception. An error of one rank is raised on all. All ranks must make the call.
 
     Args:
         model: in training mode, in DistributedDataParallel or not.
         batch: the batch of this rank: tensors in any nesting of tuples, lists and dicts.
-        loss: called with a copy of the model, which is in no wrapper, and a batch; returns a scalar tensor. It must use
-            no other model, and send nothing between ranks.
-        group: the ranks that take part, as for :func:`sync_batch_norm`; None for all of the job.
-        merge: makes one batch of a list of the batches of all ranks. None joins tensors along their first dimension,
-            and wants all else the same on all ranks.
-        by_layer: whether to copy nothing but one layer at a time: each batch normalization layer, on the inputs that
-            it meets in a forward pass of ``model`` without gradients. For models that are sharded, or do not fit twice.
+        loss: called with a copy of the model, without wrapper, and a batch; returns a scalar tensor. It must call this
+            copy, and send nothing between ranks.
+        process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for all of the job.
+        merge: makes one batch of a list of the batches of all ranks. None joins tensors along their first dimension;
+            all other values must be equal on all ranks.
+        by_layer: whether to compare the batch normalization layers one by one and not the model: each on the inputs
+            that it gets in a forward pass of ``model`` without gradients. For models that are sharded, or do not fit
+            twice. Neither the loss nor other modules are compared.
+
+    Returns:
+        A :class:`~bagua_syncbn.verification.Verdict`: true if all tensors are equal on all ranks, and as text the first
+        difference with its causes. Tensors are equal if each value of the ranks, :math:`a`, and of one process,
+        :math:`b`, has
+
+        .. math:: |a - b| \le 10^{-7} \max |b| + 10^{-12} \max |b'|
+
+        with the maximum over the values of the tensor and, :math:`b'`, of all tensors of its kind (outputs, gradients,
+        ...). The second term is for tensors whose terms cancel. float64 rounds to :math:`10^{-16}`, and a layer that is
+        not synchronized differs by :math:`10^{-2}` or more.
+
+        The verdict is false in a process started as one of several (torchrun, mpirun) that has not called
+        ``torch.distributed.init_process_group``. If no wrapper averages the gradients of ``model``, a note says so.
 
     Raises:
-        ValueError: ``model`` is in evaluation mode; with ``by_layer``, a layer cannot be compared by itself.
-        RuntimeError: a rank has raised: ``loss`` is wrong, batches cannot be joined, the model cannot be copied.
+        TypeError: ``model`` is no module; ``loss`` or ``merge`` is not callable or returns something else.
+        ValueError: ``model`` is in evaluation mode; ``loss`` does not call its first argument; batches cannot be
+            joined; with ``by_layer``, a layer cannot be compared by itself.
+        RuntimeError: another rank raised; the model cannot be copied.
 
     Example::
 
@@ -96,8 +116,13 @@ def verify_synchronization(
         >>> print(verdict)
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
-    ranks = Ranks(group)
-    module = ranks.each("the check of the model", lambda: _checked(model, loss))
+    ranks = Ranks("verify_synchronization", process_group)
+    module = ranks.each("the check of the model", lambda: _checked(model, loss, merge))
+    started = {} if ranks.in_job else {name: int(os.environ.get(name) or 1) for name in _WORLD_SIZES}
+    for name, number in started.items():
+        if number > 1:
+            told = f"each trains alone: {name} is {number}, but torch.distributed is not initialized; call "
+            return Verdict(number, "nothing", f"{told}torch.distributed.init_process_group() first", ())
     with unchanged(module), torch.inference_mode(False):
         tensors = {} if by_layer else tensors_of(module)  # a sharded model has others on each rank
         modes = {f"mode of module {name!r}": own.training for name, own in module.named_modules()}
@@ -108,16 +133,23 @@ def verify_synchronization(
         if by_layer:
             return _verify_layers(module, batch, loss, ranks)
         differ = _unlike(ranks, lambda: {name: digest(own) for name, own in tensors.items()})
-        merge = merge or (lambda batches: joined(batches, "batch"))
-        return _Verification(model, batch, loss, ranks, merge).verdict(differ)
+        return _verify(model, batch, loss, merge or partial(joined, name="batch"), ranks, differ)
 
 
-def _checked(model: Any, loss: Any) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model inside DistributedDataParallel and torch.compile."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+def _checked(model: Any, loss: Any, merge: Any) -> nn.Module:
     """Returns ``model`` without its wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss):
         raise TypeError(f"loss: expected a function of the model and a batch, got {type(loss).__name__}")
+    if merge is not None and not callable(merge):
+        raise TypeError(f"merge: expected a function of a list of batches, or None, got {type(merge).__name__}")
     if not model.training:
         raise ValueError("model: expected training mode, got evaluation; call model.train() first")
     return unwrapped(model)
@@ -131,12 +163,12 @@ def _unlike(ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> list[str]:
 
 
 def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
+    def forward() -> None:
+        with torch.no_grad(), checks.installed(model), telling_peers(model):
+            loss_of(model, batch, loss)
+
     checks = LayerChecks(ranks)
-    with torch.no_grad():
-        with unchanged(model):
-            ranks.together("a trial of the loss", lambda: try_out(model, batch, loss))
-        with checks.installed(model):
-            ranks.each("the forward pass", lambda: telling_peers(model, lambda: loss_of(model, batch, loss)))
+    ranks.each("the forward pass", forward)
     if not checks.compared:
         raise ValueError("model: expected calls of batch normalization layers in training, got none")
     first, *others = (*checks.differ.values(), *checks.unlike) or (None,)
@@ -144,127 +176,52 @@ def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Ve
     return Verdict(ranks.size, told, first, tuple(others))
 
 
-class _Verification:
-    """The step of a whole model, on the ranks and in one process."""
+def _verify(model: nn.Module, batch: Any, loss: Loss, merge: Any, ranks: Ranks, differ: Sequence[str]) -> Verdict:
+    """Verifies the step of ``model``, with the values of rank 0 for tensors that ``differ`` between ranks."""
+    module = unwrapped(model)
+    own = tensors_of(module) if ranks.rank == 0 else {}
+    values, *_ = ranks.together("the values of rank 0", lambda: {name: own[name] for name in differ if own})
+    copy = lambda: with_values(copied(module), values)  # noqa: E731
+    ranks.together("a trial of the loss", lambda: try_out(copy(), in_float64(batch, batch), loss, model))
+    found = Comparison(ranks, copy, batch, loss, merge)
+    pairs = found.pairs(found.actual)
+    first = first_difference(ranks, pairs)
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss, ranks: Ranks, merge: Any) -> None:
-        self._model, self._batch, self._loss, self._ranks, self._merge = unwrapped(model), batch, loss, ranks, merge
-        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        self._values: dict[str, Tensor] = {}  # values of rank 0 for tensors that differ between ranks
-        self._own_values: dict[str, Tensor] = {}  # buffers that DistributedDataParallel broadcasts
-        self._seen: list[str] = []
+    wrapper = model if isinstance(model, DistributedDataParallel) else None
+    broadcast = dict(module.named_buffers()) if wrapper is not None and wrapper.broadcast_buffers else {}
+    raises = wrapper is not None and not (wrapper.find_unused_parameters or wrapper.static_graph)
+    differences = [] if first is None else [first.text]
+    differences += [f"{name} differs between ranks before the step" for name in differ if name not in broadcast]
+    notes = _unused(found, raises)
+    if raises:
+        differences, notes = differences + notes, []
+    if first is not None:
+        notes += [note for look in CAUSES for note in look(found)]
+        if not notes and len(differences) == 1:
+            unequal = "outputs are equal: the loss of all batches is not the mean of the losses of ranks"
+            is_loss = first.position and kind_of(list(pairs)[first.position]) == "loss"
+            notes.append(unequal if is_loss else "no cause was found")
+    if ranks.size > 1 and not any(map(is_data_parallel, model.modules())):
+        notes.append(
+            "this check averaged the gradients of the ranks, which no wrapper of the model does: training needs "
+            "DistributedDataParallel or with_bagua"
+        )
+    counted = Counter(map(kind_of, pairs))
+    compared = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
+    return Verdict(ranks.size, compared, next(iter(differences), None), (*differences[1:], *notes))
 
-    def verdict(self, differ: Sequence[str]) -> Verdict:
-        """Returns the verdict, given the names of tensors that differ between ranks before the step."""
-        ranks = self._ranks
-        self._note_before(differ)
-        ranks.together("a trial of the loss", lambda: try_out(self._copy(), self._own_batch(), self._loss))
-        batches = ranks.together("the batch", lambda: self._batch)
-        whole = ranks.each("the merge of batches", lambda: in_float64(self._merge(batches), self._batch))
-        expected, actual = self._step_alone(whole), self._step()
-        pairs = self._pairs(actual, expected)
-        first = first_difference(ranks, pairs)
-        difference = self._unused(actual)
-        if first is not None:
-            difference = first.text
-            self._look_for_causes(actual, expected, whole)
-            if not self._seen:
-                is_loss = first.position and pairs[first.position].kind == "loss"
-                unequal = "outputs are equal: the loss of all batches is not the mean of the losses of ranks"
-                self._seen.append(unequal if is_loss else "no cause was found")
-        counted = Counter(pair.kind for pair in pairs)
-        compared = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
-        return Verdict(ranks.size, compared, difference, tuple(self._seen))
 
-    def _note_before(self, differ: Sequence[str]) -> None:
-        own = tensors_of(self._model) if self._ranks.rank == 0 else {}
-        values = self._ranks.together("the values of rank 0", lambda: {name: own[name] for name in differ if own})
-        self._values = values[0]
-        if self._wrapper is not None and self._wrapper.broadcast_buffers:
-            buffers = dict(self._model.named_buffers())
-            self._own_values = {name: value for name, value in self._values.items() if name in buffers}
-        noted = (name for name in differ if name not in self._own_values)
-        self._seen += [f"{name} differs between ranks before the step" for name in noted]
-
-    def _copy(self, alone: bool = False) -> nn.Module:
-        return copied(self._model, self._values if alone else self._own_values, alone)
-
-    def _own_batch(self) -> Any:
-        return in_float64(self._batch, self._batch)
-
-    def _step_alone(self, whole: Any) -> Step:
-        return self._ranks.each("the step in one process", lambda: run(self._copy(alone=True), whole, self._loss))
-
-    def _step(self, weight: float = 1.0, checks: LayerChecks | None = None) -> Step:
-        """Makes the step on the ranks, with a loss that is multiplied by ``weight``."""
-
-        def step() -> Step:
-            model = self._copy()
-            with nullcontext() if checks is None else checks.installed(model):
-                return telling_peers(model, lambda: run(model, self._own_batch(), self._loss, weight))
-
-        return self._ranks.each("the step on ranks", step)
-
-    def _pairs(self, actual: Step, expected: Step, factor: float = 1.0) -> list[Pair]:
-        """Returns outputs, loss, gradients and buffers; losses and gradients averaged, and multiplied by ``factor``."""
-        ranks, pairs = self._ranks, []
-        shapes = ranks.together("the outputs", lambda: [list(output.shape) for output in actual.outputs])
-        if all(len(own) == len(expected.outputs) for own in shapes):
-            for index, output in enumerate(actual.outputs):
-                share = share_of(expected.outputs[index], [own[index] for own in shapes], ranks.rank)
-                if share is not None:
-                    pairs.append(Pair("output", str(index) * (len(actual.outputs) > 1), output, share))
-        pairs.append(Pair("loss", "", ranks.add_up(actual.loss.clone()) * factor / ranks.size, expected.loss))
-        has = ranks.together("the gradients", lambda: [own is not None for own in actual.gradients.values()])
-        for (name, own), *have in zip(actual.gradients.items(), *has, strict=True):
-            whole = expected.gradients[name]
-            if any(have) or whole is not None:
-                zeros = torch.zeros_like(self._model.get_parameter(name), dtype=torch.float64)
-                total = ranks.add_up(zeros if own is None else own.to_dense().clone()) * factor / ranks.size
-                pairs.append(Pair("gradient", name, total, zeros if whole is None else whole.to_dense()))
-        return pairs + [Pair("buffer", name, own, expected.buffers[name]) for name, own in actual.buffers.items()]
-
-    def _unused(self, actual: Step) -> str | None:
-        """Notes parameters without a gradient on some ranks. Returns one that DistributedDataParallel does not take."""
-        wrapper, own = self._wrapper, [name for name, grad in actual.gradients.items() if grad is None]
-        of_ranks = self._ranks.together("the gradients", lambda: own)
-        fails = wrapper is not None and not (wrapper.find_unused_parameters or wrapper.static_graph)
-        told = []
-        for name in dict.fromkeys(name for names in of_ranks for name in names):
-            which = [str(rank) for rank, names in enumerate(of_ranks) if name in names]
-            if fails or len(which) < self._ranks.size:
-                told.append(
-                    f"gradient {name}: none on rank{'s' * (len(which) > 1)} {', '.join(which)}, in which it is unused"
-                )
-        self._seen += [f"{text}; DistributedDataParallel needs find_unused_parameters=True" for text in told]
-        return told[0] if fails and told else None
-
-    def _look_for_causes(self, actual: Step, expected: Step, whole: Any) -> None:
-        ranks, again, checks = self._ranks, self._step_alone(whole), LayerChecks(self._ranks)
-        both = zip([again.loss, *again.outputs], [expected.loss, *expected.outputs], strict=False)
-        is_random = first_difference(ranks, [Pair("", "", *pair) for pair in both]) is not None
-        if is_random:
-            copy = lambda: self._copy(alone=True)  # noqa: E731
-            found = ranks.together("the third step", lambda: random_modules(copy(), whole, self._loss))
-            names = dict.fromkeys(name for own in found for name in own)
-            told = [f"{name} is random: it gives another output for the same input" for name in names]
-            self._seen += told or ["the step is random: a second one in one process gives another result"]
-        with suppress(Exception):  # a layer that cannot be compared raises on all ranks
-            self._step(checks=checks)
-        self._seen += checks.differ.values()
-        if is_random or checks.differ or ranks.size == 1:
-            return
-        if first_difference(ranks, self._pairs(actual, expected, ranks.size)) is None:
-            self._seen.append("the loss adds up over samples: added up and not averaged, ranks equal one process")
-        sizes = {tensor.size(0) for tensor in tensors_in(self._batch) if tensor.dim()}
-        counts: list[Any] = ranks.together("the sizes of batches", lambda: sizes.pop() if len(sizes) == 1 else None)
-        if None not in counts and len(set(counts)) > 1:
-            weighted = self._step(counts[ranks.rank] * ranks.size / sum(counts))
-            if first_difference(ranks, self._pairs(weighted, expected)) is None:
-                self._seen.append(
-                    f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples "
-                    "* ranks / all samples, ranks equal one process"
-                )
+def _unused(found: Comparison, raises: bool) -> list[str]:
+    """Returns notes on parameters that only some ranks use, or none if DistributedDataParallel ``raises`` for it."""
+    notes, of_ranks = [], found.ranks.together("the gradients", lambda: found.actual.unused)
+    for name in dict.fromkeys(name for names in of_ranks for name in names):
+        which = [str(rank) for rank, names in enumerate(of_ranks) if name in names]
+        if raises or len(which) < len(of_ranks):
+            notes.append(
+                f"gradient {name}: none on rank{'s' * (len(which) > 1)} {', '.join(which)}, which do not use it; "
+                "DistributedDataParallel needs find_unused_parameters=True"
+            )
+    return notes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -274,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Compares a step of a model on all ranks with one in one process; run it by torchrun.",
     )
     parser.add_argument("function", help="package.module:function, which returns model, batch and loss")
-    parser.add_argument("--by-layer", action="store_true", help="copy one layer at a time in place of the model")
+    parser.add_argument("--by-layer", action="store_true", help="compare layers one by one and not the model")
     given = parser.parse_args(arguments)
     module, _, name = given.function.partition(":")
     if not name:

@@ -2,8 +2,7 @@
 
 import copy
 import random
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -15,15 +14,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import bagua_syncbn
-from bagua_syncbn import convert_sync_batchnorm, masked, verify_synchronization
+from bagua_syncbn import (
+    convert_sync_batchnorm,
+    freeze_statistics,
+    fuse_activations,
+    masked,
+    recompute_outputs,
+    verify_synchronization,
+)
 from bagua_syncbn.verification import main
 
 
-def model(*more, converted=True):
+def plain(*more):
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), *more, nn.Linear(8, 5), nn.BatchNorm1d(5))
-    return convert_sync_batchnorm(layers) if converted else layers
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), *more, nn.Linear(8, 5), nn.BatchNorm1d(5))
+
+
+def model(*more, **options):
+    return convert_sync_batchnorm(plain(*more), **options)
+
+
+def ddp(*more, **options):
+    return DistributedDataParallel(model(*more), **options)
 
 
 def batch(samples=4):
@@ -38,21 +50,13 @@ def cross_entropy(model, batch, reduction="mean"):
     return F.cross_entropy(model(batch["x"]), batch["y"][0], reduction=reduction)
 
 
-def cross_entropy_sum(model, batch):
-    return cross_entropy(model, batch, "sum")
-
-
 def cross_entropy_of_all(model, batch):
-    """A mean over the samples of all ranks, as DistributedDataParallel averages it."""
+    """A mean over the 6 samples of all ranks, whose gradients are averaged over ranks."""
     return cross_entropy(model, batch, "sum") / 6 * (dist.get_world_size() if len(batch["x"]) < 6 else 1)
 
 
-def ddp(*more, converted=True, **options):
-    return DistributedDataParallel(model(*more, converted=converted), **options)
-
-
 class Wrapped(nn.Module):
-    """A model with a parameter more."""
+    """A model with another parameter, for some inputs alone, and its output in a dict."""
 
     def __init__(self, use=lambda _: False):
         super().__init__()
@@ -67,7 +71,7 @@ def of_scores(model, batch):
     return model(batch["x"])["scores"].square().mean()
 
 
-def pairs(model, batch):
+def of_pairs(model, batch):
     """A contrastive loss."""
     scores = model(batch["x"])
     return F.cross_entropy(scores @ scores.t(), torch.arange(len(scores)))
@@ -87,130 +91,106 @@ class Noisy(nn.Sequential):
         return super().forward(F.dropout(x * random.random() * numpy.random.rand()))
 
 
-def with_other(name):
-    """A model whose tensor ``name`` differs on the last rank."""
-    own = model()
+def with_other(name, own):
+    """Returns ``own``, whose tensor ``name`` differs on the last rank."""
     with torch.no_grad():
         own.state_dict()[name].add_(dist.get_rank())
     return own
 
 
-def in_groups_of_two():
-    return convert_sync_batchnorm(model(converted=False), 2)
+def images():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
 
 
-def partly():
-    return convert_sync_batchnorm(model(converted=False), filter=lambda name, _: name != "4")
+def of_images(model, batch):
+    """Each rank has images of another size."""
+    samples = len(batch["x"])
+    images = torch.randn(samples, 3, 5 + samples, 6, generator=torch.Generator().manual_seed(samples))
+    return model(images).square().sum()
 
 
 def embedding():
     return convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3)))
 
 
-def images():
-    torch.manual_seed(0)
-    return convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+def of_embedding(model, batch):
+    return model(batch["y"][0]).sin().mean()
 
 
-def of_other_sizes(samples):
-    return torch.randn(samples, 3, 5 + samples, 6, generator=torch.Generator().manual_seed(samples))
+def in_evaluation_on_one_rank():
+    own = model()
+    own[1].train(dist.get_rank() == 0)
+    return own
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     make: Any
     samples: tuple[int, ...] = (4, 4)
     loss: Any = cross_entropy
-    told: tuple[str, ...] = ()  # lines that are told, in their order; of the first a part
+    told: tuple[
+        str, ...
+    ] = ()  # the difference and the lines after it, each in part; none where ranks equal one process
     by_layer: bool = False
 
 
-UNCONVERTED = "BatchNorm1d '4' is not as in one process on"
-EQUAL = {
+UNCONVERTED = "BatchNorm1d '4' differs from one process on the same inputs: output"
+CASES = {
     "one rank": Case(model, (4,)),
     "DistributedDataParallel": Case(ddp),
     "three uneven batches, weighted": Case(ddp, (1, 3, 2), cross_entropy_of_all),
     "four batches, one of them empty": Case(model, (2, 0, 3, 1), cross_entropy_of_all),
-    "frozen statistics": Case(lambda: bagua_syncbn.freeze_statistics(model(nn.BatchNorm1d(8)))),
-    "activations and outputs made anew": Case(
-        lambda: bagua_syncbn.recompute_outputs(bagua_syncbn.fuse_activations(model()))
-    ),
+    "frozen statistics": Case(lambda: freeze_statistics(model(nn.BatchNorm1d(8)))),
+    "activations and outputs made anew": Case(lambda: recompute_outputs(fuse_activations(model()))),
     "outputs in a dict, none of a parameter": Case(Wrapped, loss=of_scores),
     "an unused parameter that is looked for": Case(
         lambda: DistributedDataParallel(Wrapped(), find_unused_parameters=True), loss=of_scores
     ),
-    "buffers that DistributedDataParallel broadcasts": Case(
-        lambda: (own := ddp(), own.module[1].running_mean.add_(dist.get_rank()))[0]
-    ),
-    "sparse gradients": Case(embedding, loss=lambda model, batch: model(batch["y"][0]).sin().mean()),
+    "buffers that DistributedDataParallel broadcasts": Case(lambda: with_other("module.1.running_mean", ddp())),
+    "sparse gradients": Case(embedding, loss=of_embedding),
     "half": Case(lambda: model().bfloat16()),
     "layers one by one": Case(ddp, (1, 4), by_layer=True),
     "layers one by one, images of other sizes": Case(
-        images, (1, 0, 2), lambda model, batch: model(of_other_sizes(len(batch["x"]))).square().sum(), by_layer=True
+        lambda: convert_sync_batchnorm(images()), (1, 0, 2), of_images, by_layer=True
     ),
-}
-DIFFERENT = {
-    "no layer is converted": Case(
-        lambda: model(converted=False),
-        told=("output differs by", "BatchNorm1d '1' is not as in one process", UNCONVERTED),
+    "no layer is converted": Case(plain, told=("output differs", "BatchNorm1d '1' differs from one", UNCONVERTED)),
+    "a layer is left out, one by one": Case(
+        lambda: model(filter=lambda name, _: name != "4"), told=(UNCONVERTED,), by_layer=True
     ),
-    "a layer is left out, layers one by one": Case(partly, told=(UNCONVERTED,), by_layer=True),
-    "a layer is left out, layers one by one, images of other sizes": Case(
-        lambda: bagua_syncbn.revert_sync_batchnorm(images()),
-        (1, 2),
-        lambda model, batch: model(of_other_sizes(len(batch["x"]))).square().sum(),
-        ("BatchNorm2d '1' is not as in one process on the inputs that it meets: output differs",),
-        True,
+    "a layer is left out, one by one, images of other sizes": Case(
+        images, (1, 2), of_images, ("BatchNorm2d '1' differs from one process on the same inputs: output",), True
     ),
     "a layer synchronizes with fewer ranks": Case(
-        in_groups_of_two, (3,) * 4, told=("output differs by", "with process_group=2", "with process_group=2")
+        lambda: model(process_group=2), (3,) * 4, told=("output", "process_group=2", "process_group=2")
     ),
-    "uneven batches": Case(
-        ddp, (2, 5), told=("loss differs by", "the loss is a mean over batches of 2, 5 samples: multiplied by")
-    ),
+    "uneven batches": Case(ddp, (2, 5), told=("loss differs by", "is a mean over batches of 2, 5 samples: multiplied")),
     "a batch is empty": Case(ddp, (2, 0), told=("loss differs by up to nan", "a mean over batches of 2, 0")),
-    "a sum": Case(ddp, (2, 5), cross_entropy_sum, ("loss differs by", "the loss adds up over samples: added")),
+    "a sum": Case(
+        ddp, (2, 5), lambda *given: cross_entropy(*given, "sum"), ("loss differs by", "the loss adds up over samples")
+    ),
     "dropout": Case(lambda: ddp(nn.Dropout()), told=("output differs by", "Dropout '3' is random: it gives")),
     "randomness in a function": Case(
-        lambda: convert_sync_batchnorm(Noisy(*model())), told=("output differs", "the step is random")
+        lambda: convert_sync_batchnorm(Noisy(*plain())), told=("output differs", "the step is random")
     ),
-    "other weights": Case(lambda: with_other("0.weight"), told=("output differs", "0.weight differs between ranks")),
-    "other buffers": Case(
-        lambda: with_other("4.running_var"), told=("buffer 4.running_var differs", "4.running_var differs between")
-    ),
+    "other weights": Case(lambda: with_other("0.weight", model()), told=("0.weight differs between ranks",)),
+    "other buffers": Case(lambda: with_other("4.running_var", model()), told=("4.running_var differs between",)),
     "other buffers, layers one by one": Case(
-        lambda: with_other("4.running_var"), told=("running_var of SyncBatchNorm1d '4' differs between",), by_layer=True
+        lambda: with_other("4.running_var", model()), told=("running_var of SyncBatchNorm1d '4'",), by_layer=True
     ),
     "an unused parameter": Case(
-        lambda: DistributedDataParallel(Wrapped()),
-        loss=of_scores,
-        told=("gradient scale: none on ranks 0, 1", "gradient scale: none on ranks 0, 1, in which it is unused; Dist"),
+        lambda: DistributedDataParallel(Wrapped()), loss=of_scores, told=("gradient scale: none on ranks 0, 1, which",)
     ),
     "a parameter that one rank uses": Case(
         lambda: DistributedDataParallel(Wrapped(lambda x: bool(len(x) % 2 == 0))),
-        (3, 4),
-        of_scores,
-        ("loss differs", "gradient scale: none on rank 0, in which it is unused; Distributed"),
+        (3, 4), of_scores, ("loss differs", "gradient scale: none on rank 0, which do not use it; Distributed"),
     ),
     "a module mixes samples": Case(lambda: model(Centered()), told=("output differs", "no cause was found")),
-    "a loss of pairs of samples": Case(
-        model, loss=pairs, told=("loss differs", "outputs are equal: the loss of all batches is not")
-    ),
-    "a rank is in evaluation": Case(
-        lambda: (own := model(), own[1].train(dist.get_rank() == 0))[0],
-        told=("mode of module '1' is not alike on all ranks before",),
-    ),
+    "a loss of pairs of samples": Case(model, loss=of_pairs, told=("loss differs", "outputs are equal: the loss of")),
+    "a rank is in evaluation": Case(in_evaluation_on_one_rank, told=("mode of module '1' is not alike on all ranks",)),
     "a rank has more": Case(
-        lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]),
-        told=("is not alike on all ranks before the step",),
+        lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]), told=("is not alike on all ranks",)
     ),
 }  # fmt: skip
-CASES = EQUAL | DIFFERENT
-
-
-def fewest_ranks_first(cases):
-    """Names of cases in an order that starts few jobs."""
-    return sorted(cases, key=lambda name: len(cases[name].samples))
 
 
 def state_of(own):
@@ -219,11 +199,8 @@ def state_of(own):
     gradients = [parameter.grad for parameter in own.parameters()]
     hooks = [dict(hooks) for module in own.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
     random_states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-    return (
-        copy.deepcopy([modes, gradients, {name: value.clone() for name, value in own.state_dict().items()}]),
-        hooks,
-        random_states,
-    )
+    values = {name: value.clone() for name, value in own.state_dict().items()}
+    return copy.deepcopy([modes, gradients, values]), hooks, random_states
 
 
 def run(name):
@@ -236,37 +213,63 @@ def run(name):
     after = state_of(own)
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=0, equal_nan=True)
     assert after[1:] == before[1:]
-    return bool(verdict), str(verdict)
+    stepped = dist.get_world_size() > 1 and not case.by_layer and verdict.compared != "nothing"
+    averages_itself = stepped and not isinstance(own, DistributedDataParallel)
+    assert ["averaged the gradients" in note for note in verdict.notes].count(True) == averages_itself
+    return bool(verdict), str(verdict).split("\n")[: -1 if averages_itself else None]
 
 
-@pytest.mark.parametrize("name", fewest_ranks_first(EQUAL))
-def test_ranks_that_equal_one_process_are_told_so(pool, name):
-    size = len(EQUAL[name].samples)
-    for equal, told in pool.run(run, size, name):
-        assert told.startswith(f"{size} ranks equal one process: " if size > 1 else "1 rank equals one process: ")
-        assert equal
-
-
-@pytest.mark.parametrize("name", fewest_ranks_first(DIFFERENT))
-def test_what_differs_is_named_with_what_causes_it(pool, name):
-    case = DIFFERENT[name]
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: len(CASES[name].samples)))  # starts few jobs
+def test_the_verdict_names_what_differs_and_its_cause(pool, name):
+    case = CASES[name]
     verdicts = pool.run(run, len(case.samples), name)
-    assert len(set(verdicts)) == 1, "ranks have other verdicts"
-    (equal, text), *_ = verdicts
-    first, *seen = text.split("\n")
-    assert not equal
-    assert case.told[0] in first, text
-    assert len(seen) == len(case.told) - 1, text
-    for line, told in zip(seen, case.told[1:], strict=False):
-        assert told in line, text
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    equal, lines = verdicts[0]
+    assert equal == (not case.told)
+    told = case.told or (f"{len(case.samples)} rank{'s equal' if len(verdicts) > 1 else ' equals'} one process: ",)
+    assert len(lines) == len(told), lines
+    for line, part in zip(lines, told, strict=True):
+        assert part in line, lines
+
+
+def test_a_process_of_a_job_that_was_not_initialized_is_not_approved(monkeypatch):
+    torch.manual_seed(0)
+    step = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), torch.randn(4, 3), lambda m, x: m(x).sin().sum()
+    assert verify_synchronization(*step)
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.setenv(name, "1")
+        assert verify_synchronization(*step)
+        monkeypatch.setenv(name, "2")
+        for by_layer in (False, True):
+            verdict = verify_synchronization(*step, by_layer=by_layer)
+            assert str(verdict).startswith(f"2 ranks differ from one process: each trains alone: {name} is 2, but")
+            assert "init_process_group" in str(verdict)
+        monkeypatch.delenv(name)
+
+
+def test_wrong_arguments_are_named():
+    own, x = nn.Sequential(nn.BatchNorm1d(3)), torch.randn(4, 3)
+    for outer in (own, own[0]):
+        with pytest.raises(
+            ValueError, match=r"loss: expected a function that calls its first .* one that calls the mo"
+        ):
+            verify_synchronization(own, x, lambda model, batch, outer=outer: outer(batch).sum())
+    with pytest.raises(ValueError, match=r"loss: expected a function that calls its first .* one that does not"):
+        verify_synchronization(own, x, lambda model, batch: batch.sum())
+    with pytest.raises(TypeError, match=r"loss: expected .* returns a scalar tensor, got int"):
+        verify_synchronization(own, x, lambda model, batch: 3)
+    with pytest.raises(TypeError, match="merge: expected a function of a list of batches, or None, got int"):
+        verify_synchronization(own, x, lambda model, batch: model(batch).sum(), merge=3)
+    with pytest.raises(TypeError, match="merge: expected a function of a list of batches that returns one, got int"):
+        verify_synchronization(own, (x,), lambda model, batch: model(*batch).sum(), merge=lambda batches: 3)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_sharded_models_are_verified_layer_by_layer():
     verdicts = []
-    for converted in (True, False):
-        own = model(converted=converted)
+    for make in (model, plain):
+        own = make()
         fully_shard(own[1], mesh=init_device_mesh("cpu", (2,)))
         fully_shard(own, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(RuntimeError, match=r"copy\.deepcopy can copy, got .*; by_layer=True"):
@@ -275,7 +278,7 @@ def test_sharded_models_are_verified_layer_by_layer():
     flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
     told = str(verify_synchronization(flat, batch(), cross_entropy, by_layer=True))
     assert told == verdicts[0] == "2 ranks equal one process: 2 layers, on the inputs that they met"
-    assert "BatchNorm1d '1' is not as in one process" in verdicts[1]
+    assert "BatchNorm1d '1' differs from one process" in verdicts[1]
     assert UNCONVERTED in verdicts[1]
 
 
@@ -295,23 +298,44 @@ def test_layers_within_masks_are_verified_with_the_model_alone():
 
 
 @pytest.mark.ranks(2)
+def test_gradients_of_inputs_are_compared():
+    def loss(model, x):
+        return Shifted.apply(model(x)).square().mean()
+
+    class Shifted(torch.autograd.Function):
+        """The identity, whose gradient is wrong on rank 1."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + dist.get_rank() * (len(grad) == 4)
+
+    own = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6, affine=False)))
+    x = batch()["x"].requires_grad_()
+    assert str(verify_synchronization(own, x, loss)).startswith(
+        "2 ranks differ from one process: input-gradient 0 diff"
+    )
+
+
+@pytest.mark.ranks(2)
 def test_batches_of_other_structure_are_merged_by_a_function():
-    """A batch as of detection: lists with a tensor for each sample, of other lengths on other ranks."""
+    """Lists with a tensor for each sample, of other lengths on other ranks, as in detection."""
     images = [torch.randn(6) for _ in range(2 + dist.get_rank())]
 
     def loss(model, images):
         return model(torch.stack(images)).square().sum() * (1 if len(images) == 5 else 2)
 
-    verdict = verify_synchronization(
-        model(), images, loss, merge=lambda lists: [image for own in lists for image in own]
-    )
-    assert str(verdict).startswith("2 ranks equal one process")
+    merge = lambda lists: [image for own in lists for image in own]  # noqa: E731
+    assert verify_synchronization(model(), images, loss, merge=merge)
     with pytest.raises((RuntimeError, ValueError), match="merge makes one batch of others"):
         verify_synchronization(model(), images, loss)
 
 
 def for_command():
-    return model(converted=False), batch(), cross_entropy
+    return plain(), batch(), cross_entropy
 
 
 @pytest.mark.ranks(2)

@@ -35,8 +35,11 @@ def loss(model, batch):
     return model(batch).square().mean()
 
 
-def wrong_loss(model, batch):
-    return model(batch)
+def own_batch_alone(model, batch):
+    """A loss that raises for the batch of one rank, and not for that of all."""
+    if len(batch) == 4:
+        raise ArithmeticError("of 4 samples")
+    return loss(model, batch)
 
 
 def leave_out_last(model):
@@ -47,75 +50,40 @@ def raises_at(call):
     return lambda model: setattr(model, "raises_from_call", call)
 
 
-# On the last rank: what is done to the model, its batch, its loss; and what all are told.
-ALONE = {
-    "the first call": (raises_at(1), None, loss, "rank 1 in a trial of the loss: ArithmeticError: between two"),
-    "one process": (raises_at(2), None, loss, "rank 1 in the step in one process: ArithmeticError: between two"),
-    "the step": (raises_at(3), None, loss, "rank 1 in the step on ranks: ArithmeticError: between two"),
-    "the loss": (
-        None,
-        None,
-        wrong_loss,
-        "rank 1 in .*: TypeError: loss: expected .* returns a scalar tensor, got size",
+X = torch.randn(4, 3)
+FIRST = raises_at(1), X, loss
+IN_EVALUATION = nn.Module.eval, X, loss, "rank 1 in .*: ValueError: model: expected training mode, got evaluation"
+# On the last rank: a change of the model, its batch, its loss; and the error on all.
+CASES = {
+    "the first call": (*FIRST, "rank 1 in a trial of the loss: ArithmeticError: between two"),
+    "one process": (raises_at(2), X, loss, "rank 1 in the step in one process: ArithmeticError: between two"),
+    "the step": (raises_at(3), X, loss, "rank 1 in the step on ranks: ArithmeticError: between two"),
+    "its batch": (None, X, own_batch_alone, "rank 1 in a trial of the loss: ArithmeticError: of 4 samples"),
+    "the loss": (None, X, lambda model, x: model(x), "rank 1 in .*: TypeError: loss: expected .*scalar tensor, got si"),
+    "its channels": (None, torch.ones(4, 3, 1), loss, "batch: expected tensors that differ in their first dimension"),
+    "no loss": (None, X, None, "rank 1 in .*: TypeError: loss: expected a function of the model and a batch, got None"),
+    "a batch that cannot be sent": (None, [lambda: 0], lambda model, _: loss(model, X), "rank 1 in .*: .*ickl"),
+    "evaluation": IN_EVALUATION,
+    "the first call, by layer": (*FIRST, "rank 1 in the forward pass: ArithmeticError: between two"),
+    "another layer, by layer": (
+        leave_out_last, X, loss, "rank 0 in the input of SyncBatchNorm1d 'last'; rank 1 in the forward"
     ),
-    "its channels": (
-        None,
-        torch.ones(4, 3, 1),
-        loss,
-        "batch: expected tensors of ranks that differ in their first dimen",
-    ),
-    "no batch": (
-        None,
-        None,
-        None,
-        "rank 1 in .*: TypeError: loss: expected a function of the model and a batch, got NoneType",
-    ),
-    "a batch that cannot be sent": (
-        None,
-        [lambda: 0],
-        lambda model, batch: loss(model, torch.ones(4, 3)),
-        "rank 1 in .*: .*ickl",
-    ),
-    "evaluation": (
-        nn.Module.eval,
-        None,
-        loss,
-        "rank 1 in .*: ValueError: model: expected training mode, got evaluation",
-    ),
-}
-
-
-# The same with by_layer=True, where the second call is the last.
-BY_LAYER = {
-    "the first call": ALONE["the first call"],
-    "between two layers": (raises_at(2), None, loss, "rank 1 in the forward pass: ArithmeticError: between two"),
-    "another layer": (
-        leave_out_last,
-        None,
-        loss,
-        "rank 0 in the input of SyncBatchNorm1d 'last'; rank 1 in the forward",
-    ),
-    "evaluation": ALONE["evaluation"],
-}
-
-
-CASES = [(name, False) for name in ALONE] + [(name, True) for name in BY_LAYER]
+    "evaluation, by layer": IN_EVALUATION,
+}  # fmt: skip
 
 
 @pytest.mark.ranks(2, timeout=30)
-@pytest.mark.parametrize(("name", "by_layer"), CASES)
-def test_an_error_of_one_rank_is_told_to_all(name, by_layer):
-    change, batch, wrong, told = (BY_LAYER if by_layer else ALONE)[name]
+@pytest.mark.parametrize("name", CASES)
+def test_an_error_of_one_rank_is_told_to_all(name):
+    change, batch, wrong, told = CASES[name]
     model = convert_sync_batchnorm(Model(), dist.new_group())
     model.first.running_mean.fill_(2.0)
-    own_loss, own_batch = loss, torch.randn(4, 3)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        own_loss, own_batch = wrong, own_batch if batch is None else batch
-        if change is not None:
-            change(model)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if is_last and change is not None:
+        change(model)
     mode, state = model.training, torch.get_rng_state()
     with pytest.raises((RuntimeError, ValueError), match=told):
-        verify_synchronization(model, own_batch, own_loss, by_layer=by_layer)
+        verify_synchronization(model, batch if is_last else X, wrong if is_last else loss, by_layer="by layer" in name)
     assert model.first.running_mean.eq(2).all()
     assert model.training is model.last.training is mode
     assert torch.equal(torch.get_rng_state(), state)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import is_distributed
+from ..checks import is_distributed
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""Causes of a difference between ranks and one process: a table, each with a test of its own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..checks import is_distributed
+from ..conversion import conversion_report
+from ..conversion.findings import Finding
+from ..sync_batchnorm import SyncBatchNorm
+from ..torch_internals import pytree
+from .ranks import Ranks, joined, tensors_in
+from .steps import Comparison, alone, copied_layer, first_difference, run, tensors_of, with_values
+from .unchanged import digest
+
+
+def _randomness(found: Comparison) -> list[str]:
+    """Dropout, stochastic depth: a second step in one process gives another result."""
+    again, expected = found.step_alone().tensors, found.expected.tensors
+    both = {name: (own, expected[name]) for name, own in again.items() if name.startswith(("output", "loss"))}
+    if first_difference(found.ranks, both) is None:
+        return []
+    of_ranks = found.ranks.together("the third step", lambda: _random_modules(found))
+    told = [f"{name} is random: it gives another output for the same input" for own in of_ranks for name in own]
+    return list(dict.fromkeys(told)) or ["the step is random: a second one in one process gives another result"]
+
+
+def _layers(found: Comparison) -> list[str]:
+    """Batch normalization layers that are not synchronized, or with other ranks."""
+    checks = LayerChecks(found.ranks)
+    with suppress(Exception):  # a layer that cannot be compared raises on all ranks
+        found.step(within=checks.installed)
+    return list(checks.differ.values())
+
+
+def _sum(found: Comparison) -> list[str]:
+    """A loss that is a sum over samples: its gradients must be added up, and are averaged."""
+    if found.ranks.size == 1 or found.difference(factor=found.ranks.size) is not None:
+        return []
+    return ["the loss adds up over samples: added up and not averaged, ranks equal one process"]
+
+
+def _uneven_batches(found: Comparison) -> list[str]:
+    """A loss that is a mean over samples, of which ranks have other numbers."""
+    ranks, sizes = found.ranks, {tensor.size(0) for tensor in tensors_in(found.batch) if tensor.dim()}
+    counts: list[Any] = ranks.together("the sizes of batches", lambda: sizes.pop() if len(sizes) == 1 else None)
+    if None in counts or len(set(counts)) == 1:
+        return []
+    if found.difference(found.step(counts[ranks.rank] * ranks.size / sum(counts))) is not None:
+        return []
+    return [
+        f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples * ranks / "
+        "all samples, ranks equal one process"
+    ]
+
+
+CAUSES: tuple[Callable[[Comparison], list[str]], ...] = (_randomness, _layers, _sum, _uneven_batches)
+
+
+def _random_modules(found: Comparison) -> list[str]:
+    """Returns the modules without children that give another output in a second call with the same input."""
+    random: list[str] = []
+    model = alone(found.copy())
+    names = {module: called(module, name) for name, module in model.named_modules() if not list(module.children())}
+
+    def call_again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        again = tensors_in(module.forward(*args, **kwargs))
+        if names[module] not in random and not all(map(torch.equal, tensors_in(output), again)):
+            random.append(names[module])
+
+    for module in names:
+        module.register_forward_hook(call_again, with_kwargs=True)
+    run(model, found.whole, found.loss)
+    return random
+
+
+class LayerChecks:
+    """Comparisons of batch normalization layers one by one, on the inputs that they get in a forward pass."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.compared = 0
+        self.differ: dict[nn.Module, str] = {}
+        """Description of each layer that differs."""
+        self.unlike: dict[str, None] = {}
+        """Parameters and buffers of layers that differ between ranks before the step."""
+
+    @contextmanager
+    def installed(self, model: nn.Module) -> Iterator[None]:
+        """Context in which each training call of a layer of ``model`` is compared before it is made."""
+        findings = {finding.module: finding for finding in conversion_report(model).layers}
+        with ExitStack() as hooks:
+            for name, layer in model.named_modules():
+                finding = findings.get(layer)
+                if isinstance(layer, _BatchNorm) or (finding is not None and finding.action == "skipped"):
+                    check = partial(self._check, called(layer, name), _how(layer, finding))
+                    hooks.callback(layer.register_forward_pre_hook(check, with_kwargs=True).remove)
+            yield
+
+    def _check(self, name: str, how: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if layer.training and layer not in self.differ:
+            difference = self._compared(name, layer, args, kwargs).difference(factor=self._ranks.size)
+            self.compared += 1
+            if difference is not None:
+                self.differ[layer] = f"{name} differs from one process on the same inputs: {difference.text}; {how}"
+
+    def _compared(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> Comparison:
+        ranks, tensors = self._ranks, tensors_of(layer)
+        _check_comparable(name, layer, [*tensors_in((args, kwargs)), *tensors.values()])
+        values, *others = ranks.together(f"the input of {name}", lambda: tensors)
+        for own in values:
+            if any(digest(of_rank[own]) != digest(values[own]) for of_rank in others):
+                self.unlike[f"{own} of {name} differs between ranks before the step"] = None
+        is_plain = type(layer).forward in (SyncBatchNorm.forward, _BatchNorm.forward, nn.SyncBatchNorm.forward)
+        if is_plain and not kwargs and len(args) == 1 and args[0].dim() > 2:
+            # (N, C, *) as (N * positions, C, 1, ...): ranks may have images of other sizes.
+            input = args[0].movedim(1, -1).flatten(0, -2)
+            args = (input[(..., *[None] * (args[0].dim() - 2))],)
+        given = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), (args, kwargs)
+        )
+        merge, copy = partial(joined, name=f"the input of {name}"), lambda: with_values(copied_layer(layer), values)
+        return Comparison(ranks, copy, given, _sum_of_sines, merge, f" of {name}")
+
+
+def _sum_of_sines(layer: nn.Module, given: Any) -> Tensor:
+    """A loss whose gradient differs from value to value, and that adds up over ranks whatever their sizes."""
+    args, kwargs = given
+    return torch.stack([(output + 1).sin().sum() for output in tensors_in(layer(*args, **kwargs))]).sum()
+
+
+def _check_comparable(name: str, layer: nn.Module, tensors: list[Tensor]) -> None:
+    """Raises ValueError if ``layer`` cannot be compared by itself."""
+    got = None
+    if getattr(layer, "_masking", None) is not None or getattr(layer, "_accumulator", None) is not None:
+        got = "within masked or accumulate_statistics"
+    elif any(map(is_distributed, tensors)):
+        got = "with a DTensor"
+    if got is not None:
+        raise ValueError(f"model: expected layers that can be compared one by one, got {name} {got}")
+
+
+def _how(layer: nn.Module, finding: Finding | None) -> str:
+    """Returns how ``layer`` synchronizes."""
+    if isinstance(layer, SyncBatchNorm):
+        return f"it synchronizes with process_group={layer._group_spec!r}"
+    return "it is not converted" if finding is None or finding.action == "converted" else finding.reason
+
+
+def called(module: nn.Module, name: str) -> str:
+    """Returns what to call ``module``, by its class and its name in the model."""
+    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
