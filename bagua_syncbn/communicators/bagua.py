@@ -45,7 +45,7 @@ class BaguaCommunicator:
         packed = self._checked(packed)
         bits = packed.view(torch.int64) if packed.dtype == torch.float64 else packed
         gathered = bits.new_empty(self.size * bits.numel())
-        with self._ordered(bits, gathered):
+        with self._ordered():
             self._engine.allgather(_backend_tensor(bits), _backend_tensor(gathered))
         return gathered.view(packed.dtype).view(self.size, -1)
 
@@ -53,7 +53,7 @@ class BaguaCommunicator:
         if packed.dtype == torch.float64:
             return self._all_gather(packed).sum(0)
         packed = self._checked(packed)
-        with self._ordered(packed):
+        with self._ordered():
             self._engine.allreduce_inplace(_backend_tensor(packed), int(_communication().ReduceOp.SUM))
         return packed
 
@@ -67,14 +67,18 @@ class BaguaCommunicator:
         return packed.contiguous()
 
     @contextmanager
-    def _ordered(self, *tensors: Tensor) -> Iterator[None]:
-        """Orders the communicator's stream after the caller's, and at the end the caller's after the communicator's."""
+    def _ordered(self) -> Iterator[None]:
+        """Orders the communicator's stream after the caller's, and at the end the caller's after the communicator's.
+
+        Messages need no ``record_stream``: they are allocated in the caller's stream, so the allocator reuses their
+        memory only for work that comes after this.
+        """
         caller, stream = torch.cuda.current_stream(self.device), self.group.stream
         stream.wait_stream(caller)
-        for tensor in tensors:
-            tensor.record_stream(stream)
-        yield
-        caller.wait_stream(stream)
+        try:
+            yield
+        finally:
+            caller.wait_stream(stream)
 
 
 def installed_version() -> str | None:

@@ -31,7 +31,8 @@ class _Sent(NamedTuple):
     def receive(self, device: torch.device) -> Tensor:
         """Returns the tensor on ``device``, differentiably, for use in this thread's streams."""
         if self.event is not None:
-            # A copy to another device runs in a stream of the source device, so that stream has to wait.
+            # A copy to another device runs in a stream of the source device, so that stream has to wait. It may differ
+            # from the sender's, where the memory would be given to other work as soon as no thread holds the tensor.
             stream = torch.cuda.current_stream(self.tensor.device)
             stream.wait_event(self.event)
             self.tensor.record_stream(stream)

@@ -2,7 +2,7 @@
 // bias of this rank; g = dy * act'(z), which it may store. Where a mask says that a position does not count, g is 0.
 //
 // Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under
-// way. Groups of channels (split.h) are read by the kernel for interleaved tensors. A batch is added up before it is
+// way. A batch is added up before it is
 // added to the sums of the thread, and all levels above it are those of reduce.cuh.
 
 #include "act.cuh"
@@ -17,7 +17,6 @@ constexpr int kResident = Epilogue::kActivates            ? (sizeof(T) == 4 ? 3 
                           : std::is_same_v<Where, Masked> ? (W == 8 || sizeof(T) == 8 ? 2 : 3)
                           : std::is_same_v<Plan, Planar>  ? 0
                           : sizeof(T) == 8                ? 2
-                          : std::is_same_v<Plan, Grouped> ? 2
                                                           : 3;
 
 template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
@@ -65,9 +64,13 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogu
     }
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) sums[lane].add(added[lane].first, added[lane].second);
+    if (batch.walk.done()) break;
     load();
   }
-  merge_and_write(sums, plan, batch.walk, arguments, scratch);
+  double uncounted = 0;
+  Sums<double> total = Sums<double>::unpacked(reduce_threads<Plan>(sums, uncounted).packed());
+  if (!merge_parts(total, uncounted, plan, batch.walk, scratch)) return;
+  write_sums<A>(arguments, plan.channels, batch.walk.first_channel() + thread_index(), total);
 }
 
 template <typename Where, template <typename> class Epilogue>
@@ -76,8 +79,6 @@ struct BackwardReduce {
   struct Kernels {
     static constexpr auto planar = backward_reduce<T, W, Planar, Where, Epilogue<T>>;
     static constexpr auto interleaved = backward_reduce<T, W, Interleaved, Where, Epilogue<T>>;
-    static constexpr bool groups() { return W > 1 && std::is_same_v<Where, Everywhere> && !Epilogue<T>::kActivates; }
-    static constexpr auto grouped() { return backward_reduce<T, W, Grouped, Where, Epilogue<T>>; }
   };
 };
 

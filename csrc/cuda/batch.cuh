@@ -109,7 +109,7 @@ class Batch {
     }
   };
 
-  std::conditional_t<kPlanar, PlanarWalk<W>, RowWalk<Plan, W>> walk;
+  std::conditional_t<kPlanar, PlanarWalk<W>, InterleavedWalk<W>> walk;
   Slot<W> slots[K];
   bool any;
 
@@ -135,8 +135,9 @@ class Batch {
   __device__ __forceinline__ bool counts(int w, int u) const {
     return (valid_ >> (u * kBits + (kBits == 1 ? 0 : w)) & 1) != 0;
   }
-  // So many of the values of a channel count.
+  // So many of the values of a channel count; whether all do.
   __device__ __forceinline__ int found() const { return __popc(valid_); }
+  __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - K * kBits); }
 
   // The first slot, which is gone then.
   __device__ __forceinline__ Taken pop() {
@@ -148,7 +149,7 @@ class Batch {
  private:
   __device__ __forceinline__ unsigned valid(int u) const {
     if constexpr (!kMasked) {
-      return kPlanar ? slots[u].mask() : 0;
+      return kPlanar ? slots[u].mask() : slots[u].offset >= 0;
     } else if constexpr (kPlanar) {
       return counting(where_, plan_, walk.channel, places_[u], slots[u]);
     } else {
@@ -179,6 +180,19 @@ struct Loaded {
     }
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
+  // Sets values that do not count to those of their channels in `others`.
+  template <typename Plan, typename Where, typename A, int kLanes>
+  __device__ __forceinline__ void replace(const Batch<Plan, W, K, Where>& batch, const A (&others)[kLanes]) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) {
+      Pack<T, W> pack = slot(u);
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        if (!batch.counts(w, u)) pack.values[w] = narrow<T>(others[w % kLanes]);
+      }
+      memcpy(&bits[u], &pack, sizeof(pack));
+    }
+  }
   // The first slot, which is gone then.
   __device__ __forceinline__ Pack<T, W> pop() {
     const Pack<T, W> first = slot(0);

@@ -51,7 +51,7 @@ class Agreement {
       differs[thread_index()] = there() && !same_word(sum_.as<double>(), squares_.as<double>(), arguments_.ranks);
     __syncthreads();
     const bool same = !differs[0] && !differs[1] && !differs[2];
-    if (!same && blockIdx.x == 0 && thread_index() == 0)
+    if (!same && blockIdx.x == 0 && blockIdx.y == 0 && thread_index() == 0)
       record_fault<double>(arguments_.fault, {Fault::kSum, arguments_.call}, nullptr, 0, 0);
     return same;
   }
@@ -110,18 +110,6 @@ __device__ __forceinline__ void share_factors(F (&factors)[W], const Interleaved
   for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
 }
 
-// A walk over a group, of channels that begin and end in the W columns of a thread.
-template <int W, typename F, typename Read>
-__device__ __forceinline__ void share_factors(F (&factors)[W], const GroupedWalk<W>& walk, const Read& read) {
-  __shared__ F group[W];
-  const int thread = thread_index();
-  if (thread < walk.group()) group[thread] = read(walk.first_channel() + thread);
-  __syncthreads();
-  const Border border = walk.border();
-#pragma unroll
-  for (int w = 0; w < W; ++w) factors[w] = group[w < border.columns ? border.channel : border.next];
-}
-
 // Planar: the factors of the channel of a block, `read()`. One thread reads them for all, as above: those of its warp
 // wait for it, those of others would do the same once more for each warp. All threads of the block must call this.
 template <typename F, typename Read>
@@ -145,37 +133,6 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
   if (c == 0) pack_words(static_cast<A*>(arguments.sums) + 2 * channels, arguments.words);
   write_channel(arguments.grad_bias, c, sums.first);
   write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.invstd, c));
-}
-
-// The threads' sums become results: of the one channel of the block, and of the channels of its tile.
-template <int W, typename A>
-__device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[1], const Planar& plan, const PlanarWalk<W>& walk,
-                                                const BackwardReduceArguments& arguments, const Scratch& scratch) {
-  A count = 0;
-  reduce_block(sums[0], count);
-  Sums<double> total{sums[0].first, sums[0].second};
-  if (!merge_parts(total, plan, walk.channel, walk.part, scratch)) return;
-  if (thread_index() == 0) write_sums<A>(arguments, plan.channels, walk.channel, total);
-}
-
-template <int W, typename A>
-__device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[W], const Interleaved& plan,
-                                                const InterleavedWalk<W>& walk,
-                                                const BackwardReduceArguments& arguments, const Scratch& scratch) {
-  A count = 0;
-  const Sums<A> sum = reduce_rows<W>(sums, count);
-  Sums<double> total{sum.first, sum.second};
-  if (!merge_parts(total, plan, walk.tile_begin, W, walk.part, scratch)) return;
-  write_sums<A>(arguments, plan.channels, walk.tile_begin + thread_index(), total);
-}
-
-template <int W, typename A>
-__device__ __forceinline__ void merge_and_write(Sums<A> (&sums)[W], const Grouped& plan, const GroupedWalk<W>& walk,
-                                                const BackwardReduceArguments& arguments, const Scratch&) {
-  const Sums<A> sum = reduce_group(by_channel(sums, walk.border()), walk, plan);
-  if (thread_index() >= walk.group()) return;
-  const int64_t channels = plan.tiles * plan.group;
-  write_sums<A>(arguments, channels, walk.first_channel() + thread_index(), {sum.first, sum.second});
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -2,8 +2,7 @@
 //
 // An op has a planar and an interleaved kernel, each for values of type T taken W at a time: as many as a vector holds
 // where the addresses of all tensors allow that, else one. They are the members `planar` and `interleaved` of a
-// template Kernels<T, W>, and take a plan (split.h), then the arguments of the op. A reduction may have a third one,
-// for groups of channels of a planar tensor: `grouped()`, where `groups()`.
+// template Kernels<T, W>, and take a plan (split.h), then the arguments of the op.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -63,13 +62,6 @@ dim3 block_of(const Plan& plan) {
 template <typename Kernels>
 inline const Known known_of(Kernels::planar, Kernels::interleaved);
 
-template <typename Kernels, typename = void>
-constexpr bool kHasGrouped = false;
-template <typename Kernels>
-constexpr bool kHasGrouped<Kernels, std::enable_if_t<Kernels::groups()>> = true;
-template <typename Kernels>
-inline const Known known_grouped(Kernels::grouped());
-
 // Calls `start(kernel, plan)` for the layout.
 template <typename Kernels, typename T, int W, typename Start>
 const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const Start& start) {
@@ -80,10 +72,6 @@ const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const
     return fits(plan) ? start(Kernels::interleaved, plan) : too_large;
   }
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % W);
-  if constexpr (kHasGrouped<Kernels>) {
-    static_cast<void>(&known_grouped<Kernels>);
-    if (misaligned == 0 && takes_groups(g, W)) return start(Kernels::grouped(), split_grouped(g, W));
-  }
   const Planar plan = split_planar(g, W, misaligned, pass);
   return fits(plan) ? start(Kernels::planar, plan) : too_large;
 }

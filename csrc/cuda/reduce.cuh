@@ -15,8 +15,8 @@ __device__ __forceinline__ A from_lane_after(A value, int distance) {
 }
 
 template <typename A>
-__device__ __forceinline__ A from_first_lane(A value) {
-  return __shfl_sync(kAllLanes, value, 0);
+__device__ __forceinline__ A from_lane(A value, int lane) {
+  return __shfl_sync(kAllLanes, value, lane);
 }
 
 // The sum over the lanes of a warp; all of them get it.
@@ -24,7 +24,7 @@ template <typename A>
 __device__ __forceinline__ A add_lanes(A value) {
 #pragma unroll
   for (int distance = kWarp / 2; distance >= 1; distance /= 2) value += from_lane_after(value, distance);
-  return from_first_lane(value);
+  return from_lane(value, 0);
 }
 
 // How two sets of `a` and `b` values are merged (Chan, Golub and LeVeque): the share of the second, and the factor of
@@ -37,22 +37,30 @@ struct Shares {
   __device__ __forceinline__ Shares(A a, A b) : second(b > 0 ? b / (a + b) : 0), cross(a * second) {}
 };
 
-// Mean and sum of squared deviations.
+// Moments of values: their mean beside a center, which is one of them, and the sum of squared deviations. In float as
+// precise as deviations from the center are.
 template <typename A>
-struct Moments {
+struct Centered {
   using Scalar = A;
   static constexpr bool kCounted = true;
+  A center;
   A mean;
   A m2;
 
-  __device__ __forceinline__ void merge(const Moments& other, const Shares<A>& shares) {
-    const A difference = other.mean - mean;
-    mean += difference * shares.second;
+  __device__ __forceinline__ void merge(const Centered& other, const Shares<A>& shares) {
+    const A difference = (other.center - center) + (other.mean - mean);
+    const bool is_first = shares.second == 1;  // there were no values
     m2 += other.m2 + difference * difference * shares.cross;
+    mean = is_first ? other.mean : mean + difference * shares.second;
+    center = is_first ? other.center : center;
   }
-  __device__ __forceinline__ Moments of_lane_after(int distance) const {
-    return {from_lane_after(mean, distance), from_lane_after(m2, distance)};
+  __device__ __forceinline__ Centered of_lane_after(int distance) const {
+    return {from_lane_after(center, distance), from_lane_after(mean, distance), from_lane_after(m2, distance)};
   }
+  __device__ __forceinline__ double2 packed() const {
+    return {static_cast<double>(center) + static_cast<double>(mean), static_cast<double>(m2)};
+  }
+  __device__ __forceinline__ static Centered unpacked(double2 values) { return {values.x, 0, values.y}; }
 };
 
 // Two sums, to which counts do not matter: of a part of any reduction, and of gradients at every level.
@@ -71,6 +79,8 @@ struct Sums {
   __device__ __forceinline__ Sums of_lane_after(int distance) const {
     return {from_lane_after(first, distance), from_lane_after(second, distance)};
   }
+  __device__ __forceinline__ double2 packed() const { return {first, second}; }
+  __device__ __forceinline__ static Sums unpacked(double2 values) { return {values.x, values.y}; }
 };
 
 // Merges `values`, W sums over `count` values each, with those of the lane `distance` after. Here and below, a count
@@ -86,29 +96,22 @@ __device__ __forceinline__ void merge_lanes(S (&values)[W], Count& count, int di
 }
 
 // Merges those of every `stride`-th lane; the results are those of the first `stride` lanes. All lanes of the warp take
-// part.
-template <int W, typename S, typename A>
-__device__ __forceinline__ void reduce_warp(S (&values)[W], A& count, int stride) {
+// part. A loop where merging divides: that is long.
+template <int W, typename S, typename Count>
+__device__ __forceinline__ void reduce_warp(S (&values)[W], Count& count, int stride) {
+#pragma unroll(S::kCounted ? 1 : 5)
   for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// reduce_warp() with a stride of one, in less machine code: for merges that divide.
-template <typename S, typename A>
-__device__ __forceinline__ void reduce_warp_in_a_loop(S (&values)[1], A& count) {
-#pragma unroll 1
-  for (int distance = kWarp / 2; distance >= 1; distance /= 2) merge_lanes(values, count, distance);
-}
-
 // Gives the first threads of the block, one for each warp, the value of that warp's first lane; S{} to all others.
+// Needs a barrier between two calls, such as those of arrives_last().
 template <typename S>
 __device__ __forceinline__ S share_warps(const S& own) {
   __shared__ S of_warps[kThreads / kWarp];
   const int thread = thread_index(), warps = blockDim.x * blockDim.y / kWarp;
   if (thread % kWarp == 0) of_warps[thread / kWarp] = own;
   __syncthreads();
-  const S found = thread < warps ? of_warps[thread] : S{};
-  __syncthreads();  // before the next call writes there
-  return found;
+  return thread < warps ? of_warps[thread] : S{};
 }
 
 template <typename S, typename A>
@@ -117,25 +120,16 @@ struct Counted {
   A count;
 };
 
-// Merges the sums of all threads of the block, of which the first `threads` have any; the result is that of thread 0.
+// Merges the values of all threads of the block, of which the first `threads` have any; the result is that of thread 0.
 // The other warps do nothing: consumer cards take 64 times as long for arithmetic in double as for that in float.
-template <bool kInALoop = false, typename S, typename A>
-__device__ void reduce_block(S& value, A& count, int64_t threads = kThreads) {
-  const auto reduce = [](S(&values)[1], A& values_count) {
-    if constexpr (kInALoop) {
-      reduce_warp_in_a_loop(values, values_count);
-    } else {
-      reduce_warp(values, values_count, 1);
-    }
-  };
-  S single[1] = {value};
-  if (thread_index() / kWarp * kWarp < threads) reduce(single, count);
-  const Counted<S, A> of_warp = share_warps(Counted<S, A>{single[0], count});
+template <typename S, typename Count>
+__device__ void reduce_block(S (&value)[1], Count& count, int64_t threads = kThreads) {
+  if (thread_index() / kWarp * kWarp < threads) reduce_warp(value, count, 1);
+  const Counted<S, Count> of_warp = share_warps(Counted<S, Count>{value[0], count});
   if (thread_index() >= kWarp) return;
-  single[0] = of_warp.value;
+  value[0] = of_warp.value;
   count = of_warp.count;
-  reduce(single, count);
-  value = single[0];
+  reduce_warp(value, count, 1);
 }
 
 // Counts `counter` up, or from `highest` to zero, and returns what it was: what this thread wrote or has seen before is
@@ -159,6 +153,7 @@ __device__ inline unsigned count_up(unsigned* counter, unsigned highest) {
 // visible to all blocks, also what thread 0 knows of only by the barrier; and an acquire: the block that draws the last
 // number is after all other increments, and the second barrier orders the reads of its threads after that. It reads
 // with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_cuda.py holds these steps.
+// Where thread 0 alone has written, as in planar kernels, the first barrier only separates two calls of share_warps().
 // The counter wraps to zero at the last increment, so the next kernel on the stream finds it as this one did.
 __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   __shared__ bool last;
@@ -171,36 +166,67 @@ __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   return last;
 }
 
-// The sums of the parts of a channel: those from `first` on, every `step`-th. The last block does this while all
-// others are done, so nothing hides how long a load takes but other loads.
-template <int kAhead>
-__device__ __forceinline__ Sums<double> add_partials(const double2* partials, int64_t channels, int64_t channel,
-                                                     int first, int step, int64_t parts) {
-  Sums<double> sums{0, 0};
-  for (int64_t p = first; p < parts; p += kAhead * step) {
-    double2 loaded[kAhead];
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      const int64_t part = p + u * step;
-      loaded[u] = part < parts ? __ldcg(partials + part * channels + channel) : double2{0, 0};
-    }
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) sums.add(loaded[u].x, loaded[u].y);
-  }
-  return sums;
-}
+// What the parts of a channel leave in memory: two doubles each, and two more if their values are counted.
+template <typename S>
+class Partials {
+ public:
+  __device__ __forceinline__ Partials(const Scratch& scratch, int64_t channels)
+      : values_(scratch.partials), channels_(channels) {}
 
-// Planar: adds up what thread 0 of each part has. Whether this block has the result, in thread 0.
-__device__ inline bool merge_parts(Sums<double>& sums, const Planar& plan, int64_t channel, int64_t part,
-                                   const Scratch& scratch) {
+  __device__ __forceinline__ void leave(int64_t part, int64_t channel, const S& value, double count) const {
+    double2* const at = entry(part, channel);
+    at[0] = value.packed();
+    if (S::kCounted) at[1] = {count, 0};
+  }
+
+  // Merges those of parts from `first` on, every `step`-th. The last block does this while all others are done, so
+  // nothing hides how long a load takes but other loads.
+  __device__ __forceinline__ void merge(S& value, double& count, int64_t channel, int first, int step,
+                                        int64_t parts) const {
+    constexpr int kAtOnce = S::kCounted ? 2 : kMergeAhead;
+    value = {};
+    count = 0;
+    for (int64_t p = first; p < parts; p += kAtOnce * step) {
+      double2 loaded[kAtOnce], counts[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int64_t part = p + u * step;
+        const bool there = part < parts;
+        loaded[u] = there ? __ldcg(entry(part, channel)) : double2{0, 0};
+        counts[u] = S::kCounted && there ? __ldcg(entry(part, channel) + 1) : double2{0, 0};
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        value.merge(S::unpacked(loaded[u]), Shares<double>(count, counts[u].x));
+        count += counts[u].x;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ double2* entry(int64_t part, int64_t channel) const {
+    return values_ + (S::kCounted ? 2 : 1) * (part * channels_ + channel);
+  }
+
+  double2* values_;
+  int64_t channels_;
+};
+
+// Planar: merges what thread 0 of each part has. Whether this thread has the result, in the last block thread 0.
+template <int W, typename S>
+__device__ bool merge_parts(S& value, double& count, const Planar& plan, const PlanarWalk<W>& walk,
+                            const Scratch& scratch) {
   const int64_t parts = plan.parts();
-  if (parts == 1) return true;
-  if (thread_index() == 0) scratch.partials[part * plan.channels + channel] = {sums.first, sums.second};
-  if (!arrives_last(scratch.tickets + channel, parts)) return false;
-  sums = add_partials<4>(scratch.partials, plan.channels, channel, thread_index(), blockDim.x * blockDim.y, parts);
-  double count = 0;
-  reduce_block(sums, count, parts);
-  return true;
+  if (parts > 1) {
+    const Partials<S> partials(scratch, plan.channels);
+    if (thread_index() == 0) partials.leave(walk.part, walk.channel, value, count);
+    if (!arrives_last(scratch.tickets + walk.channel, parts)) return false;
+    S merged[1];
+    partials.merge(merged[0], count, walk.channel, thread_index(), blockDim.x * blockDim.y, parts);
+    reduce_block(merged, count, parts);
+    value = merged[0];
+  }
+  return thread_index() == 0;
 }
 
 // Interleaved: merges the sums that the threads of a block have for their W channels; the result for channel t of the
@@ -230,72 +256,48 @@ __device__ S reduce_rows(S (&values)[W], Count& count) {
   return result;
 }
 
-// Interleaved: adds up what thread t of each part has for channel t of the tile. Whether this thread has a result.
-__device__ inline bool merge_parts(Sums<double>& sums, const Interleaved& plan, int64_t tile_begin, int width,
-                                   int64_t part, const Scratch& scratch) {
-  const int thread = thread_index(), tile = blockDim.x * width;
-  const bool has_channel = thread < tile && tile_begin + thread < plan.channels;
-  if (plan.parts() == 1) return has_channel;
-  if (has_channel) scratch.partials[part * plan.channels + tile_begin + thread] = {sums.first, sums.second};
-  if (!arrives_last(scratch.tickets + tile_begin / tile, plan.parts())) return false;
+// Merges the values of the threads of a block: of its channel, in thread 0, or of channel t of its tile, in thread t.
+template <typename Plan, int W, typename S, typename Count>
+__device__ __forceinline__ S reduce_threads(S (&values)[W], Count& count) {
+  if constexpr (std::is_same_v<Plan, Planar>) {
+    reduce_block(values, count);
+    return values[0];
+  } else {
+    return reduce_rows(values, count);
+  }
+}
+
+// Interleaved: merges what thread t of each part has for channel t of the tile. Whether this thread has a result.
+template <int W, typename S>
+__device__ bool merge_parts(S& value, double& count, const Interleaved& plan, const InterleavedWalk<W>& walk,
+                            const Scratch& scratch) {
+  const int64_t parts = plan.parts();
+  if (parts == 1) return walk.writes();
+  const Partials<S> partials(scratch, plan.channels);
+  const int thread = thread_index(), tile = blockDim.x * W;
+  if (walk.writes()) partials.leave(walk.part, walk.first_channel() + thread, value, count);
+  if (!arrives_last(scratch.tickets + walk.first_channel() / tile, parts)) return false;
   // Thread t takes every groups-th part of channel t % tile, and the groups are merged by halves.
   const int group = thread / tile, groups = blockDim.x * blockDim.y / tile;
-  const int64_t channel = tile_begin + thread % tile;
-  sums = {0, 0};
-  if (channel < plan.channels)
-    sums = add_partials<kMergeAhead>(scratch.partials, plan.channels, channel, group, groups, plan.parts());
-  __shared__ Sums<double> rest[kThreads];
+  const int64_t channel = walk.first_channel() + thread % tile;
+  value = {};
+  count = 0;
+  if (channel < plan.channels) partials.merge(value, count, channel, group, groups, parts);
+  __shared__ S values[kThreads];
+  __shared__ double counts[kThreads];
   for (int half = groups / 2; half > 0; half /= 2) {
-    rest[thread] = sums;
+    values[thread] = value;
+    if (S::kCounted) counts[thread] = count;
     __syncthreads();
-    if (group < half) sums.add(rest[thread + half * tile].first, rest[thread + half * tile].second);
-    __syncthreads();
-  }
-  return has_channel;
-}
-
-// Sums of the channel in which the columns of a thread begin, and of the next one.
-template <typename S>
-struct Two {
-  S here, next;
-};
-
-template <typename A, int W>
-__device__ __forceinline__ Two<Sums<A>> by_channel(const Sums<A> (&columns)[W], const Border& border) {
-  Two<Sums<A>> sums{};
-#pragma unroll
-  for (int w = 0; w < W; ++w) {
-    const bool here = w < border.columns;
-    const A a = columns[w].first, b = columns[w].second;
-    sums.here.add(here ? a : A(0), here ? b : A(0));
-    sums.next.add(here ? A(0) : a, here ? A(0) : b);
-  }
-  return sums;
-}
-
-// Grouped: adds up what the threads of a block have; the result for channel t of the group is that of thread t.
-template <int W, typename S>
-__device__ S reduce_group(Two<S> sums, const GroupedWalk<W>& walk, const Grouped& plan) {
-  __shared__ Two<S> all[kThreads];
-  const int thread = thread_index(), columns = blockDim.x, threads = columns * blockDim.y;
-  all[thread] = sums;
-  __syncthreads();
-  if (thread < columns) {
-    for (int other = thread + columns; other < threads; other += columns) {
-      sums.here.add(all[other].here.first, all[other].here.second);
-      sums.next.add(all[other].next.first, all[other].next.second);
+    if (group < half) {
+      const int other = thread + half * tile;
+      const double added = S::kCounted ? counts[other] : 0;
+      value.merge(values[other], Shares<double>(count, added));
+      count += added;
     }
-    all[thread] = sums;
+    __syncthreads();
   }
-  __syncthreads();
-  S total{};
-  if (thread >= walk.group()) return total;
-  const int inner = static_cast<int>(plan.inner), begin = thread * inner;
-  for (int slot = begin / W; slot * W < begin + inner; ++slot) {
-    const S& found = slot * W < begin ? all[slot].next : all[slot].here;
-    total.add(found.first, found.second);
-  }
-  return total;
+  return walk.writes();
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -109,6 +109,8 @@ struct Planar {
   bool cut_before = false, cut_after = false;  // whether its first slot begins before it, its last ends after it
 
   BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return number; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t values_of_channel() const { return batch * inner; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t channel_stride() const { return inner; }
   Grid grid() const { return {channels, number, 1}; }
   Grid block() const { return {threads, 1, 1}; }
 };
@@ -125,15 +127,10 @@ struct Interleaved {
   int64_t step = 0;  // from a slot of a thread to its next
 
   BAGUA_SYNCBN_HOST_DEVICE int64_t parts() const { return row_parts; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t values_of_channel() const { return height; }
+  BAGUA_SYNCBN_HOST_DEVICE int64_t channel_stride() const { return 1; }
   Grid grid() const { return {tiles, row_parts, 1}; }
   Grid block() const { return {columns, rows, 1}; }
-};
-
-// Planar, a group of channels in a block: so many that they begin and end at multiples of the kernel's width in every
-// sample. Their values are columns of an interleaved tensor that has a row for each sample.
-struct Grouped : Interleaved {
-  int64_t group;
-  int64_t inner;
 };
 
 enum class Pass { kReduction, kElementwise };
@@ -215,30 +212,6 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, Pass pass
   plan.sharing = {plan.height, plan.row_parts, plan.rows, pass == Pass::kReduction && plan.height < kMost};
   plan.step = plan.sharing.step * plan.channels;
   return plan;
-}
-
-inline Grouped split_grouped(const Geometry& g, int64_t width) {
-  const int64_t group = width / std::gcd(width, g.inner), columns = group * g.inner / width;
-  const int64_t batches = ceil_div(g.batch, kBatch * std::max<int64_t>(1, kThreads / columns));
-  const int64_t rows = ceil_div(g.batch, kBatch * batches);
-  return {{g.batch,
-           g.channels * g.inner,
-           g.channels / group,
-           1,
-           columns,
-           rows,
-           {g.batch, 1, rows, false},
-           rows * g.channels * g.inner},
-          group,
-          g.inner};
-}
-
-// Whether a reduction takes groups: of rows that are not aligned by themselves, where a block has room for a group, and
-// there is one for each multiprocessor of the largest cards.
-inline bool takes_groups(const Geometry& g, int64_t width) {
-  if (g.interleaved || g.inner % width == 0) return false;
-  const Grouped plan = split_grouped(g, width);
-  return g.channels % plan.group == 0 && plan.columns <= kThreads && plan.tiles >= kFewBlocks / 2;
 }
 
 }  // namespace bagua_syncbn::cuda

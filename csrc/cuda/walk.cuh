@@ -33,6 +33,8 @@ class PlanarWalk {
   int64_t channel, part;
 
   __device__ __forceinline__ int64_t first_channel() const { return channel; }  // of the block
+  // Whether this thread writes a result: thread t of channel first_channel() + t.
+  __device__ __forceinline__ bool writes() const { return thread_index() == 0; }
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
     channel = place.x;
@@ -109,6 +111,10 @@ class InterleavedWalk {
 
   __device__ __forceinline__ int64_t channels() const { return plan_.channels; }
   __device__ __forceinline__ int64_t first_channel() const { return tile_begin; }  // of the block
+  // Whether this thread writes a result: thread t of channel first_channel() + t.
+  __device__ __forceinline__ bool writes() const {
+    return thread_index() < plan_.columns * W && tile_begin + thread_index() < plan_.channels;
+  }
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
   // The row of the next slot.
@@ -128,33 +134,6 @@ class InterleavedWalk {
   int left_;  // rows of the part from the next one on
 };
 
-// The first `columns` of a thread's columns are of one channel of a group, the rest of the next one, if there is.
-struct Border {
-  int channel, next;
-  int columns;
-};
-
-// Grouped: block (group). As interleaved, but what a thread has of a row is of one channel or of two.
-template <int W>
-class GroupedWalk : public InterleavedWalk<W> {
- public:
-  __device__ GroupedWalk(const Grouped& plan, bool reversed) : InterleavedWalk<W>(plan, reversed), plan_(plan) {}
-
-  __device__ __forceinline__ int group() const { return static_cast<int>(plan_.group); }
-  __device__ __forceinline__ int64_t first_channel() const { return blockIdx.x * plan_.group; }
-  __device__ __forceinline__ Border border() const {
-    const int inner = static_cast<int>(plan_.inner), column = threadIdx.x * W;
-    const int channel = column / inner, columns = (channel + 1) * inner - column;
-    return {channel, columns < W ? channel + 1 : channel, columns};
-  }
-
- private:
-  const Grouped& plan_;
-};
-
-template <typename Plan, int W>
-using RowWalk = std::conditional_t<std::is_same_v<Plan, Grouped>, GroupedWalk<W>, InterleavedWalk<W>>;
-
 // Channels of an interleaved tile at most.
 template <int W>
 constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
@@ -166,49 +145,5 @@ constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
 // Two tensors at once, half as many values of each.
 template <int W>
 constexpr int kPairs = kSlots<W> / 2;
-
-// Planar: the next K slots. Returns a bit for each of their values that the row has.
-template <int K, int W>
-__device__ __forceinline__ unsigned next_slots(PlanarWalk<W>& walk, Slot<W> (&slots)[K]) {
-  unsigned valid = 0;
-#pragma unroll
-  for (int u = 0; u < K; ++u) {
-    slots[u] = walk.next();
-    valid |= slots[u].mask() << (u * W);
-  }
-  return valid;
-}
-
-template <int K, int W, typename T>
-__device__ __forceinline__ void load_slots(const PlanarWalk<W>& walk, const T* x, const Slot<W> (&slots)[K],
-                                           Pack<T, W> (&packs)[K]) {
-#pragma unroll
-  for (int u = 0; u < K; ++u) {
-    const Bits<T, W> bits = load_slot(x, slots[u], walk.whole());
-    memcpy(&packs[u], &bits, sizeof(bits));
-  }
-}
-
-// Planar: puts `value` where the row has none, which is where `valid` has no bit. Whoever goes on with all values alike
-// spares the warps in which some rows end and others do not two ways, one after the other.
-template <int K, int W, typename T>
-__device__ __forceinline__ void replace_others(Pack<T, W> (&packs)[K], unsigned valid, T value) {
-#pragma unroll
-  for (int i = 0; i < K * W; ++i) {
-    if ((valid >> i & 1) == 0) packs[i / W].values[i % W] = value;
-  }
-}
-
-// Interleaved: the offsets of the next K slots, negative where there is none. Returns a bit for each that there is.
-template <int K, int W>
-__device__ __forceinline__ unsigned next_offsets(InterleavedWalk<W>& walk, int64_t (&offsets)[K]) {
-  unsigned valid = 0;
-#pragma unroll
-  for (int u = 0; u < K; ++u) {
-    offsets[u] = walk.next();
-    valid |= offsets[u] >= 0 ? 1u << u : 0u;
-  }
-  return valid;
-}
 
 }  // namespace bagua_syncbn::cuda

@@ -11,6 +11,7 @@ from training import through_file
 
 import bagua_syncbn
 from bagua_syncbn import data_parallel as dp
+from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
@@ -157,6 +158,18 @@ def test_replicas_on_a_side_stream_wait_for_their_input(place):
         result = run(actual, *arguments)
     torch.cuda.synchronize()
     check_equal(result, reference)
+
+
+@pytest.mark.gpu
+def test_memory_that_another_replica_still_reads_is_not_given_out_again():
+    sent = replicas._send(torch.ones(1000, device="cuda"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        received = sent.receive(sent.tensor.device).clone()
+    del sent
+    torch.zeros(1000, device="cuda")  # would take the same memory
+    torch.cuda.synchronize()
+    assert received.eq(1).all()
 
 
 def test_copies_and_pickles_of_wrapped_models_compute_the_same():

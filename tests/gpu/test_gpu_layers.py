@@ -89,7 +89,9 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
     backward = count(trace(lambda: torch.autograd.grad(outputs[0], parameters, grad_output), torch.cuda.synchronize))
     if not forward["runtime"]:
         pytest.skip("torch's profiler does not see the device here")
-    for counted, kernels in ((forward, 3), (backward, 3)):  # one of them is of the communicator
+    # One of them is of the communicator. Without a momentum, another one adds the counter of batches to the message: so
+    # ranks find out whose counters differ.
+    for counted, kernels in ((forward, 3 if momentum else 4), (backward, 3)):
         # NCCL copies where a group has one rank, or does nothing.
         assert counted["kernels"] <= kernels, counted
         assert counted["copies"] <= 2, counted

@@ -35,7 +35,7 @@ CUDA_EDGES = [
     *((3, 3, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
     *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),
     *((1, 1, size) for size in (4095, 8192, 16383, 16384, 16385, 40000)),
-    *((70, 3, 7), (257, 1, 49), (520, 2, 31), (2, 300, 4)),
+    *((70, 3, 7), (257, 1, 49), (520, 2, 31), (2, 300, 4), (5, 270, 49)),
     *product((1, 2, 7, 33), (1, 2, 3, 4, 8, 9, 16, 31, 32, 33, 64, 65, 72)),
     *product((255, 256, 257), (1, 5, 8)),
     *((2047, 8), (2048, 8), (2049, 8), (4100, 3), (530, 40), (1000, 136), (3, 260), (4700, 64), (18600, 16)),
@@ -62,13 +62,7 @@ OFFSETS = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (5, 5, 5), (3, 0, 0), (0, 1, 0), (0,
 
 
 def edges(name, dtype):
-    """On CUDA 132 groups of channels too, whose rows end together at a multiple of 16 bytes, or half of that."""
-    width = 16 // dtype.itemsize
-    groups = (
-        *((9, 132 * width, 4 * width + 1), (2, 264, 4 * width + width // 2), (3, 263, 4 * width + width // 2)),
-        *([(5, 132 * width, 129)] if width <= 4 else []),  # a block of one row, which has more samples than a batch
-    )
-    return [OpCase(shape) for shape in (CPU_EDGES if name == "here" else [*CUDA_EDGES, *groups])]
+    return [OpCase(shape) for shape in (CPU_EDGES if name == "here" else CUDA_EDGES)]
 
 
 def masked(name, dtype):
