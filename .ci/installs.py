@@ -22,6 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "bagua_syncbn", "csrc")
+SOURCES += ("Makefile", ".ci", "benchmarks", "examples")  # for commands.py
 FAST_BUILD = {"BAGUA_SYNCBN_CXXFLAGS": "-O0", "BAGUA_SYNCBN_CUDA_ARCHS": "90"}
 NO_COMPILER = {"CXX": "no-such-compiler"}
 
@@ -69,16 +70,17 @@ INSTALLS = {
 }
 
 
-def make_environment(directory: Path) -> tuple[Path, Path]:
-    """Makes an environment that sees all packages of this one but torch; returns its Python and where torch goes."""
+def make_environment(directory: Path, with_torch: bool = False) -> tuple[Path, Path]:
+    """Makes an environment that sees this one's packages, torch only if asked; returns its Python and torch's place."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     python = directory / "bin" / "python"
     query = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
     folder = Path(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip())
-    others = directory / "others"
+    others = directory.with_name("others")  # outside of what pip takes for its own to change
     others.mkdir()
+    hidden = re.compile(r"bagua_syncbn|__editable__" + ("" if with_torch else r"|torch(-.*)?$"))
     for path in (path for packages in site.getsitepackages() for path in Path(packages).iterdir()):
-        if not path.name.startswith(("torch-", "bagua_syncbn", "__editable__")) and path.name != "torch":
+        if not hidden.match(path.name):
             others.joinpath(path.name).symlink_to(path)
     folder.joinpath("others.pth").write_text(f"{others}\n")
     return python, folder / "torch"

@@ -1,6 +1,6 @@
 # Releases and Bagua's environment: included by the Makefile, whose variables it uses.
 
-.PHONY: wheel test-wheel test-installs bagua-env bagua-packages demo-bagua test-bagua
+.PHONY: wheel test-wheel test-installs test-commands bagua-env bagua-packages demo-bagua test-bagua
 
 # One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA. It contains no library of
 # torch: it takes those of the torch that imports it.
@@ -20,6 +20,9 @@ test-wheel: test-installs ## tests the wheel beside several versions of Python a
 
 test-installs: wheel ## all ways of installing, some five minutes: imports and trains after each; INSTALLS='wheel cuda' chooses
 	$(BIN)/python .ci/installs.py $(INSTALLS)
+
+test-commands: $(VENV)/installed-demo ## types the commands of the documentation
+	$(BIN)/python .ci/commands.py
 
 # Bagua's wheel is for Python 3.10 alone, and needs the CUDA build of torch: some 5 GB on disk.
 BAGUA_VENV ?= .venv-bagua

@@ -1,0 +1,85 @@
+"""``python .ci/commands.py``: types the commands of README.md and docs/ in a copy of the checkout, page by page.
+
+They run in a new environment that sees the torch and the packages of the one that runs this, with kernels that are
+compiled without optimization. A block that fails, or that computes without kernels, ends this with its output.
+
+- A block of ``bash`` is typed line by line, in the checkout.
+- A block of ``python`` whose docstring ends with a file's name is saved there. What comes before the name is typed too,
+  as in ``\"\"\"torchrun train.py\"\"\"``.
+- ``<!-- printed -->`` before a block of ``text``: the last command has printed these lines, in any order.
+- ``<!-- not run: REASON -->`` before a block of ``bash``: left out, but ``make -n`` knows its targets.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+
+from installs import FAST_BUILD, ROOT, copy_sources, make_environment
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"(?:^<!-- (?P<marker>[^\n]*) -->\n)?^```(?P<language>\w+)\n(?P<source>.*?)^```$", re.M | re.S)
+SAVED = re.compile(r'"""(?P<command>[^"\n]*?)(?P<file>\w+\.py)"""\n')
+
+
+def type_in(checkout: Path, command: str, environment: dict[str, str]) -> str:
+    """Runs ``command`` as a shell does; returns what it printed, which must tell of no missing kernels."""
+    print(f"$ {command.strip()}", flush=True)
+    done = subprocess.run(
+        ["bash", "-e", "-c", command],
+        cwd=checkout,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode or "computing in plain torch" in done.stdout:
+        raise SystemExit(f"expected exit status 0 and native kernels, got {done.returncode} and\n{done.stdout}")
+    return done.stdout
+
+
+def type_page(page: Path, checkout: Path, environment: dict[str, str]) -> None:
+    printed = ""
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        marker, language, source = block["marker"] or "", block["language"], block["source"]
+        if language == "bash" and marker.startswith("not run: "):
+            for target in re.findall(r"^make (.*)", source, re.M):
+                type_in(checkout, f"make -n {target}", environment)
+        elif language == "bash":
+            printed = type_in(checkout, source, environment)
+        elif language == "python" and (saved := SAVED.match(source)):
+            checkout.joinpath(saved["file"]).write_text(source, encoding="utf-8")
+            if saved["command"]:
+                printed = type_in(checkout, saved["command"] + saved["file"], environment)
+        elif marker == "printed" and not set(source.splitlines()) <= set(printed.splitlines()):
+            raise SystemExit(f"{page.name} shows\n{source}\nand its command printed\n{printed}")
+
+
+def main() -> None:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        python, torch = make_environment(Path(folder, "environment"), with_torch=True)
+        torch.symlink_to(Path(import_module("torch").__file__).parent)  # setup.py looks for it there
+        # Programs of packages are in the bin of the other environment, which PATH does not have.
+        for name, module in {"pip": "pip._internal.cli.main", "torchrun": "torch.distributed.run"}.items():
+            program = python.with_name(name)
+            program.write_text(f"#!{python}\nfrom {module} import main\nmain()\n")
+            program.chmod(0o755)
+        checkout = copy_sources(Path(folder, "checkout"))
+        venv = python.parents[1]
+        venv.joinpath("installed-torch").touch()
+        given = {"VENV": str(venv), "PATH": f"{python.parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+        for page in PAGES:
+            type_page(page, checkout, inherited | FAST_BUILD | given | {"BAGUA_SYNCBN_CUDA_ARCHS": "native"})
+        kernels = type_in(checkout, "python -m bagua_syncbn", inherited | given)
+        assert re.search("^kernels +native", kernels, re.M), kernels
+    print(f"commands of the documentation: all run, {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
