@@ -187,6 +187,13 @@ inline std::optional<Mask> mask_of(const std::optional<Tensor>& mask, const Tens
   return mask ? std::optional(mask_of(*mask, input)) : std::nullopt;
 }
 
+// A mask, and an activation, for the gradient of the input.
+inline std::optional<Mask> mask_without_act(const std::optional<Tensor>& mask, const Tensor& input,
+                                            int64_t activation) {
+  check(!mask || activation == 0, "mask", "None with an activation", "a tensor");
+  return mask_of(mask, input);
+}
+
 // Arguments of an activation and a residual.
 inline void check_act(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& residual, int64_t activation) {

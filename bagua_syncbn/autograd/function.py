@@ -70,12 +70,9 @@ class Call:
         return Call(options, self.buffers, self.sync, self.layer, self.masking)
 
     def after(self, residual: Tensor | None) -> tuple[Any, ...]:
-        """Returns mask, residual and activation as trailing arguments of ``batch_norm_elemt``."""
-        mask = None if self.masking is None else self.masking.output_mask
+        """Returns residual and activation as trailing arguments of ``batch_norm_elemt``."""
         activation = self.options.activation
-        if activation is not None:
-            return mask, residual, activation.code, activation.parameter
-        return () if mask is residual is None else (mask, residual)
+        return (residual,) if activation is None else (residual, activation.code, activation.parameter)
 
     def follow(self, output: Tensor, residual: Tensor | None) -> Tensor:
         """Returns ``output`` with residual, activation and mask applied, in operations of torch."""
@@ -109,9 +106,8 @@ def synchronized_batch_norm(
         return differentiable_batch_norm(input, weight, bias, residual, call)
     output = _SyncBatchNorm.apply(input, weight, bias, residual, call)
     if this_thread.depth and call.statistics is not None:
-        mask = None if call.masking is None else call.masking.output_mask
         moments = call.statistics[:2]
-        note_output(output, call.layer, input, weight, bias, *moments, residual, call.options.activation, mask)
+        note_output(output, call.layer, input, weight, bias, *moments, residual, call.options.activation, call.masking)
     return output
 
 
@@ -151,9 +147,10 @@ class _SyncBatchNorm(torch.autograd.Function):
         activation, masking = call.options.activation, call.masking
         kept = (None, None) if activation is None else (bias, residual)
         ctx.save_for_backward(input, weight, *kept, mean, invstd, count, clamped)
-        is_plain = activation is None and masking is None and residual is None
-        after = () if is_plain else call.after(residual)
+        after = () if activation is None and residual is None else call.after(residual)
         output: Tensor = call.sync.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
+        if masking is not None and masking.zeroes:
+            masking.clear_(output)
         return output
 
     @staticmethod
@@ -166,12 +163,16 @@ class _SyncBatchNorm(torch.autograd.Function):
             tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
             return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
         ctx.recipe = None  # all operations that save the output ran before
+        if masking is not None and masking.zeroes:
+            # No gradient passes through a zero, whatever input and residual hold there.
+            grad_output, input = masking.clear(grad_output), masking.clear(input)
+            residual = None if residual is None else masking.clear(residual)
         if not sync.is_traced and grad_output.stride() != input.stride():
             grad_output = ops.laid_out_as(input, grad_output)
         is_fixed = sync is FIXED_STATISTICS
         grad, through = grad_output, ()
         again: dict[str, Any] = {}
-        if call.options.activation is not None or masking is not None:
+        if call.options.activation is not None:
             grad, through, again = _through_activation(grad_output, input, bias, residual, call)
         try:
             # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
@@ -180,21 +181,17 @@ class _SyncBatchNorm(torch.autograd.Function):
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight, fingerprint, *through
             )
-            grad_input = grad_residual = None
-            if needs[3]:
-                grad_residual = grad if masking is None or grad is not grad_output else masking.clear_outputs(grad)
+            grad_input, grad_residual = None, grad if needs[3] else None
             if needs[0] and is_fixed:
                 # Elementwise factors alone, because zero sums would make NaN of infinite deviations.
-                mask = () if masking is None else (masking.output_mask,)
-                grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd, *mask)
+                grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
             elif needs[0]:
                 sums, *check = sync.all_reduce(sums, number)
                 if clamped is not None:
                     ops.clear_clamped(sums, clamped)
                 arguments = grad, input, weight, mean, invstd, sums, count, *check
                 if masking is not None:
-                    positions, zeroes = masking
-                    grad_input = sync.elementwise.batch_norm_backward_elemt(*arguments, mask=positions, zeroes=zeroes)
+                    grad_input = sync.elementwise.batch_norm_backward_elemt(*arguments, mask=masking.positions)
                 elif grad is grad_output or residual is not None:
                     grad_input = sync.elementwise.batch_norm_backward_elemt(*arguments, **again)
                 else:
@@ -211,22 +208,19 @@ class _SyncBatchNorm(torch.autograd.Function):
 def _through_activation(
     grad_output: Tensor, input: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Prepares the gradient ``g`` before activation and mask of ``call``.
+    """Prepares the gradient ``g`` before the activation of ``call``.
 
     Returns the tensor that receives it, which is ``grad_output`` where it is not stored; the trailing arguments with
     which ``batch_norm_backward_reduce`` makes it; and those with which ``batch_norm_backward_elemt`` makes it again.
     """
-    masking, activation = call.masking, call.options.activation
-    mask = None if masking is None else masking.output_mask
-    if activation is None:
-        return grad_output, (mask,), {}
+    activation = call.options.activation
     code, parameter = activation.code, activation.parameter
-    is_alone = masking is None and residual is None and call.sync is not FIXED_STATISTICS
+    is_alone = call.masking is None and residual is None and call.sync is not FIXED_STATISTICS
     if is_alone and ops.recompute_is_cheaper(input, activation):
         again = {"bias": bias, "activation": code, "parameter": parameter}
-        return grad_output, (None, bias, None, code, parameter), again
+        return grad_output, (bias, None, code, parameter), again
     grad = torch.empty_like(input)
-    return grad, (mask, bias, residual, code, parameter, grad), {}
+    return grad, (bias, residual, code, parameter, grad), {}
 
 
 def _gather_once(call: Call, input: Tensor) -> ops.MergedStats:

@@ -99,12 +99,12 @@ class _Recipe(_Remade):
         input: Tensor,
         factors: tuple[Tensor | None, ...],
         activation: ops.Activation | None,
-        zeroed: Tensor | None,
+        masking: ops.Masking | None,
     ) -> None:
         super().__init__()
         self._name = name
         self._input, self._input_version = input.detach(), input._version
-        self._factors, self._activation, self._zeroed = factors, activation, zeroed
+        self._factors, self._activation, self._masking = factors, activation, masking
         self._version, self._storage = output._version, output.untyped_storage()._cdata
         self._shape = output.dtype, output.size(), output.stride()
         # Its version counts writes to the output, also after the end of the output. It holds no memory of the output.
@@ -142,12 +142,14 @@ class _Recipe(_Remade):
                 "makes the output anew; it was written to in place"
             )
         activation = self._activation or ops.IDENTITY
-        values = self._input, *self._factors, self._zeroed, None, activation.code, activation.parameter
+        values = self._input, *self._factors, None, activation.code, activation.parameter
         try:
             made: Tensor = ops.batch_norm_elemt(*values)
         except RuntimeError as error:
             ops.raise_torchs(error)
             raise
+        if self._masking is not None and self._masking.zeroes:
+            self._masking.clear_(made)
         return made
 
 
@@ -172,12 +174,11 @@ def note_output(
     invstd: Tensor,
     residual: Tensor | None,
     activation: ops.Activation | None,
-    zeroed: Tensor | None = None,
+    masking: ops.Masking | None = None,
 ) -> None:
     """Leaves the recipe of ``output`` at its autograd node, if outputs are recomputed.
 
-    ``output`` is 0 outside of the mask ``zeroed``. An output with a residual gets none: the residual
-    of a block is the output of the block before, and so on.
+    An output with a residual gets none: the residual of a block is the output of the block before, and so on.
     """
     if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None:
         return
@@ -189,7 +190,7 @@ def note_output(
     # Copied, because parameters may change before backward, and sharded ones are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, mean, invstd
-    recipe = _Recipe(_name_of(layer), output, input, factors, activation, zeroed)
+    recipe = _Recipe(_name_of(layer), output, input, factors, activation, masking)
     output.grad_fn.recipe = recipe  # type: ignore[attr-defined]
 
 

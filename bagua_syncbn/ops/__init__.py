@@ -32,16 +32,9 @@ float64 input and float32 for all others; ``mean``, ``invstd`` and everything th
 ``activation`` is the code of one in ``activations.py``; 0 is none, as ``None`` is no ``residual`` and no ``mask``.
 
 ``mask`` says which positions count, the same for all channels: a contiguous bool (N, \*), or int64 lengths (N) for an
-input (N, C, \*, L), of which the first so many places along L count. All others:
-
-==============================  =====================================================================================
-``batch_norm_stats``            are left out
-``batch_norm_elemt``            are 0 in the output, whatever ``input`` and ``residual`` are there
-``batch_norm_backward_reduce``  are left out of the sums, and 0 in ``grad``: of an output that is 0 there. Where it is
-                                not, they take part, and there is no ``mask``
-``batch_norm_backward_elemt``   are 0 if it ``zeroes``, else ``g * invstd * weight``: nothing passes through the
-                                statistics there
-==============================  =====================================================================================
+input (N, C, \*, L), of which the first so many places along L count. ``batch_norm_stats`` leaves out all others. There
+``batch_norm_backward_elemt``, which takes no activation then, gives ``grad_output * invstd * weight``: nothing passes
+through the statistics.
 
 Words are integers that the dtype holds exactly, the same on all ranks. A row of statistics ends in ``layer``, ``terms``
 and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then its size is odd. Sums end in

@@ -36,7 +36,7 @@ def means_of_sums(
 @defines(
     "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, int ranks=1, Tensor(a!)? fault=None, int call=0, Tensor? mask=None, "
-    "bool zeroes=False, Tensor? bias=None, int activation=0, float parameter=0.) -> Tensor",
+    "Tensor? bias=None, int activation=0, float parameter=0.) -> Tensor",
     _shapes,
 )
 def batch_norm_backward_elemt(
@@ -51,11 +51,12 @@ def batch_norm_backward_elemt(
     fault: Tensor | None = None,
     call: int = 0,
     mask: Tensor | None = None,
-    zeroes: bool = False,
     bias: Tensor | None = None,
     activation: int = 0,
     parameter: float = 0.0,
 ) -> Tensor:
+    if mask is not None and activation:
+        raise RuntimeError("mask: expected None with an activation, got a tensor")
     dy = grad_output
     if activation:
         z = normalized(input, weight, bias, mean, invstd)
@@ -66,8 +67,7 @@ def batch_norm_backward_elemt(
     dx = (dy - per_channel(mean_dy, input)).sub_(projected).mul_(scale)
     if mask is not None:
         # Where a position does not count, nothing passes through the statistics.
-        inside = of_positions(mask, input)
-        dx = dx.where(inside, 0) if zeroes else dx.where(inside, dy * scale)
+        dx = dx.where(of_positions(mask, input), dy * scale)
     return like_input(input, dx)
 
 

@@ -5,7 +5,6 @@ from torch import Tensor
 from . import activations
 from .definition import defines, per_channel, reduced_dims
 from .elemt import normalized
-from .masking import of_positions
 from .words import PARTS, fill, parts_of
 
 
@@ -25,8 +24,8 @@ def _shapes(
 
 @defines(
     "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "int? fingerprint=None, Tensor? mask=None, Tensor? bias=None, Tensor? residual=None, int activation=0, "
-    "float parameter=0., Tensor(a!)? grad=None) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
+    "int? fingerprint=None, Tensor? bias=None, Tensor? residual=None, int activation=0, float parameter=0., "
+    "Tensor(a!)? grad=None) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     _shapes,
 )
 def batch_norm_backward_reduce(
@@ -36,7 +35,6 @@ def batch_norm_backward_reduce(
     invstd: Tensor,
     weight: Tensor | None,
     fingerprint: int | None = None,
-    mask: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
@@ -50,9 +48,6 @@ def batch_norm_backward_reduce(
     dy = grad_output.to(mean.dtype)
     if activation:
         dy = activations.gradient(dy, normalized(input, weight, bias, mean, invstd, residual), activation, parameter)
-    if mask is not None:
-        inside = of_positions(mask, input)
-        dy, input = dy.where(inside, 0), input.where(inside, 0)
     if grad is not None:
         grad.copy_(dy)
     sum_dy.copy_(dy.sum(dims))

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from . import activations
 from .definition import defines, like_input, per_channel
-from .masking import of_positions
 
 
 def normalized(
@@ -29,7 +28,7 @@ def _shapes(input: Tensor, *_: object) -> Tensor:
 
 
 @defines(
-    "batch_norm_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? mask=None, "
+    "batch_norm_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
     "Tensor? residual=None, int activation=0, float parameter=0.) -> Tensor",
     _shapes,
 )
@@ -39,7 +38,6 @@ def batch_norm_elemt(
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
-    mask: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
     parameter: float = 0.0,
@@ -47,4 +45,4 @@ def batch_norm_elemt(
     output = normalized(input, weight, bias, mean, invstd, residual)
     if activation:
         output = activations.value(output, activation, parameter)
-    return like_input(input, output if mask is None else output.where(of_positions(mask, input), 0))
+    return like_input(input, output)

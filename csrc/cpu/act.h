@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "../geometry.h"
-#include "../mask.h"
 #include "channels.h"
 #include "work.h"
 
@@ -40,9 +39,6 @@ class Normalization {
   const ChannelArray<A> means_, shifts_;
   std::vector<A> scales_;
 };
-
-// Returns `values`, with 0 where a position does not count. See elemt.cpp.
-Tensor cleared(const Tensor& values, const Mask& mask);
 
 // Returns dy * act'(z). See backward_reduce.cpp.
 Tensor gradient_through(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,

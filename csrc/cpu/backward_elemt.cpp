@@ -1,6 +1,6 @@
 // batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. It goes through an activation
-// first; with a mask, it passes through the statistics only where a position counts. batch_norm_backward_elemt_ puts it
-// in the place of the gradient of the output.
+// first; or, with a mask, it passes through the statistics only where a position counts. batch_norm_backward_elemt_
+// puts it in the place of the gradient of the output.
 
 #include <limits>
 
@@ -11,11 +11,11 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// `activation`, which is cheap, may be null. `zeroes`: whether the gradient is 0 where a position does not count.
+// `activation`, which is cheap, may be null.
 Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                       const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
                       int64_t call, const std::optional<Tensor>& fault, bool in_place, const std::optional<Mask>& mask,
-                      bool zeroes, const Activation* activation) {
+                      const Activation* activation) {
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
@@ -47,12 +47,11 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
     const Loops<T>& loop = loops<T>();
     for_each_stretch(
         g, mask,
-        [&](int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t* valid, bool none) {
-          if (none && zeroes) return (void)std::memset(dx + o, 0, rows * n * sizeof(T));
-          loop.grad_rows(dy + o, x + o, dx + o, valid, zeroes, rows, n, channel, g.channels, factors, act);
+        [&](int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t* valid) {
+          loop.grad_rows(dy + o, x + o, dx + o, valid, rows, n, channel, g.channels, factors, act);
         },
         [&](int64_t o, int64_t rows, const uint8_t* valid) {
-          loop.grad_columns(dy + o, x + o, dx + o, valid, zeroes, rows, g.channels, factors, act);
+          loop.grad_columns(dy + o, x + o, dx + o, valid, rows, g.channels, factors, act);
         });
   });
   return with_strides_of(grad_input, laid, input);
@@ -63,18 +62,17 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                  int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
-                                 const std::optional<Tensor>& positions, bool zeroes, const std::optional<Tensor>& bias,
+                                 const std::optional<Tensor>& positions, const std::optional<Tensor>& bias,
                                  int64_t activation, double parameter) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   if (activation != 0) check_act(input, weight, bias, std::nullopt, activation);
-  const std::optional<Mask> mask = mask_of(positions, input);
+  const std::optional<Mask> mask = mask_without_act(positions, input, activation);
   const auto make = [&](const Tensor& dy, const Activation* before) {
-    return backward_elemt(dy, input, weight, mean, invstd, sums, count, ranks, call, fault, false, mask, zeroes,
-                          before);
+    return backward_elemt(dy, input, weight, mean, invstd, sums, count, ranks, call, fault, false, mask, before);
   };
   if (activation == 0) return make(grad_output, nullptr);
   const Activation act{bias, std::nullopt, activation, parameter};
-  if (is_cheap(activation) && !mask) return make(grad_output, &act);
+  if (is_cheap(activation)) return make(grad_output, &act);
   return make(gradient_through(grad_output, input, weight, mean, invstd, act), nullptr);
 }
 
@@ -82,8 +80,8 @@ void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::opt
                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
   check_backward_elemt(grad, input, weight, mean, invstd, sums, count, fault);
-  const Tensor result = backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true,
-                                       std::nullopt, false, nullptr);
+  const Tensor result =
+      backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true, std::nullopt, nullptr);
   if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
 }
 

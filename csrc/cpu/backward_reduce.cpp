@@ -1,28 +1,24 @@
 // batch_norm_backward_reduce: sums of g = dy * act'(z) and of g * (x - mean) of each channel, and from them the
-// gradients of weight and bias of this rank; with a mask, of the positions that count.
+// gradients of weight and bias of this rank.
 
 #include <tuple>
 
 #include "../checks.h"
 #include "act.h"
-#include "mask.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
 
 template <typename T>
-void planar_sums(const Gradients<T>& of, const Geometry& g, double* sums, const std::optional<Mask>& mask) {
+void planar_sums(const Gradients<T>& of, const Geometry& g, double* sums) {
   const PlanarParts parts(g);
   std::vector<GradSums> results(g.channels * parts.count());
   parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
-    Made made;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t channel = unit / parts.count(), stride = g.channels * g.inner;
       parts.for_each_span(unit % parts.count(), [&](int64_t sample, int64_t offset, int64_t rows, int64_t values) {
         const int64_t start = channel * g.inner + sample * stride + offset;
-        const uint8_t* valid = mask ? positions_at(*mask, sample * g.inner + offset, rows * values, made) : nullptr;
-        if (valid && all(valid, rows * values)) valid = nullptr;
-        const GradSums span = loops<T>().grad_sums(of.from(start), valid, rows, values, stride, channel);
+        const GradSums span = loops<T>().grad_sums(of.from(start), rows, values, stride, channel);
         results[unit].dy += span.dy;
         results[unit].dy_xmu += span.dy_xmu;
       });
@@ -37,19 +33,16 @@ void planar_sums(const Gradients<T>& of, const Geometry& g, double* sums, const 
 }
 
 template <typename T>
-void interleaved_sums(const Gradients<T>& of, const Geometry& g, double* sums, const std::optional<Mask>& mask) {
+void interleaved_sums(const Gradients<T>& of, const Geometry& g, double* sums) {
   const RowParts parts(g);
   const int64_t width = 2 * g.channels;
   std::vector<double> results(parts.count() * width);
   parallel_over(parts.count(), g.rows() * g.channels / parts.count(), [&](int64_t begin, int64_t end) {
     std::vector<Accumulate<T>> scratch(width);
     std::vector<double> tile(width);
-    RowList list(mask);
     for (int64_t part = begin; part < end; ++part) {
       parts.for_each_tile(part, [&](int64_t row, int64_t rows) {
-        const int64_t count = list.fill(row, rows);
-        loops<T>().grad_sums_columns(of.from(row * g.channels), list.data(), count, g.channels, scratch.data(),
-                                     tile.data());
+        loops<T>().grad_sums_columns(of.from(row * g.channels), rows, g.channels, scratch.data(), tile.data());
         for (int64_t c = 0; c < width; ++c) results[part * width + c] += tile[c];
       });
     }
@@ -64,7 +57,7 @@ using Sums = std::tuple<Tensor, Tensor, Tensor>;
 // `activation` may be null, and so may `grad`, which receives g.
 Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid& laid, const Tensor& mean,
                      const Tensor& invstd, const std::optional<Tensor>& weight, const Words& words,
-                     const Activation* activation, const Tensor* grad, const std::optional<Mask>& mask) {
+                     const Activation* activation, const Tensor* grad) {
   const Geometry& g = laid.geometry;
   const Tensor grads = laid_out_like(grad_output, laid);
   const int64_t width = 2 * g.channels;
@@ -89,7 +82,7 @@ Sums backward_reduce(const Tensor& grad_output, const Tensor& input, const Laid&
       of.epilogue = activation->epilogue<T>();
       if (grad) of.g = static_cast<T*>(grad->mutable_data_ptr());
     }
-    if (input.numel() > 0) (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, totals.data(), mask);
+    if (input.numel() > 0) (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, totals.data());
     A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
     for (int64_t c = 0; c < width; ++c) sums_out[c] = static_cast<A>(totals[c]);
     pack_words(sums_out + width, words);
@@ -105,34 +98,28 @@ Tensor gradient_through(const Tensor& grad_output, const Tensor& input, const st
                         const Tensor& mean, const Tensor& invstd, const Activation& activation) {
   const Laid laid = lay_out(input);
   const Tensor grad = allocate_like(laid.tensor);
-  backward_reduce(grad_output, input, laid, mean, invstd, weight, {}, &activation, &grad, std::nullopt);
+  backward_reduce(grad_output, input, laid, mean, invstd, weight, {}, &activation, &grad);
   return with_strides_of(grad, laid, input);
 }
 
 Sums batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                 const Tensor& invstd, const std::optional<Tensor>& weight,
-                                std::optional<int64_t> fingerprint, const std::optional<Tensor>& positions,
-                                const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                                int64_t activation, double parameter, std::optional<Tensor> grad) {
+                                std::optional<int64_t> fingerprint, const std::optional<Tensor>& bias,
+                                const std::optional<Tensor>& residual, int64_t activation, double parameter,
+                                std::optional<Tensor> grad) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   if (grad) check_like_input(*grad, "grad", input);
-  const std::optional<Mask> mask = mask_of(positions, input);
   const Words words = words_of_sums(fingerprint);
   const Laid laid = lay_out(input);
-  const auto reduce = [&](const Tensor& dy, const Activation* act, const Tensor* made,
-                          const std::optional<Mask>& counted) {
-    return backward_reduce(dy, input, laid, mean, invstd, weight, words, act, made, counted);
+  const auto reduce = [&](const Activation* act, const Tensor* made) {
+    return backward_reduce(grad_output, input, laid, mean, invstd, weight, words, act, made);
   };
-  if (activation == 0 && !grad) return reduce(grad_output, nullptr, nullptr, mask);
+  if (activation == 0 && !grad) return reduce(nullptr, nullptr);
   check_act(input, weight, bias, residual, activation);
   const Activation act{bias, laid_out_like(residual, laid), activation, parameter};
-  if (is_cheap(activation) && !grad && !mask) return reduce(grad_output, &act, nullptr, mask);
-  Tensor made = grad ? laid_out_like(*grad, laid) : allocate_like(laid.tensor);
-  Sums sums = reduce(grad_output, &act, &made, std::nullopt);
-  if (mask) {
-    made = cleared(made, *mask);
-    sums = reduce(made, nullptr, nullptr, mask);
-  }
+  if (is_cheap(activation) && !grad) return reduce(&act, nullptr);
+  const Tensor made = grad ? laid_out_like(*grad, laid) : allocate_like(laid.tensor);
+  const Sums sums = reduce(&act, &made);
   if (grad && made.const_data_ptr() != grad->const_data_ptr()) torch::stable::copy_(*grad, made);
   return sums;
 }

@@ -1,5 +1,4 @@
-// batch_norm_elemt: act(z) of z = (x - mean) * invstd * weight + bias + residual; with a mask, 0 where a position does
-// not count.
+// batch_norm_elemt: act(z) of z = (x - mean) * invstd * weight + bias + residual.
 
 #include "../checks.h"
 #include "act.h"
@@ -8,10 +7,10 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// `activation` may be null, and is where there is a mask.
+// `activation` may be null.
 Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>& weight,
-             const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd, const Activation* activation,
-             const std::optional<Mask>& mask) {
+             const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd,
+             const Activation* activation) {
   const Geometry& g = laid.geometry;
   Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
@@ -25,13 +24,12 @@ Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>&
     T* y = static_cast<T*>(output.mutable_data_ptr());
     const Loops<T>& loop = loops<T>();
     for_each_stretch(
-        g, mask,
-        [&](int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t* valid, bool none) {
-          if (none) return (void)std::memset(y + o, 0, rows * n * sizeof(T));
-          loop.normalize_rows(x + o, y + o, valid, rows, n, channel, g.channels, factors, epilogue.from(o));
+        g, std::nullopt,
+        [&](int64_t o, int64_t rows, int64_t n, int64_t channel, const uint8_t*) {
+          loop.normalize_rows(x + o, y + o, rows, n, channel, g.channels, factors, epilogue.from(o));
         },
-        [&](int64_t o, int64_t rows, const uint8_t* valid) {
-          loop.normalize_columns(x + o, y + o, valid, rows, g.channels, factors, epilogue.from(o));
+        [&](int64_t o, int64_t rows, const uint8_t*) {
+          loop.normalize_columns(x + o, y + o, rows, g.channels, factors, epilogue.from(o));
         });
   });
   return with_strides_of(output, laid, input);
@@ -39,28 +37,17 @@ Tensor elemt(const Laid& laid, const Tensor& input, const std::optional<Tensor>&
 
 }  // namespace
 
-Tensor cleared(const Tensor& values, const Mask& mask) {
-  const int64_t channels = values.size(1);
-  const ScalarType dtype = accumulate_type(scalar_type(values));
-  const Tensor zeros = torch::stable::new_zeros(values, {&channels, 1}, dtype);
-  Tensor ones = allocate_vector(channels, dtype, values);
-  write_channels(ones, [](int64_t) { return 1; });
-  return elemt(lay_out(values), values, std::nullopt, std::nullopt, zeros, ones, nullptr, mask);
-}
-
 Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& positions,
-                        const std::optional<Tensor>& residual, int64_t activation, double parameter) {
+                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
+                        int64_t activation, double parameter) {
   check_elemt(input, weight, bias, mean, invstd);
-  const std::optional<Mask> mask = mask_of(positions, input);
   const Laid laid = lay_out(input);
   if (activation == 0 && !residual) {
-    return elemt(laid, input, weight, bias, mean, invstd, nullptr, mask);
+    return elemt(laid, input, weight, bias, mean, invstd, nullptr);
   }
   check_act(input, weight, bias, residual, activation);
   const Activation act{bias, laid_out_like(residual, laid), activation, parameter};
-  const Tensor output = elemt(laid, input, weight, bias, mean, invstd, &act, std::nullopt);
-  return mask ? cleared(output, *mask) : output;
+  return elemt(laid, input, weight, bias, mean, invstd, &act);
 }
 
 }  // namespace bagua_syncbn::cpu

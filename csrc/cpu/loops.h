@@ -72,16 +72,12 @@ struct Gradients {
   }
 };
 
-// All bits set, or none: of the width of A.
-template <typename A>
-using LaneBits = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>;
-
 // The first values of a row, so many, give a value near the mean; with a mask, more of them are looked at.
 constexpr int64_t kSample = 256;
 constexpr int64_t kMaskedSample = 1024;
 
 // `valid` has a byte for each value of a row, or in columns for each row, 1 or 0: what is 0 does not count. It is null
-// where all count, as they do with an activation.
+// where all count.
 template <typename T>
 struct Loops {
   using A = Accumulate<T>;
@@ -90,26 +86,24 @@ struct Loops {
   // which `sampled` are among the first kSample of the first row; with `valid`, among the first kMaskedSample.
   Moments (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
                      int64_t count);
-  GradSums (*grad_sums)(const Gradients<T>&, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
-                        int64_t channel);
+  GradSums (*grad_sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
   // Planar: contiguous rows of n values, which all have the same bytes; the channel of the first is given, and each row
-  // is of the next channel. Where a value does not count y is 0, and dx is g * scale, or 0 if `zeroes`. The activation
-  // of grad_rows is cheap, and there is no residual.
-  void (*normalize_rows)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
-                         int64_t channels, const NormalizeFactors<A>&, const Epilogue<T>&);
-  void (*grad_rows)(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes, int64_t rows, int64_t n,
-                    int64_t channel, int64_t channels, const GradientFactors<A>&, const Act<A>&);
+  // is of the next channel. Where a value does not count, dx is dy * scale. The activation of grad_rows is cheap, there
+  // is no residual, and all values count.
+  void (*normalize_rows)(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+                         const NormalizeFactors<A>&, const Epilogue<T>&);
+  void (*grad_rows)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
+                    int64_t channels, const GradientFactors<A>&, const Act<A>&);
 
   // Interleaved: the same of rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and
   // m2, or the two sums, of these rows are written to `out`, 2 * channels values. `list` has the numbers of the rows
   // that count; or it is null where they follow one another.
   void (*moments_columns)(const T* x, const int64_t* list, int64_t rows, int64_t channels, A* columns, double* out);
-  void (*grad_sums_columns)(const Gradients<T>&, const int64_t* list, int64_t rows, int64_t channels, A* columns,
-                            double* out);
-  void (*normalize_columns)(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t channels,
-                            const NormalizeFactors<A>&, const Epilogue<T>&);
-  void (*grad_columns)(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes, int64_t rows,
-                       int64_t channels, const GradientFactors<A>&, const Act<A>&);
+  void (*grad_sums_columns)(const Gradients<T>&, int64_t rows, int64_t channels, A* columns, double* out);
+  void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, const NormalizeFactors<A>&,
+                            const Epilogue<T>&);
+  void (*grad_columns)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
+                       const GradientFactors<A>&, const Act<A>&);
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names

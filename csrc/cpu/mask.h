@@ -63,10 +63,6 @@ inline bool all(const uint8_t* valid, int64_t n) {
   return n == 0 || std::memchr(valid, 0, n) == nullptr;
 }
 
-inline bool none(const uint8_t* valid, int64_t n) {
-  return n == 0 || std::memchr(valid, 1, n) == nullptr;
-}
-
 // The rows of a tile that count, by their numbers in it.
 class RowList {
  public:
@@ -95,9 +91,9 @@ class RowList {
   std::vector<int64_t> list_;
 };
 
-// Positions one after another of which all count, none, or some.
+// Positions one after another of which all count, or not.
 struct Run {
-  enum Kind { kAll, kNone, kSome } kind;
+  bool all;
   int64_t begin;
   int64_t count;
 };
@@ -108,18 +104,18 @@ inline std::vector<Run> runs_of(const uint8_t* valid, int64_t n) {
   std::vector<Run> runs;
   for (int64_t j = 0; j < n; j += kBlock) {
     const int64_t count = std::min(kBlock, n - j);
-    const Run::Kind kind = all(valid + j, count) ? Run::kAll : none(valid + j, count) ? Run::kNone : Run::kSome;
-    if (!runs.empty() && runs.back().kind == kind) {
+    const bool whole = all(valid + j, count);
+    if (!runs.empty() && runs.back().all == whole) {
       runs.back().count += count;
     } else {
-      runs.push_back({kind, j, count});
+      runs.push_back({whole, j, count});
     }
   }
   return runs;
 }
 
-// Planar: cuts the rows [begin, end) of (batch, channels) into runs, and calls write(offset, rows, n, channel, valid,
-// none) for rows of n values, one after another in memory, that have a run in common. `valid` is null where all count.
+// Planar: cuts the rows [begin, end) of (batch, channels) into runs, and calls write(offset, rows, n, channel, valid)
+// for rows of n values, one after another in memory, that have a run in common. `valid` is null where all count.
 template <typename Write>
 void for_each_run(const Mask& mask, const Geometry& g, int64_t begin, int64_t end, const Write& write) {
   Made made;
@@ -131,14 +127,14 @@ void for_each_run(const Mask& mask, const Geometry& g, int64_t begin, int64_t en
     for (; begin < last; begin += at_once) {
       for (const Run& run : runs) {
         write(begin * g.inner + run.begin, at_once, run.count, begin % g.channels,
-              run.kind == Run::kAll ? nullptr : valid + run.begin, run.kind == Run::kNone);
+              run.all ? nullptr : valid + run.begin);
       }
     }
   }
 }
 
-// Shares out an element-wise pass. Planar: calls planar(offset, rows, n, channel, valid, none), as for_each_run; `none`
-// says that no value counts. Interleaved: calls interleaved(offset, rows, valid), for rows of a value for each channel.
+// Shares out an element-wise pass. Planar: calls planar(offset, rows, n, channel, valid), as for_each_run.
+// Interleaved: calls interleaved(offset, rows, valid), for rows of a value for each channel.
 template <typename Planar, typename Interleaved>
 void for_each_stretch(const Geometry& g, const std::optional<Mask>& mask, const Planar& planar,
                       const Interleaved& interleaved) {
@@ -151,7 +147,7 @@ void for_each_stretch(const Geometry& g, const std::optional<Mask>& mask, const 
   } else {
     parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
       if (mask) return for_each_run(*mask, g, begin, end, planar);
-      planar(begin * g.inner, end - begin, g.inner, begin % g.channels, nullptr, false);
+      planar(begin * g.inner, end - begin, g.inner, begin % g.channels, nullptr);
     });
   }
 }

@@ -122,13 +122,6 @@ struct EpilogueOf {
   }
 };
 
-// Calls `start(Op<Where, Epilogue>())` for the policies that `options` ask for.
-template <template <typename, template <typename> class> class Op, typename Start>
-const char* start_policies(const Options& options, bool activates, const Start& start) {
-  if (options.mask != nullptr) return activates ? start(Op<Masked, Activated>()) : start(Op<Masked, Plain>());
-  return activates ? start(Op<Everywhere, Activated>()) : start(Op<Everywhere, Plain>());
-}
-
 // Sets `z` to that of a slot, without a residual; and adds one.
 template <typename F, int kLanes, typename T, int W, typename A>
 __device__ __forceinline__ void normalize(const F (&factors)[kLanes], const Pack<T, W>& x, A (&z)[W]) {

@@ -1,6 +1,6 @@
 // batch_norm_backward_elemt: dx = ((g - mean_g) - (x - mean) * projection) * scale, the gradient of the input, where
-// g = dy * act'(z) is made once more and not stored: memory is what all of this waits for. Where a mask says that a
-// position does not count, g * scale, or 0.
+// g = dy * act'(z) is made once more and not stored: memory is what all of this waits for. Or, where a mask says
+// that a position does not count, dy * scale.
 //
 // Threads are mapped to data as in elemt.cu, with half as many slots of each of the two inputs under way. Factors come
 // from the sums and the count of all ranks, which are on the device. Blocks go over the tensors from their end, since
@@ -54,8 +54,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Where, Epilogue>)
         const Factors& own = factors[w % Slots::kLanes];
         const A dy_value = widen(dy_slot.values[w]), x_value = widen(x_slot.values[w]);
         g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
-        const A outside = arguments.zeroes ? A(0) : g[w] * own.scale;
-        g[w] = Slots::kMasked && !slot.counts(w) ? outside : own.gradient(g[w], x_value);
+        g[w] = Slots::kMasked && !slot.counts(w) ? g[w] * own.scale : own.gradient(g[w], x_value);
       }
       slot.store(dx, narrow_all<T>(g));
     }
@@ -75,11 +74,15 @@ struct BackwardElemt {
 }  // namespace
 
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const BackwardElemtArguments& arguments, const Options& options, Stream stream) {
-  return start_policies<BackwardElemt>(options, options.act.code != 0, [&](auto op) {
+                           const BackwardElemtArguments& arguments, const Mask* mask, const Options& options,
+                           Stream stream) {
+  const auto start = [&](auto op) {
     return launch_elementwise<decltype(op)::template Kernels>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx},
-                                                              arguments, WhereOf{options.mask}, EpilogueOf{options});
-  });
+                                                              arguments, WhereOf{mask}, EpilogueOf{options});
+  };
+  if (mask != nullptr) return start(BackwardElemt<Masked, Plain>());
+  return options.act.code != 0 ? start(BackwardElemt<Everywhere, Activated>())
+                               : start(BackwardElemt<Everywhere, Plain>());
 }
 
 }  // namespace bagua_syncbn::cuda

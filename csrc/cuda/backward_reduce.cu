@@ -1,9 +1,9 @@
 // batch_norm_backward_reduce: sum of g and of g * (x - mean) of each channel, and from them the gradients of weight and
-// bias of this rank; g = dy * act'(z), which it may store. Where a mask says that a position does not count, g is 0.
+// bias of this rank; g = dy * act'(z), which it may store.
 //
 // Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under
-// way. A batch is added up before it is
-// added to the sums of the thread, and all levels above it are those of reduce.cuh.
+// way. A batch is added up before it is added to the sums of the thread, and all levels above it are those of
+// reduce.cuh.
 
 #include "act.cuh"
 
@@ -12,24 +12,23 @@ namespace {
 
 // Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as
 // many as the compiler sees fit.
-template <typename T, int W, typename Plan, typename Where, typename Epilogue>
-constexpr int kResident = Epilogue::kActivates            ? (sizeof(T) == 4 ? 3 : 2)
-                          : std::is_same_v<Where, Masked> ? (W == 8 || sizeof(T) == 8 ? 2 : 3)
-                          : std::is_same_v<Plan, Planar>  ? 0
-                          : sizeof(T) == 8                ? 2
-                                                          : 3;
+template <typename T, typename Plan, typename Epilogue>
+constexpr int kResident = Epilogue::kActivates           ? (sizeof(T) == 4 ? 3 : 2)
+                          : std::is_same_v<Plan, Planar> ? 0
+                          : sizeof(T) == 8               ? 2
+                                                         : 3;
 
-template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogue>)
+template <typename T, int W, typename Plan, typename Epilogue, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, kResident<T, Plan, Epilogue>)
     backward_reduce(Plan plan, const T* dy, const T* x, T* __restrict__ grad, BackwardReduceArguments arguments,
-                    Where where, Epilogue epilogue, Scratch scratch) {
-  constexpr int kCount = Epilogue::kActivates && std::is_same_v<Where, Masked> ? kPairs<W> / 2 : kPairs<W>;
-  using Slots = Batch<Plan, W, kCount, Where>;
+                    Epilogue epilogue, Scratch scratch) {
+  using Slots = Batch<Plan, W, kPairs<W>, Everywhere>;
   using Factors = std::conditional_t<Epilogue::kActivates, NormalizeFactors<A>, Center<A>>;
   constexpr int kLanes = Slots::kLanes;
   constexpr bool kAddsUp = !Epilogue::kActivates || Slots::kPlanar;  // else there are no registers for it
-  Slots batch(plan, where, false);
-  Loaded<T, W, kCount, Read::kAgain> grads, values, residuals;
+  constexpr Everywhere everywhere;
+  Slots batch(plan, everywhere, false);
+  Loaded<T, W, kPairs<W>, Read::kAgain> grads, values, residuals;
   const auto load = [&] {
     batch.next();
     grads.load(dy, batch);
@@ -43,8 +42,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogu
   Sums<A> sums[kLanes] = {};
   while (batch.any) {
     Sums<A> added[kLanes] = {};
-#pragma unroll(Epilogue::kActivates ? 1 : kCount)  // the code of all activations is long
-    for (int u = 0; u < kCount; ++u) {
+#pragma unroll(Epilogue::kActivates ? 1 : kPairs<W>)  // the code of all activations is long
+    for (int u = 0; u < kPairs<W>; ++u) {
       const auto slot = batch.pop();
       const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
       A g[W];
@@ -57,7 +56,6 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogu
       for (int w = 0; w < W; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
-        if (Slots::kMasked && Epilogue::kActivates && !slot.counts(w)) g[w] = 0;
         if (slot.counts(w)) (kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
       }
       if (Epilogue::kActivates && grad != nullptr) slot.store(grad, narrow_all<T>(g));
@@ -73,12 +71,12 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Plan, Where, Epilogu
   write_sums<A>(arguments, plan.channels, batch.walk.first_channel() + thread_index(), total);
 }
 
-template <typename Where, template <typename> class Epilogue>
+template <template <typename> class Epilogue>
 struct BackwardReduce {
   template <typename T, int W>
   struct Kernels {
-    static constexpr auto planar = backward_reduce<T, W, Planar, Where, Epilogue<T>>;
-    static constexpr auto interleaved = backward_reduce<T, W, Interleaved, Where, Epilogue<T>>;
+    static constexpr auto planar = backward_reduce<T, W, Planar, Epilogue<T>>;
+    static constexpr auto interleaved = backward_reduce<T, W, Interleaved, Epilogue<T>>;
   };
 };
 
@@ -89,11 +87,11 @@ const char* backward_reduce(const void* dy, const void* x, void* grad, DType dty
                             Stream stream) {
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
   const std::initializer_list<const void*> tensors = {dy, x, or_x(options.residual), or_x(grad)};
-  return start_policies<BackwardReduce>(options, options.act.code != 0 || grad != nullptr, [&](auto op) {
+  const auto start = [&](auto op) {
     return launch_reduction<decltype(op)::template Kernels>(dtype, g, tensors, workspace, stream, In{dy}, In{x},
-                                                            Out{grad}, arguments, WhereOf{options.mask},
-                                                            EpilogueOf{options});
-  });
+                                                            Out{grad}, arguments, EpilogueOf{options});
+  };
+  return options.act.code != 0 || grad != nullptr ? start(BackwardReduce<Activated>()) : start(BackwardReduce<Plain>());
 }
 
 }  // namespace bagua_syncbn::cuda

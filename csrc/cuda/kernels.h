@@ -100,10 +100,8 @@ struct GatherArguments {
 };
 const char* gather_stats(const GatherArguments& arguments, Stream stream);
 
-// Options of the three ops below. `mask`: positions that count, in memory of the device; null: all. `residual`: added
-// before the activation, or null.
+// Options of the three ops below. `residual`: added before the activation, or null.
 struct Options {
-  const Mask* mask = nullptr;
   const void* residual = nullptr;
   Act<double> act{};
 };
@@ -115,7 +113,6 @@ struct ElemtArguments {
   PerChannel weight;
   PerChannel bias;
 };
-// Where a position does not count, `y` is 0.
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
                   const Options& options, Stream stream);
 
@@ -130,7 +127,7 @@ struct BackwardReduceArguments {
   PerChannel weight;  // this and `bias` are read for the activation only
   PerChannel bias;
 };
-// `grad` gets g = dy * act'(z), or 0 where a position does not count, unless it is null.
+// `grad` gets g = dy * act'(z), unless it is null.
 const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
                             const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
                             Stream stream);
@@ -147,10 +144,11 @@ struct BackwardElemtArguments {
   int64_t call;
   int64_t* fault;
   PerChannel bias;  // read for the activation only
-  bool zeroes;      // where a position does not count, `dx` is 0; else dy * act'(z) * invstd * weight
 };
-// Without a residual. `dx` may be `dy`.
+// Without a residual. `dx` may be `dy`. `mask`: positions that count, in memory of the device, or null; where a
+// position does not count, `dx` is dy * invstd * weight. There is no activation then.
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const BackwardElemtArguments& arguments, const Options& options, Stream stream);
+                           const BackwardElemtArguments& arguments, const Mask* mask, const Options& options,
+                           Stream stream);
 
 }  // namespace bagua_syncbn::cuda

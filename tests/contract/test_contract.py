@@ -103,6 +103,11 @@ def padded_cases(splits):
                     masks="random" if eps_mode == "plus" else "lengths", zero_masked=True,
                     evaluates=True, steps=3, order=order,
                 )  # fmt: skip
+    for layout, activation in (("contiguous", "gelu"), ("channels_last", "relu"), ("channels_last", None)):
+        yield Case(
+            splits, (3, 4, 5), torch.float64, layout=layout, options={"activation": activation}, residual=True,
+            masks="random", zero_masked=True, evaluates=True, steps=3,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("splits", [(4,), (2, 3)], ids=str)

@@ -22,7 +22,7 @@ class OpCase(NamedTuple):
         grad_layout: memory layout of the gradient; None for that of the input.
         offsets: values by which input, gradient and residual begin after a multiple of 64 bytes.
         parameters: dtype of weight and bias; None without them.
-        mask: a key of :func:`make_mask`, or None.
+        mask: a key of :func:`make_mask`, or None; then neither an activation nor a residual.
         activation: None for ops that are given no activation and no gradient to fill.
         residual: whether there is one.
     """
@@ -84,21 +84,16 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype, device: str = "cpu") -> No
         assert actual.stride() == torch.empty_like(input).stride()
         assert_close(actual, expected, what)
 
+    input.masked_fill_(~inside, torch.nan)
     if not case.residual:
         merged = weight, mean, invstd, sums, torch.tensor(3, device=device), 1, None, 0
-        for zeroes in (False,) if mask is None else (False, True):
-            if zeroes:  # until here, gradients pass where a position does not count
-                for tensor in (input, grad_output):
-                    tensor.masked_fill_(~inside, torch.nan)
-            arguments = grad_output, input, *merged, *(() if is_plain else (mask, zeroes, bias, *act))
-            expected = reference.batch_norm_backward_elemt(*wide(*arguments))
-            close(ops.batch_norm_backward_elemt(*arguments), expected, f"grad_input, {zeroes=}")
+        arguments = grad_output, input, *merged, *(() if is_plain else (mask, bias, *act))
+        expected = reference.batch_norm_backward_elemt(*wide(*arguments))
+        close(ops.batch_norm_backward_elemt(*arguments), expected, "grad_input")
         if mask is None and case.activation is None:
             grad = place(grad_output.clone(), layouts[1], case.offsets[1])
             ops.batch_norm_backward_elemt_(grad, input, *merged)
             assert_close(grad, expected, "grad_input in place")
-    for tensor in (input, grad_output, residual):
-        tensor.masked_fill_(~inside, torch.nan)
     residual = residual if case.residual else None
 
     packed = ops.batch_norm_stats(input, SPEAKER, CALL, mask)
@@ -110,15 +105,17 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype, device: str = "cpu") -> No
     error = (packed[: 2 * channels] - expected[: 2 * channels]).abs() / (TOLERANCES[accumulate][0] * near)
     assert (error <= 1).all(), f"statistics are off by {error.max():.2g} of what is allowed"
 
-    arguments = input, weight, bias, mean, invstd, *(() if is_plain else (mask, residual, *act))
+    if mask is not None:  # which the other ops do not take
+        return
+    arguments = input, weight, bias, mean, invstd, *(() if is_plain else (residual, *act))
     close(ops.batch_norm_elemt(*arguments), reference.batch_norm_elemt(*wide(*arguments)), "output")
 
     # Sums relative to what is added up, which may cancel.
-    size = grad_output.double().where(inside, 0).abs()
-    terms = torch.stack([size, size * (input.double() - per_channel(mean, input)).where(inside, 0).abs()])
+    size = grad_output.double().abs()
+    terms = torch.stack([size, size * (input.double() - per_channel(mean, input)).abs()])
     first, second = (term.sum(reduced_dims(input)) for term in terms)
     scales = torch.cat([first, second]), second * invstd, first
-    through = () if is_plain else (mask, bias, residual, *act)
+    through = () if is_plain else (bias, residual, *act)
     wide_grad = torch.empty_like(input, dtype=torch.float64)
     arguments = grad_output, input, mean, invstd, weight, FINGERPRINT, *through
     expected_sums = reference.batch_norm_backward_reduce(*wide(*arguments), grad=wide_grad)
@@ -171,10 +168,10 @@ def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> No
         (slope,) = torch.autograd.grad(activation.of(given).sum(), given)
         input = given.detach().to(dtype)
         zeros, ones = torch.zeros(input.size(1), dtype=dtype), torch.ones(input.size(1), dtype=dtype)
-        output = ops.batch_norm_elemt(input, None, None, zeros, ones, None, None, *act)
+        output = ops.batch_norm_elemt(input, None, None, zeros, ones, None, *act)
         dy, grad, count = torch.ones_like(input), torch.empty_like(input), torch.tensor(1)
-        ops.batch_norm_backward_reduce(dy, input, zeros, ones, None, None, None, None, None, *act, grad)
-        rest = count, 1, None, 0, None, False, None
+        ops.batch_norm_backward_reduce(dy, input, zeros, ones, None, None, None, None, *act, grad)
+        rest = count, 1, None, 0, None, None
         unreduced = ops.batch_norm_backward_elemt(dy, input, None, zeros, ones, zeros.repeat(2), *rest, *act)
         for actual, expected in ((output, activation.of(given).detach()), (grad, slope), (unreduced, slope)):
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)

@@ -33,7 +33,7 @@ def test_the_gradient_is_written_where_it_is_asked_for(emulated, layout):
         expected = emulated.batch_norm_backward_elemt(grad_output, input, None, ones, ones, sums, count)
         emulated.batch_norm_backward_elemt_(grad, x, None, ones, ones, sums, count)
         assert torch.equal(grad, expected)
-        emulated.batch_norm_backward_reduce(grad_output, x, ones, ones, None, None, None, None, None, 1, 0.0, grad)
+        emulated.batch_norm_backward_reduce(grad_output, x, ones, ones, None, None, None, None, 1, 0.0, grad)
         assert torch.equal(grad, grad_output.where(input > 1, 0))
 
 
@@ -106,11 +106,11 @@ def test_all_must_be_on_one_device(emulated):
     x, c, count, mask = torch.ones(2, 3, 4), torch.ones(3), torch.tensor(8), torch.ones(2, 4, dtype=torch.bool)
     calls = {
         emulated.batch_norm_gather_stats: ([torch.ones(2, 8), c, c, count, 0.1, 1e-5], range(1, 4)),
-        emulated.batch_norm_elemt: ([x, c, c, c, c, mask, x, 1], range(1, 7)),
-        emulated.batch_norm_backward_reduce: ([x, x, c, c, c, None, mask, c, x, 1, 0.0, x], (0, 2, 3, 6, 7, 8, 11)),
+        emulated.batch_norm_elemt: ([x, c, c, c, c, x, 1], range(1, 6)),
+        emulated.batch_norm_backward_reduce: ([x, x, c, c, c, None, c, x, 1, 0.0, x], (0, 2, 3, 6, 7, 10)),
         emulated.batch_norm_backward_elemt: (
-            [x, x, c, c, c, torch.ones(6), count, 1, None, 0, mask, False, c, 1],
-            (0, *range(2, 7), 10, 12),
+            [x, x, c, c, c, torch.ones(6), count, 1, None, 0, mask, c],
+            (0, *range(2, 7), 10, 11),
         ),
         emulated.batch_norm_backward_elemt_: ([x, x, c, c, c, torch.ones(6), count], range(2, 7)),
     }
@@ -143,11 +143,12 @@ def test_each_op_is_one_kernel_and_nothing_is_copied_filled_or_read_in_between(e
             (emulated.batch_norm_stats, (x, None, 0, mask)),
             (emulated.batch_norm_gather_stats, (rows, c.clone(), c.clone(), counter, None, 1e-5)),
             (emulated.batch_norm_elemt, (x, c, c, c, c)),
-            (emulated.batch_norm_elemt, (x, c, c, c, c, mask, g, 1, 0.0)),
+            (emulated.batch_norm_elemt, (x, c, c, c, c, g, 1, 0.0)),
             (emulated.batch_norm_backward_reduce, (g, x, c, c, c)),
-            (emulated.batch_norm_backward_reduce, (g, x, c, c, c, None, mask, c, g, 1, 0.0, x + 0)),
+            (emulated.batch_norm_backward_reduce, (g, x, c, c, c, None, c, g, 1, 0.0, x + 0)),
             (emulated.batch_norm_backward_elemt, gradient),
-            (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, mask, True, c, 1, 0.0)),
+            (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, mask)),
+            (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, None, c, 1, 0.0)),
             (emulated.batch_norm_backward_elemt_, gradient),
         ]
         for op, arguments in calls:

@@ -33,7 +33,7 @@ def test_the_native_kernels_are_loaded():
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "elu"])
 def test_activations_are_within_two_units_in_the_last_place(name):
     z, zeros, ones, act = torch.linspace(-9, 9, 4000), torch.zeros(1), torch.ones(1), activation_of(name)
-    actual = ops.batch_norm_elemt(z.view(1, 1, -1), None, None, zeros, ones, None, None, act.code, act.parameter)
+    actual = ops.batch_norm_elemt(z.view(1, 1, -1), None, None, zeros, ones, None, act.code, act.parameter)
     torch.testing.assert_close(actual.double().flatten(), act.of(z.double()), rtol=2**-22, atol=2**-32)
 
 
@@ -52,7 +52,7 @@ def test_large_outputs_are_those_of_their_halves(shape, dtype, layout, name):
     factors, sums, act = torch.rand(shape[1]) + 0.5, torch.randn(2 * shape[1]), activation_of(name) or IDENTITY
 
     def results(dy, x, residual):
-        yield ops.batch_norm_elemt(x, factors, factors, factors, factors, None, residual if name else None, act.code)
+        yield ops.batch_norm_elemt(x, factors, factors, factors, factors, residual if name else None, act.code)
         given = factors, factors, factors, sums, torch.tensor(9)
         yield ops.batch_norm_backward_elemt(dy, x, *given, bias=factors if name else None, activation=act.code)
 
@@ -109,16 +109,14 @@ def bits(ops, threads):
         results = [stats, y, sums, *grads, dx]
         for mask in (torch.rand(x.select(1, 0).shape) < 0.5, torch.arange(len(x))):
             if x.dim() > 2 or mask.dtype == torch.bool:
-                results += [ops.batch_norm_stats(x, mask=mask), *ops.batch_norm_backward_reduce(
-                    dy, x, mean, invstd, mean, mask=mask), ops.batch_norm_elemt(x, mean, mean, mean, invstd, mask)]
-                results += [ops.batch_norm_backward_elemt(
-                    dy, x, mean, mean, invstd, sums, count, mask=mask, zeroes=zeroes) for zeroes in (False, True)]
+                gradient = ops.batch_norm_backward_elemt(dy, x, mean, mean, invstd, sums, count, mask=mask)
+                results += [ops.batch_norm_stats(x, mask=mask), gradient]
         codes = range(len(ops.activations.ACTIVATIONS) + 1)
         codes = codes if x.numel() < 10000 else codes[ops.DTYPES.index(dtype) :: 4]
         for code in codes if len(shape) == 3 else ():
             residual, grad = 50 * dy, torch.empty_like(x)  # to where exponentials overflow
-            results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, None, residual, code, 0.3))
-            reduced = (dy, x, mean, invstd, mean, None, None, mean)
+            results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, residual, code, 0.3))
+            reduced = (dy, x, mean, invstd, mean, None, mean)
             results += [*ops.batch_norm_backward_reduce(*reduced, residual, code, 0.3, grad), grad]
             ops.batch_norm_backward_elemt_(grad, x, mean, mean, invstd, sums, count)
             results += ops.batch_norm_backward_reduce(*reduced, None, code, 0.3)

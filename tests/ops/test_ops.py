@@ -13,7 +13,6 @@ pytestmark = pytest.mark.reference_too
 
 def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):
     """Sample arguments of the op that ``name`` begins with, in the order of its schema, with what else it says."""
-    op, *what = name.split()
     channels = shape[1]
     accumulate = ops.accumulate_dtype(dtype)
     input, grad_output = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
@@ -29,32 +28,21 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
         "batch_norm_backward_reduce": (grad_output, input, mean, invstd, scale),
         "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
         "batch_norm_backward_elemt_": (grad_output, input, scale, mean, invstd, sums, count),
-    }[op]
-    if "mask" not in what and "act" not in what:
-        return given
-    mask = torch.rand(input.select(1, 0).shape) < 0.5 if "mask" in what else None
-    act, residual = ((4, 0.5), torch.randn(shape).to(dtype)) if "act" in what else ((0, 0.0), None)
-    return (
-        given
-        + {
-            "batch_norm_stats": (None, 0, mask),
-            "batch_norm_elemt": (mask, residual, *act),
-            "batch_norm_backward_reduce": (
-                None,
-                mask,
-                bias,
-                residual,
-                *act,
-                None if residual is None else torch.empty_like(input),
-            ),
-            "batch_norm_backward_elemt": (1, None, 0, mask, False, bias, *act),
-        }[op]
-    )
+    }[name.split()[0]]
+    mask, residual = torch.rand(input.select(1, 0).shape) < 0.5, torch.randn(shape).to(dtype)
+    more = {
+        "batch_norm_stats mask": (None, 0, mask),
+        "batch_norm_elemt act": (residual, 4, 0.5),
+        "batch_norm_backward_reduce act": (None, bias, residual, 4, 0.5, torch.empty_like(input)),
+        "batch_norm_backward_elemt mask": (1, None, 0, mask),
+        "batch_norm_backward_elemt act": (1, None, 0, None, bias, 4, 0.5),
+    }
+    return given + more.get(name, ())
 
 
 OPS = [name for name in dir(ops) if name.startswith("batch_norm_")]
-BOTH = "batch_norm_elemt", "batch_norm_backward_reduce", "batch_norm_backward_elemt"
-NAMES = [*OPS, "batch_norm_stats mask", *(f"{name} {what}" for name in BOTH for what in ("mask", "act", "mask act"))]
+ACTIVATED = [f"batch_norm_{name} act" for name in ("elemt", "backward_reduce", "backward_elemt")]
+NAMES = [*OPS, "batch_norm_stats mask", "batch_norm_backward_elemt mask", *ACTIVATED]
 
 
 def op_of(name):

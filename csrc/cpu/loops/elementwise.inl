@@ -52,31 +52,27 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_normalized(const T* x, const T* residual, in
   });
 }
 
-// y = act(z), or 0 where a value does not count.
-template <typename Activation, bool kStream, bool kColumns, typename T, typename Where, typename A>
-BAGUA_SYNCBN_IN_LOOPS void normalize_lines(const T* x, const T* residual, T* y, const Where& where, int64_t rows,
-                                           int64_t n, int64_t channel, int64_t channels,
-                                           const NormalizeFactors<A>& factors, A parameter) {
+// y = act(z).
+template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
+BAGUA_SYNCBN_IN_LOOPS void normalize_lines(const T* x, const T* residual, T* y, int64_t rows, int64_t n,
+                                           int64_t channel, int64_t channels, const NormalizeFactors<A>& factors,
+                                           A parameter) {
   const Vec<A> p = broadcast(parameter);
   for (int64_t row = 0; row < rows; ++row, x += n, y += n) {
-    if (where.skips(row)) {
-      for_each_column<A>(n, [&](int64_t j, const auto& access) { access.template store<kStream>(y + j, Vec<A>{}); });
-    } else {
-      const T* added = residual == nullptr ? nullptr : residual + row * n;
-      for_each_normalized<kColumns>(
-          x, added, n, factors, kColumns ? 0 : channel, [&](int64_t j, Vec<A> z, const auto& access) {
-            access.template store<kStream>(y + j, where.counted(access, Activation::value(z, p), j));
-          });
-    }
+    const T* added = residual == nullptr ? nullptr : residual + row * n;
+    for_each_normalized<kColumns>(x, added, n, factors, kColumns ? 0 : channel,
+                                  [&](int64_t j, Vec<A> z, const auto& access) {
+                                    access.template store<kStream>(y + j, Activation::value(z, p));
+                                  });
     if (++channel == channels) channel = 0;
   }
 }
 
-// dx of g = dy * act'(z). Where a value does not count, g * scale, or 0 if `zeroes`.
+// dx of g = dy * act'(z). Where a value does not count, g * scale.
 template <typename Activation, bool kStream, bool kColumns, typename Where, typename T, typename A>
-BAGUA_SYNCBN_IN_LOOPS void gradient_lines(const T* dy, const T* x, T* dx, const Where& where, bool zeroes, int64_t rows,
-                                          int64_t n, int64_t channel, int64_t channels,
-                                          const GradientFactors<A>& factors, A parameter) {
+BAGUA_SYNCBN_IN_LOOPS void gradient_lines(const T* dy, const T* x, T* dx, const Where& where, int64_t rows, int64_t n,
+                                          int64_t channel, int64_t channels, const GradientFactors<A>& factors,
+                                          A parameter) {
   constexpr bool kActivated = !std::is_same_v<Activation, Identity>;
   const Vec<A> p = broadcast(parameter);
   for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
@@ -85,7 +81,7 @@ BAGUA_SYNCBN_IN_LOOPS void gradient_lines(const T* dy, const T* x, T* dx, const 
         projection(factors.projection, first), scale(factors.scale, first), shift(factors.shift, first);
     if (where.skips(row)) {
       for_each_column<A>(n, [&](int64_t j, const auto& access) {
-        access.template store<kStream>(dx + j, zeroes ? Vec<A>{} : access.load(dy + j) * scale.at(j, access));
+        access.template store<kStream>(dx + j, access.load(dy + j) * scale.at(j, access));
       });
     } else {
       for_each_column<A>(n, [&](int64_t j, const auto& access) {
@@ -95,7 +91,7 @@ BAGUA_SYNCBN_IN_LOOPS void gradient_lines(const T* dy, const T* x, T* dx, const 
         Vec<A> g = access.load(dy + j);
         if constexpr (kActivated) g = g * Activation::derivative(deviation * scaled + shift.at(j, access), p);
         const Vec<A> projected = where.counted(access, deviation * projection.at(j, access), j);
-        const Vec<A> centered = where.passed(access, g, j) - where.counted(access, mean_dy.at(j, access), j);
+        const Vec<A> centered = g - where.counted(access, mean_dy.at(j, access), j);
         access.template store<kStream>(dx + j, (centered - projected) * scaled);
       });
     }

@@ -1,28 +1,18 @@
 // The loops of ../loops.h.
 
 template <typename T, typename A = Accumulate<T>>
-GradSums grad_sums(const Gradients<T>& of, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
-                   int64_t channel) {
-  const A mean = of.factors.mean[channel];
-  if (valid != nullptr) return grad_sums_of<A>(of.dy, of.x, mean, AtPositions<A>(valid), rows, n, stride, AsGiven());
+GradSums grad_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
   const T* added = of.dy;
   if (!of.is_given()) {
     if (const auto sums = kFunctions<false, T, A>[of.epilogue.act.code].sums) return sums(of, rows, n, stride, channel);
     act_grad_lines<false>(of, rows, n, stride, channel);
     added = of.g;
   }
-  return grad_sums_of<A>(added, of.x, mean, Everywhere<A>(), rows, n, stride, AsGiven());
+  return grad_sums_of<A>(added, of.x, of.factors.mean[channel], rows, n, stride, AsGiven());
 }
 
 template <typename T, typename A = Accumulate<T>>
-void grad_sums_columns(const Gradients<T>& of, const int64_t* list, int64_t rows, int64_t channels, A* columns,
-                       double* out) {
-  const auto every = [](int64_t row) { return row; };
-  const auto listed = [=](int64_t row) { return list[row]; };
-  const A* const mean = of.factors.mean;
-  if (list != nullptr) {
-    return grad_sums_columns_of(of.dy, of.x, mean, listed, rows, channels, columns, out, AsGiven());
-  }
+void grad_sums_columns(const Gradients<T>& of, int64_t rows, int64_t channels, A* columns, double* out) {
   const T* added = of.dy;
   if (!of.is_given()) {
     if (const auto sums = kFunctions<true, T, A>[of.epilogue.act.code].sums) {
@@ -31,7 +21,7 @@ void grad_sums_columns(const Gradients<T>& of, const int64_t* list, int64_t rows
     act_grad_lines<true>(of, rows, channels, channels, 0);
     added = of.g;
   }
-  grad_sums_columns_of(added, of.x, mean, every, rows, channels, columns, out, AsGiven());
+  grad_sums_columns_of(added, of.x, of.factors.mean, rows, channels, columns, out, AsGiven());
 }
 
 // Calls body(stream), with whether to write with streaming stores as a type.
@@ -43,35 +33,29 @@ BAGUA_SYNCBN_IN_LOOPS void streaming(bool stream, const Body& body) {
 }
 
 template <typename T, typename A = Accumulate<T>>
-void normalize_rows(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel, int64_t channels,
+void normalize_rows(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
                     const NormalizeFactors<A>& factors, const Epilogue<T>& epilogue) {
-  if (valid != nullptr) {
-    return normalize_lines<Identity, false, false, T>(x, nullptr, y, AtPositions<A>(valid), rows, n, channel, channels,
-                                                      factors, A(0));
-  }
   if (!epilogue.is_none()) return act_lines<false>(x, y, rows, n, channel, channels, factors, epilogue);
   streaming(factors.stream, [&](auto stream) {
-    normalize_lines<Identity, stream, false, T>(x, nullptr, y, Everywhere<A>(), rows, n, channel, channels, factors,
-                                                A(0));
+    normalize_lines<Identity, stream, false, T>(x, nullptr, y, rows, n, channel, channels, factors, A(0));
   });
 }
 
 template <typename T, typename A = Accumulate<T>>
-void normalize_columns(const T* x, T* y, const uint8_t* valid, int64_t rows, int64_t channels,
-                       const NormalizeFactors<A>& factors, const Epilogue<T>& epilogue) {
+void normalize_columns(const T* x, T* y, int64_t rows, int64_t channels, const NormalizeFactors<A>& factors,
+                       const Epilogue<T>& epilogue) {
   if (!epilogue.is_none()) return act_lines<true>(x, y, rows, channels, 0, channels, factors, epilogue);
   streaming(factors.stream, [&](auto stream) {
-    normalize_lines<Identity, stream, true, T>(x, nullptr, y, AtRows<A>(valid), rows, channels, 0, channels, factors,
-                                               A(0));
+    normalize_lines<Identity, stream, true, T>(x, nullptr, y, rows, channels, 0, channels, factors, A(0));
   });
 }
 
 template <typename T, typename A = Accumulate<T>>
-void grad_rows(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes, int64_t rows, int64_t n,
-               int64_t channel, int64_t channels, const GradientFactors<A>& factors, const Act<A>& act) {
+void grad_rows(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
+               int64_t channels, const GradientFactors<A>& factors, const Act<A>& act) {
   if (valid != nullptr) {
-    return gradient_lines<Identity, false, false>(dy, x, dx, AtPositions<A>(valid, zeroes), zeroes, rows, n, channel,
-                                                  channels, factors, A(0));
+    return gradient_lines<Identity, false, false>(dy, x, dx, AtPositions<A>(valid), rows, n, channel, channels, factors,
+                                                  A(0));
   }
   const auto gradient = kFunctions<false, T, A>[act.code].gradients[factors.stream];
   gradient(dy, x, dx, rows, n, channel, channels, factors, act.parameter);
@@ -79,12 +63,11 @@ void grad_rows(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes
 }
 
 template <typename T, typename A = Accumulate<T>>
-void grad_columns(const T* dy, const T* x, T* dx, const uint8_t* valid, bool zeroes, int64_t rows, int64_t channels,
+void grad_columns(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
                   const GradientFactors<A>& factors, const Act<A>& act) {
   if (act.code == 0) {
     return streaming(factors.stream, [&](auto stream) {
-      gradient_lines<Identity, stream, true>(dy, x, dx, AtRows<A>(valid), zeroes, rows, channels, 0, channels, factors,
-                                             A(0));
+      gradient_lines<Identity, stream, true>(dy, x, dx, AtRows<A>(valid), rows, channels, 0, channels, factors, A(0));
     });
   }
   const auto gradient = kFunctions<true, T, A>[act.code].gradients[factors.stream];

@@ -32,8 +32,7 @@ constexpr bool kDirect = kCheap<Activation> || std::is_same_v<Activation, Identi
 template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
 void values_of_rows(const T* x, const T* residual, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
                     const NormalizeFactors<A>& factors, A parameter) {
-  normalize_lines<Activation, kStream, kColumns>(x, residual, y, Everywhere<A>(), rows, n, channel, channels, factors,
-                                                 parameter);
+  normalize_lines<Activation, kStream, kColumns>(x, residual, y, rows, n, channel, channels, factors, parameter);
 }
 
 // dy * act'(z), for grad_sums_of; also written to `g` unless that is null.
@@ -63,20 +62,19 @@ struct GradientOf {
 template <typename Activation, typename T, typename A>
 GradSums gradient_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
   const GradientOf<Activation, false, T, A> gradient(of, channel);
-  return grad_sums_of<A>(of.dy, of.x, of.factors.mean[channel], Everywhere<A>(), rows, n, stride, gradient);
+  return grad_sums_of<A>(of.dy, of.x, of.factors.mean[channel], rows, n, stride, gradient);
 }
 
 template <typename Activation, typename T, typename A>
 void gradient_sums_columns(const Gradients<T>& of, int64_t rows, int64_t channels, A* columns, double* out) {
-  const auto every = [](int64_t row) { return row; };
   const GradientOf<Activation, true, T, A> gradient(of, 0);
-  grad_sums_columns_of(of.dy, of.x, of.factors.mean, every, rows, channels, columns, out, gradient);
+  grad_sums_columns_of(of.dy, of.x, of.factors.mean, rows, channels, columns, out, gradient);
 }
 
 template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
 void input_gradient(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, int64_t channel, int64_t channels,
                     const GradientFactors<A>& factors, A parameter) {
-  gradient_lines<Activation, kStream, kColumns>(dy, x, dx, Everywhere<A>(), true, rows, n, channel, channels, factors,
+  gradient_lines<Activation, kStream, kColumns>(dy, x, dx, Everywhere<A>(), rows, n, channel, channels, factors,
                                                 parameter);
 }
 

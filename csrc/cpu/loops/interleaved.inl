@@ -102,10 +102,9 @@ void moments_columns(const T* x, const int64_t* list, int64_t rows, int64_t chan
 }
 
 // `gradient` as in grad_sums_of.
-template <typename T, typename A, typename RowAt, typename Gradient>
-BAGUA_SYNCBN_IN_LOOPS void grad_sums_columns_of(const T* dy, const T* x, const A* mean, const RowAt& row_at,
-                                                int64_t rows, int64_t channels, A* columns, double* out,
-                                                const Gradient& gradient) {
+template <typename T, typename A, typename Gradient>
+BAGUA_SYNCBN_IN_LOOPS void grad_sums_columns_of(const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels,
+                                                A* columns, double* out, const Gradient& gradient) {
   A* const dy_sums = columns;
   A* const dy_xmu_sums = columns + channels;
   const int64_t ahead = group_ahead(channels);
@@ -122,7 +121,7 @@ BAGUA_SYNCBN_IN_LOOPS void grad_sums_columns_of(const T* dy, const T* x, const A
         sum_dy_xmu[v] = access.load(dy_xmu_sums + j + v * kWidth<A>);
       }
       for (int64_t row = begin; row < end; ++row) {
-        const int64_t start = row_at(row) * channels;
+        const int64_t start = row * channels;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           const int64_t offset = start + j + v * kWidth<A>;

@@ -108,9 +108,9 @@ struct AsGiven {
 };
 
 // `gradient(dy, x, offset, column, access)` makes what is added up, of values at `offset` from the first.
-template <typename A, typename Where, typename T, typename Gradient>
-BAGUA_SYNCBN_IN_LOOPS GradSums grad_sums_of(const T* dy, const T* x, A mean, const Where& where, int64_t rows,
-                                            int64_t n, int64_t stride, const Gradient& gradient) {
+template <typename A, typename T, typename Gradient>
+BAGUA_SYNCBN_IN_LOOPS GradSums grad_sums_of(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride,
+                                            const Gradient& gradient) {
   const Vec<A> means = broadcast<A>(mean);
   const Ahead next(n, stride);
   Lanes<A> sum_dy, sum_dy_xmu;
@@ -118,10 +118,9 @@ BAGUA_SYNCBN_IN_LOOPS GradSums grad_sums_of(const T* dy, const T* x, A mean, con
     for_each_vector<A>(n, [&](int v, int64_t j, const auto& access) {
       access.fetch(dy + next(j));
       access.fetch(x + next(j));
-      const Vec<A> value = access.load(x + j), made = gradient(access.load(dy + j), value, row * stride + j, 0, access);
-      const Vec<A> grad = where.counted(access, made, row * n + j);
+      const Vec<A> value = access.load(x + j), grad = gradient(access.load(dy + j), value, row * stride + j, 0, access);
       // dy is 0 beyond the row, but an infinite mean would make that a NaN.
-      const Vec<A> deviation = where.counted(access, access.template only<A>(value - means), row * n + j);
+      const Vec<A> deviation = access.template only<A>(value - means);
       sum_dy.part[v] += grad;
       sum_dy_xmu.part[v] += grad * deviation;
     });

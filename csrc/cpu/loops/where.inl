@@ -112,29 +112,18 @@ struct Everywhere {
   static inline Vec<A> counted(const Access&, Vec<A> v, int64_t) {
     return v;
   }
-  template <typename Access>
-  static inline Vec<A> passed(const Access&, Vec<A> v, int64_t) {
-    return v;
-  }
 };
 
 // Rows of positions of which some count: `valid` has a byte for each, 1 or 0.
 template <typename A>
 struct AtPositions {
   const uint8_t* valid;
-  Mask<A> outside = {};  // all bits set if gradients pass where a position does not count
-
-  explicit AtPositions(const uint8_t* valid, bool zeroes = true)
-      : valid(valid), outside(Mask<A>{} - static_cast<LaneBits<A>>(!zeroes)) {}
+  explicit AtPositions(const uint8_t* valid) : valid(valid) {}
   static constexpr bool skips(int64_t) { return false; }
   // Zeros where the position does not count.
   template <typename Access>
   inline Vec<A> counted(const Access& access, Vec<A> v, int64_t position) const {
     return keep<A>(access.template lanes<A>(valid + position), v);
-  }
-  template <typename Access>
-  inline Vec<A> passed(const Access& access, Vec<A> v, int64_t position) const {
-    return keep<A>(access.template lanes<A>(valid + position) | outside, v);
   }
 };
 

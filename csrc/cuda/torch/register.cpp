@@ -115,19 +115,17 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
 namespace {
 
 // The epilogue, whose tensors outlive this.
-Options options_of(const std::optional<Mask>& mask, const std::optional<Tensor>& residual, int64_t activation,
-                   double parameter) {
-  return {mask ? &*mask : nullptr, data_of(residual), {activation, parameter}};
+Options options_of(const std::optional<Tensor>& residual, int64_t activation, double parameter) {
+  return {data_of(residual), {activation, parameter}};
 }
 
 }  // namespace
 
 Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& mask,
-                        const std::optional<Tensor>& residual, int64_t activation, double parameter) {
+                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
+                        int64_t activation, double parameter) {
   check_elemt(input, weight, bias, mean, invstd);
   check_act(input, weight, bias, residual, activation);
-  const std::optional<Mask> where = mask_of(mask, input);
   const Laid laid = lay_out(input);
   const Context context(input);
   const std::optional<Tensor> added = laid_out_like(residual, laid);
@@ -135,20 +133,17 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
   if (input.numel() == 0) return with_strides_of(output, laid, input);
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
   check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry,
-                   {means, invstds, weights, biases}, options_of(where, added, activation, parameter),
-                   context.stream()));
+                   {means, invstds, weights, biases}, options_of(added, activation, parameter), context.stream()));
   return with_strides_of(output, laid, input);
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const std::optional<Tensor>& weight, std::optional<int64_t> fingerprint, const std::optional<Tensor>& mask,
-    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t activation, double parameter,
-    std::optional<Tensor> grad) {
+    const std::optional<Tensor>& weight, std::optional<int64_t> fingerprint, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, int64_t activation, double parameter, std::optional<Tensor> grad) {
   check_backward_reduce(grad_output, input, mean, invstd, weight);
   check_act(input, weight, bias, residual, activation);
   if (grad) check_like_input(*grad, "grad", input);
-  const std::optional<Mask> where = mask_of(mask, input);
   const Words words = words_of_sums(fingerprint);
   const Laid laid = lay_out(input);
   const Context context(input);
@@ -177,7 +172,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
                                           weights,
                                           biases};
   check_cuda(backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), g ? g->mutable_data_ptr() : nullptr,
-                             dtype_of(input), laid.geometry, arguments, options_of(where, added, activation, parameter),
+                             dtype_of(input), laid.geometry, arguments, options_of(added, activation, parameter),
                              workspace, context.stream()));
   if (g && g->get() != grad->get()) torch::stable::copy_(*grad, *g);
   return {sums, grad_weight, grad_bias};
@@ -189,7 +184,7 @@ namespace {
 void make_input_gradient(const Tensor& dy, Tensor dx, const Laid& laid, const std::optional<Tensor>& weight,
                          const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                          int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
-                         const std::optional<Tensor>& bias, bool zeroes, const Options& options,
+                         const std::optional<Tensor>& bias, const Mask* mask, const Options& options,
                          const Context& context) {
   if (laid.tensor.numel() == 0) return;
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums), biases(bias);
@@ -202,10 +197,9 @@ void make_input_gradient(const Tensor& dy, Tensor dx, const Laid& laid, const st
                                          ranks,
                                          call,
                                          record_of(fault),
-                                         biases,
-                                         zeroes};
+                                         biases};
   check_cuda(backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(),
-                            dtype_of(laid.tensor), laid.geometry, arguments, options, context.stream()));
+                            dtype_of(laid.tensor), laid.geometry, arguments, mask, options, context.stream()));
 }
 
 }  // namespace
@@ -213,17 +207,17 @@ void make_input_gradient(const Tensor& dy, Tensor dx, const Laid& laid, const st
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                  int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
-                                 const std::optional<Tensor>& mask, bool zeroes, const std::optional<Tensor>& bias,
+                                 const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
                                  int64_t activation, double parameter) {
   check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
   check_act(input, weight, bias, std::nullopt, activation);
-  const std::optional<Mask> where = mask_of(mask, input);
+  const std::optional<Mask> where = mask_without_act(mask, input, activation);
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor dy = laid_out_like(grad_output, laid);
   const Tensor grad_input = allocate_like(laid.tensor);
-  make_input_gradient(dy, grad_input, laid, weight, mean, invstd, sums, count, ranks, fault, call, bias, zeroes,
-                      options_of(where, std::nullopt, activation, parameter), context);
+  make_input_gradient(dy, grad_input, laid, weight, mean, invstd, sums, count, ranks, fault, call, bias,
+                      where ? &*where : nullptr, options_of(std::nullopt, activation, parameter), context);
   return with_strides_of(grad_input, laid, input);
 }
 
@@ -234,7 +228,7 @@ void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::opt
   const Laid laid = lay_out(input);
   const Context context(input);
   const Tensor dx = laid_out_like(grad, laid);
-  make_input_gradient(dx, dx, laid, weight, mean, invstd, sums, count, ranks, fault, call, std::nullopt, false, {},
+  make_input_gradient(dx, dx, laid, weight, mean, invstd, sums, count, ranks, fault, call, std::nullopt, nullptr, {},
                       context);
   if (dx.get() != grad.get()) torch::stable::copy_(grad, dx);
 }
