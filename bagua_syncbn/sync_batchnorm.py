@@ -13,7 +13,7 @@ from .checks import check_dimensions, check_eps_mode
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
-from .options import NO_MASKS, Masks, Options, options_of
+from .options import Masks, options_of
 from .sync import tell_peers
 from .tracing import Proxy, as_one_node
 
@@ -226,7 +226,7 @@ class SyncBatchNorm(_BatchNorm):
         cached = self._cached_call if is_plain else None
         if cached is not None and (output := cached.run(self, input)) is not None:
             return output
-        output = _normalize(self, input, residual, options_of(self), (mask, lengths, zero_masked))
+        output = _normalize(self, input, residual, (mask, lengths, zero_masked))
         if is_plain:
             remember_call(self, input)
         return output
@@ -299,12 +299,6 @@ class SyncBatchNorm(_BatchNorm):
 # Functions and not methods, because classes that get converted may have methods of any name.
 
 
-def forward_with(layer: SyncBatchNorm, input: Tensor, activation: str | tuple[str, float] | nn.Module) -> Tensor:
-    """Returns ``activation`` of the output of ``layer``, computed together, for containers that fuse the two."""
-    _check_dimensions(layer, input)
-    return _normalize(layer, input, None, options_of(layer)._replace(activation=activation))
-
-
 def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
     try:
         layer._check_input_dim(input)
@@ -314,9 +308,7 @@ def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
         raise
 
 
-def _normalize(
-    layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, options: Options, masks: Masks = NO_MASKS
-) -> Tensor:
+def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Tensor:
     tracks = layer.training and layer.track_running_stats
     running_mean, running_var = layer._tensor("running_mean"), layer._tensor("running_var")
     uses_batch = layer.training or (running_mean is None and running_var is None)
@@ -325,7 +317,7 @@ def _normalize(
         buffers = ops.Buffers(running_mean, running_var, layer._tensor("num_batches_tracked") if tracks else None)
     tensors = input, layer._tensor("weight"), layer._tensor("bias"), residual
     ranks = layer._ranks() if layer.training else LOCAL
-    return batch_norm(tensors, buffers, options, uses_batch, ranks, layer, masks)
+    return batch_norm(tensors, buffers, options_of(layer), uses_batch, ranks, layer, masks)
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..communicators import EVERYONE, GroupSpec, spec_of
+from ..ops.activations import Activation
 from ..sync_batchnorm import SyncBatchNorm
 from . import changes
 from .classes import class_before_conversion, full_name
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
 from .freezing import is_frozen
-from .fusing import fusing
+from .fusing import FusedActivation, unfuse
 from .recomputing import recomputing
 from .registry import groups_of
 from .report import summary
@@ -127,8 +128,9 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     check_module(module)
     changed = {part: cls for part in module.modules() if (cls := _class_to_go_back_to(part)) is not type(part)}
     layers = [layer for layer in changed if isinstance(layer, SyncBatchNorm)]
+    fused = {part.layer: part.given for part in module.modules() if isinstance(part, FusedActivation)}
     for layer in layers:
-        _check_that_it_can_be_local(layer, changed[layer])
+        _check_that_it_can_be_local(layer, changed[layer], fused.get(layer))
     groups = [_groups_before_conversion(layer) for layer in layers]
     with _restored_on_error(changed):
         for layer, attributes in zip(layers, groups, strict=True):
@@ -137,21 +139,23 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             vars(layer).update(attributes)
         for part, cls in changed.items():
             object.__setattr__(part, "__class__", cls)
+    unfuse(module)
     changes.forget_compiled_code(module)
     return module
 
 
-def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
+def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fused: Activation | None) -> None:
     """Raises ValueError if ``layer`` is frozen or has an option that ``cls``, which it is to get, would ignore.
 
-    Options that the layer's class sets are not checked, because the same class names ``cls`` as its ``local_class``.
+    The activation ``fused`` goes back to its place. Options that the layer's class sets are not checked, because the
+    same class names ``cls`` as its ``local_class``.
     """
     if is_frozen(layer):
         where = where_is(layer, layer.name_in_model or "")
         raise ValueError(f"module: expected layers that are not frozen, got {where}; call unfreeze_statistics first")
-    for name, default in (("fused_activation", None), ("eps_mode", "plus")):
+    for name, default, undone in (("fused_activation", None, fused), ("eps_mode", "plus", None)):
         value = vars(layer).get(name, default)
-        if value != default and not hasattr(cls, name):
+        if value not in (default, undone) and not hasattr(cls, name):
             where = where_is(layer, layer.name_in_model or "")
             raise ValueError(
                 f"module: expected layers that {full_name(cls)} can stand for, got {where} with {name}={value!r}; set "
@@ -161,9 +165,8 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> N
 
 def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
     cls = type(part)
-    for change in (recomputing, fusing):
-        if changes.has(cls, change):
-            cls = changes.class_without(cls, change)
+    if changes.has(cls, recomputing):
+        cls = changes.class_without(cls, recomputing)
     return class_before_conversion(cls) if issubclass(cls, SyncBatchNorm) else cls
 
 

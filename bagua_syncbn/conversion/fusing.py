@@ -1,32 +1,51 @@
-"""Fusion of a layer with the activation that follows it in an ``nn.Sequential``.
+"""Fusion of layers with the activations that follow them in an ``nn.Sequential``.
 
-The forward of ``nn.Sequential`` is known to give the output of each module to the next one and to no other code. The
-container therefore computes both together, while layer and activation stay the same for any other code that calls them.
+The layer gets the activation as its ``fused_activation``, and a pass-through takes the activation's place in the
+container.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.jit import is_tracing  # type: ignore[attr-defined]
-from torch.nn.modules.module import _has_any_global_hook
+from torch import nn
 
-from ..ops.activations import MODULES
-from ..sync_batchnorm import SyncBatchNorm, forward_with
-from ..tracing import Proxy
-from . import changes
+from ..ops.activations import MODULES, Activation
+from ..sync_batchnorm import SyncBatchNorm
 from .findings import check_module
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# Methods as they were at import. Modules whose methods were patched later are called one by one.
+# Methods as they were at import. Modules of classes that were patched later are left alone.
 _CALL = nn.Module.__call__
-_LAYER, _SEQUENTIAL = SyncBatchNorm.forward, (nn.Sequential.forward, nn.Sequential.__iter__)
+_SEQUENTIAL = nn.Sequential.__call__, nn.Sequential.forward, nn.Sequential.__iter__
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_KNOWN: tuple[type[nn.Module], ...] = (*MODULES, nn.Identity, *_DROPOUTS)
-_FORWARDS = {cls: cls.forward for cls in _KNOWN}
+# All but the sigmoid, which is not 0 at 0: after a layer with zero_masked it gives other values than within it.
+_ACTIVATIONS: list[Any] = [cls for cls in MODULES if cls is not nn.Sigmoid]
+_FORWARDS: dict[type[nn.Module], Any] = {cls: cls.forward for cls in (*_ACTIVATIONS, nn.Identity, *_DROPOUTS)}
+_LAYER = SyncBatchNorm.forward
+
+
+class FusedActivation(nn.Identity):
+    """Pass-through in the place of an activation that a layer computes.
+
+    It holds both, but not as children, so that names and state dict are as with the activation.
+    """
+
+    layer: SyncBatchNorm
+    activation: nn.Module
+    given: Activation
+    """The layer's ``fused_activation``."""
+
+    def __init__(self, layer: SyncBatchNorm, activation: nn.Module) -> None:
+        super().__init__()
+        self.train(activation.training)
+        layer.fused_activation = activation
+        vars(self).update(layer=layer, activation=activation, given=layer.fused_activation)
+
+    def extra_repr(self) -> str:
+        return f"{self.activation}"
 
 
 class Pair(NamedTuple):
@@ -34,29 +53,39 @@ class Pair(NamedTuple):
 
     layer: SyncBatchNorm
     activation: nn.Module
-    names: tuple[str, str]
-    """Names of both in the container."""
+    container: nn.Module
+    key: str
+    """Name of the activation in the container."""
+    name: str
+    """Name of the activation in the model."""
+    obstacle: str | None
+    """Why the two are not fused; None if they can be."""
 
 
 def fuse_activations(module: _Module) -> _Module:
     """Makes synchronized layers compute the activations that follow them in a :class:`torch.nn.Sequential`.
 
-    Layer and activation become one pass over memory, which stores only the input of the layer for the backward pass.
-    Outputs stay the same up to the rounding of the value between the two.
+    Layer and activation become one pass over memory, which stores only the input of the layer for the backward pass,
+    as in `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018)
+    <https://arxiv.org/abs/1712.02616>`__, but from the input and not from the output. Outputs stay the same up to the
+    rounding of the value between the two.
 
-    Containers whose forward is that of :class:`torch.nn.Sequential` are changed, for each layer in them that is
-    followed by a torch module for one of the activations that layers can compute; :class:`torch.nn.Identity`, and
-    dropout with ``p=0``, may stand between. The container stays the same object and gets a class derived from its own.
-    Layers and activations do not change, and compute the same as before when other code calls them. The container
-    still calls them one after the other where one of them has hooks or was compiled with ``compile()``, within
-    :func:`masked`, and while torch.compile, ``torch.jit.trace`` or ``torch.export`` trace. Each call checks this anew,
-    so modules may be exchanged.
+    A layer is fused if the next module in a container whose forward is that of :class:`torch.nn.Sequential` is a torch
+    module for an activation that layers can compute, but no sigmoid; :class:`torch.nn.Identity`, and dropout with
+    ``p=0``, may stand between. The activation becomes the layer's ``fused_activation``, and a pass-through takes its
+    place in the container, so names and state dict stay. Copies and files keep both.
+
+    Layers that are in several places of ``module``, layers with a forward of their own, and modules that have hooks or
+    were compiled with ``compile()`` are left alone; :func:`conversion_report` names them. From this call on, code that
+    calls a fused layer outside of its container gets the activation too, and modules that take the place of one of the
+    two do not know of the other: call this on the finished model.
 
     Args:
-        module: the model, converted by :func:`convert_sync_batchnorm`.
+        module: the whole model, converted by :func:`convert_sync_batchnorm`. Ranks may fuse different layers, unless
+            second derivatives are taken, whose messages would come in another order.
 
     Returns:
-        ``module``, the same object. :func:`revert_sync_batchnorm` undoes it.
+        ``module``, the same object. :func:`revert_sync_batchnorm` puts the activations back.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -70,84 +99,63 @@ def fuse_activations(module: _Module) -> _Module:
         >>> print(bagua_syncbn.conversion_report(model))
     """
     check_module(module)
-    containers = [part for part in module.modules() if next(pairs_in(part), None) is not None]
-    for container in containers:
-        changes.apply(container, fusing)
-    if not containers:
+    pairs = [pair for pair in pairs_in(module) if pair.obstacle is None]
+    for layer, activation, container, key, *_ in pairs:
+        container._modules[key] = FusedActivation(layer, activation)
+    if not pairs and not any(isinstance(part, FusedActivation) for part in module.modules()):
         warnings.warn(
-            "fuse_activations: found no synchronized layer with an activation next to it in an nn.Sequential",
+            "fuse_activations: found no synchronized layer with an activation next to it in an nn.Sequential; "
+            "conversion_report tells more",
             stacklevel=2,
         )
     return module
 
 
-def fusing(cls: Any) -> dict[str, Any]:
-    """Returns methods for containers of ``cls``: a forward in which layers compute the activations after them."""
-
-    def forward(container: nn.Module, input: Any) -> Any:
-        is_traced = torch.compiler.is_compiling() or is_tracing() or not isinstance(input, Tensor)
-        if is_traced or isinstance(input, Proxy) or not _is_sequential(cls) or _has_any_global_hook():
-            return cls.forward(container, input)
-        modules: list[Any] = list(container._modules.values())
-        at = 0
-        while at < len(modules):
-            end = _activation_of(modules, at)
-            module = modules[at]
-            if end is None:
-                input, at = module(input), at + 1
-            else:
-                input, at = forward_with(module, input, modules[end]), end + 1
-        return input
-
-    def extra_repr(container: nn.Module) -> str:
-        fused = "; ".join(f"{first} with {second}" for _, _, (first, second) in pairs_in(container))
-        before: str = cls.extra_repr(container)
-        return ", ".join(filter(None, [before, fused and f"computed together: {fused}"]))
-
-    return {"forward": forward, "extra_repr": extra_repr}
+def unfuse(module: nn.Module) -> None:
+    """Undoes :func:`fuse_activations`."""
+    for container in module.modules():
+        for key, part in list(container._modules.items()):
+            if isinstance(part, FusedActivation):
+                if part.layer.fused_activation == part.given:
+                    del part.layer.fused_activation
+                part.activation.training = part.training
+                container._modules[key] = part.activation
 
 
-def pairs_in(container: nn.Module) -> Iterator[Pair]:
-    """Yields the pairs that ``container`` computes together, or could; none unless it has nn.Sequential's forward."""
-    cls = changes.class_before_changes(type(container))
-    if not _is_sequential(cls) or "forward" in vars(container):
-        return
-    names, modules = list(container._modules), list(container._modules.values())
-    for at, layer in enumerate(modules):
-        end = _activation_of(modules, at)
-        if end is not None:
-            yield Pair(layer, modules[end], (names[at], names[end]))  # type: ignore[arg-type]
+def pairs_in(model: nn.Module) -> Iterator[Pair]:
+    """Yields layers of ``model`` that an activation follows in an ``nn.Sequential``, none of them fused."""
+    places = Counter(child for part in model.modules() for child in part._modules.values())
+    for name, container in model.named_modules():
+        cls = type(container)
+        if not isinstance(container, nn.Sequential) or "forward" in vars(container):
+            continue
+        if (cls.__call__, cls.forward, cls.__iter__) != _SEQUENTIAL:
+            continue
+        keys, modules = list(container._modules), list(container._modules.values())
+        for at, layer in enumerate(modules):
+            between = _up_to_activation(modules[at + 1 :]) if isinstance(layer, SyncBatchNorm) else []
+            if between and type(layer).forward is _LAYER and layer.fused_activation is None:
+                key = keys[at + len(between)]
+                plain = all(map(_is_called_plainly, [layer, *between]))
+                obstacle = None if plain else "one of the two has hooks or was compiled"
+                if places[layer] > 1:
+                    obstacle = "the layer is in several places"
+                yield Pair(layer, between[-1], container, key, f"{name}.{key}".lstrip("."), obstacle)
 
 
-def _is_sequential(cls: Any) -> bool:
-    return (cls.forward, getattr(cls, "__iter__", None)) == _SEQUENTIAL
+def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
+    """Returns ``modules`` up to the first activation, if only modules that do nothing are before it, else none."""
+    for at, module in enumerate(modules):
+        if type(module) in _ACTIVATIONS:
+            return modules[: at + 1]
+        if type(module) is not nn.Identity and not (type(module) in _DROPOUTS and module.p == 0):
+            break
+    return []
 
 
-def _activation_of(modules: list[Any], at: int) -> int | None:
-    """Returns the index of the activation that follows the layer at ``at``, if both can be computed together."""
-    layer = modules[at]
-    if not isinstance(layer, SyncBatchNorm) or not _is_called_plainly(layer, _LAYER):
-        return None
-    if layer.fused_activation is not None or layer._masking is not None:
-        return None
-    for index in range(at + 1, len(modules)):
-        module = modules[index]
-        cls = type(module)
-        if cls not in _FORWARDS or not _is_called_plainly(module, _FORWARDS[cls]):
-            return None
-        if cls in MODULES:
-            return index
-        if cls in _DROPOUTS and module.p != 0:
-            return None
-    return None
-
-
-def _is_called_plainly(module: nn.Module, forward: Any) -> bool:
-    """Whether a call of ``module`` is just a call of ``forward``, without hooks or compiled code."""
-    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    is_compiled = module._compiled_call_impl is not None
+def _is_called_plainly(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is just a call of the forward that its class had at import."""
     cls = type(module)
-    return not (any(hooks) or is_compiled or "forward" in vars(module)) and (cls.__call__, cls.forward) == (
-        _CALL,
-        forward,
-    )
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    is_changed = any(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
+    return not is_changed and (cls.__call__, cls.forward) == (_CALL, _FORWARDS.get(cls, _LAYER))

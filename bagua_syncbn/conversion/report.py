@@ -8,9 +8,9 @@ from torch import nn
 
 from ..sync_batchnorm import SyncBatchNorm
 from . import changes
-from .findings import Action, Filter, Finding, examine
+from .findings import Action, Filter, Finding, examine, where_is
 from .freezing import is_frozen
-from .fusing import fusing, pairs_in
+from .fusing import FusedActivation, pairs_in
 from .recomputing import recomputing
 
 
@@ -65,15 +65,16 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
 def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Returns for each layer notes on activations that follow it, outputs that are made anew, and frozen statistics."""
     notes: dict[nn.Module, list[str]] = {}
-    for name, container in model.named_modules():
-        if is_frozen(container):
-            notes.setdefault(container, []).append("statistics frozen")
-        is_fused = changes.has(type(container), fusing)
-        for layer, activation, (_, child) in pairs_in(container):
-            where = f"{type(activation).__name__} at {f'{name}.{child}'.lstrip('.')!r}"
-            notes.setdefault(layer, []).append(f"computes {where}" if is_fused else f"{where} works by itself")
-        if changes.has(type(container), recomputing):
-            for layer in container.modules():
+    for name, part in model.named_modules():
+        if is_frozen(part):
+            notes.setdefault(part, []).append("statistics frozen")
+        if isinstance(part, FusedActivation):
+            notes.setdefault(part.layer, []).append(f"computes {where_is(part.activation, name)}")
+        if changes.has(type(part), recomputing):
+            for layer in part.modules():
                 if isinstance(layer, SyncBatchNorm):
                     notes.setdefault(layer, []).append("outputs are made anew")
+    for pair in pairs_in(model):
+        obstacle = "" if pair.obstacle is None else f": {pair.obstacle}"
+        notes.setdefault(pair.layer, []).append(f"{where_is(pair.activation, pair.name)} works by itself{obstacle}")
     return notes

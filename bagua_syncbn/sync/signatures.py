@@ -59,15 +59,12 @@ class SharedOptions(NamedTuple):
 
     def constants(self) -> tuple[float | str | None, ...]:
         """Returns all without nesting, as torch.compile hands values to a function that it does not trace."""
-        *options, activation = self.options
-        return *self[:3], *options, *(activation or ())
+        return *self[:3], *self.options
 
     @classmethod
     def of_constants(cls, channels: int, is_double: bool, accumulates: bool, *options: Any) -> SharedOptions:
         """The inverse of :meth:`constants`."""
-        last = len(Options._fields) - 1
-        activation = ops.Activation(*options[last:]) if options[last:] else None
-        return cls(channels, is_double, accumulates, Options._make((*options[:last], activation)))
+        return cls(channels, is_double, accumulates, Options._make(options))
 
     def text(self) -> str:
         values = [f"{self.channels} channels", "float64" if self.is_double else "float32"]
@@ -78,11 +75,11 @@ class SharedOptions(NamedTuple):
 
 
 def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
-    """Returns what a call of ``layer`` with ``input`` has in common on all ranks."""
+    """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
     options = _common(layer, options)
     # As they are: torch.compile may have symbols for them, but only numbers in a set.
     eps, momentum = next(iter({options.eps})), next(iter({options.momentum}))
-    options = options._replace(eps=eps, momentum=momentum)
+    options = options._replace(eps=eps, momentum=momentum, activation=None)
     return SharedOptions(next(iter({input.size(1)})), input.dtype == torch.float64, accumulates, options)
 
 

@@ -196,10 +196,10 @@ def test_layers_fused_with_an_activation_and_masked_ones_are_frozen():
     model = fuse_activations(convert_sync_batchnorm(nn.Sequential(trained(nn.BatchNorm2d(3)), nn.ReLU())))
     freeze_statistics(model)
     input = torch.randn(4, 3, 2, 2)
-    expected = revert_sync_batchnorm(unfreeze_statistics(copy.deepcopy(model))).eval()(input)
-    torch.testing.assert_close(model.train()(input), expected)
-    torch.testing.assert_close(model[0](input, lengths=torch.tensor([1, 2, 0, 2]), residual=input).relu(),
-                               (model[0](input) + input).relu())  # fmt: skip
+    plain = revert_sync_batchnorm(unfreeze_statistics(copy.deepcopy(model))).eval()
+    torch.testing.assert_close(model.train()(input), plain(input))
+    output = model[0](input, lengths=torch.tensor([1, 2, 0, 2]), residual=input)
+    torch.testing.assert_close(output, (plain[0](input) + input).relu())
 
 
 def test_compiled_models_freeze():

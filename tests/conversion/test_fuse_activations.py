@@ -1,8 +1,10 @@
-"""Containers that have a layer compute the activation next to it; everywhere else both are what they were."""
+"""Layers that compute the activations next to them; what is not certain is left alone."""
 
 import copy
 import pickle
 from collections import OrderedDict
+from functools import partial
+from math import nan
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import (
-    SyncBatchNorm,
+    SyncBatchNorm2d,
     conversion_report,
     convert_sync_batchnorm,
     fuse_activations,
@@ -21,6 +23,9 @@ from bagua_syncbn import (
     recompute_outputs,
     revert_sync_batchnorm,
 )
+from bagua_syncbn.communicators import LOCAL
+from bagua_syncbn.conversion.fusing import FusedActivation
+from bagua_syncbn.ops.activations import MODULES as ACTIVATIONS
 
 
 class Residual(nn.Module):
@@ -68,24 +73,35 @@ MODELS = {
 }
 
 
-def make_model(kind):
+def make_model(kind, process_group=None):
     torch.manual_seed(0)
     model = nn.Sequential(MODELS[kind][0](), MODELS[kind][0]()).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return convert_sync_batchnorm(model)
+    return convert_sync_batchnorm(model, process_group)
 
 
-def step(model, batch, forward=None):
+def draw(size=5):
+    """Returns a batch, a gradient of its output, and a mask."""
+    generator = torch.Generator().manual_seed(1)
+    batch, grad_output = torch.randn(2, size, 4, 6, 5, generator=generator, dtype=torch.float64)
+    return batch, grad_output, torch.rand(size, 1, 6, 5, generator=generator) > 0.3
+
+
+def step(model, batch, grad_output, forward=None, penalize=False):
+    """Returns results for each sample, and those of the model: gradients, which ranks add up, and buffers."""
     input = batch.clone().requires_grad_()
     output = (forward or model)(input)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype))
-    grads = [parameter.grad for parameter in model.parameters()]
+    if penalize:
+        (derivative,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
+        derivative.square().sum().backward()
+    else:
+        output.backward(grad_output)
     with torch.no_grad():
         evaluated = model.eval()(batch)
     model.train()
-    return [output.detach(), evaluated, input.grad, *grads, *model.buffers()]
+    return [output.detach(), evaluated, input.grad], [p.grad for p in model.parameters()], list(model.buffers())
 
 
 def assert_same(results, expected):
@@ -106,52 +122,69 @@ def calls(monkeypatch):
     return found
 
 
-def train_over_ranks(kind):
-    batch = torch.randn(5, 4, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    own = batch.split([2, 3])[dist.get_rank()]
-    fused, checkpointed = (fuse_activations(make_model(kind)) for _ in range(2))
-    return [
-        step(make_model(kind), own),
-        step(fused, own),
-        step(checkpointed, own, lambda input: checkpoint(checkpointed, input, use_reentrant=False)),
-    ]
+def is_masked(model, mask, input, runs=None):
+    with masked(model, mask):
+        return (runs or model)(input)
 
 
+WAYS = {
+    "plain": lambda model, mask, input: model(input),
+    "checkpoint": lambda model, mask, input: checkpoint(model, input, use_reentrant=False),
+    "masked": is_masked,
+    "masked checkpoint": lambda model, mask, input: is_masked(
+        model, mask, input, lambda input: checkpoint(model, input, use_reentrant=False)
+    ),
+    "second derivatives": lambda model, mask, input: model(input),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("where", "way"), [
+    *(("on all ranks", way) for way in WAYS),
+    # Messages of second derivatives would come in another order on the other rank.
+    *(("on one rank", way) for way in WAYS if way != "second derivatives"),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["residual", "named"])
-def test_outputs_and_gradients_stay_over_ranks(pool, kind):
-    for expected, *fused in pool.run(train_over_ranks, 2, kind):
-        for results in fused:
-            assert_same(results, expected)
+def test_ranks_equal_one_process_wherever_activations_are_fused(kind, where, way):
+    batch, grad_output, mask = draw()
+    rank, alone, model = dist.get_rank(), make_model(kind, LOCAL), make_model(kind)
+    whole = WAYS["masked" if "masked" in way else "plain"]
+    expected = step(alone, batch, grad_output, partial(whole, alone, mask), way == "second derivatives")
+    if where == "on all ranks" or rank == 0:
+        fuse_activations(model)
+    batch, grad_output, mask = (tensor.split([2, 3])[rank] for tensor in (batch, grad_output, mask))
+    results = step(model, batch, grad_output, partial(WAYS[way], model, mask), way == "second derivatives")
+    for gradient in results[1]:
+        dist.all_reduce(gradient)
+    assert_same(results, ([tensor.split([2, 3])[rank] for tensor in expected[0]], *expected[1:]))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_neighbours_are_fused_and_nothing_else(kind, calls):
-    model, batch = make_model(kind), torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    expected = step(copy.deepcopy(plain), batch)
+    model, (batch, grad_output, _) = make_model(kind), draw()
+    plain, parts, keys = copy.deepcopy(model), list(model.modules()), model.state_dict().keys()
+    expected = step(copy.deepcopy(plain), batch, grad_output)
     assert fuse_activations(model) is model
     assert fuse_activations(model) is model
-    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert model.state_dict().keys() == keys
     count = 2 * MODELS[kind][1]
     copies = [copy.deepcopy(model)] + ([pickle.loads(pickle.dumps(model))] if kind != "own iteration" else [])
     for fused in (*copies, model):
         calls.clear()
-        assert_same(step(fused, batch), expected)
+        assert_same(step(fused, batch, grad_output), expected)
         assert len(calls) == 2 * count  # in training and in evaluation
         assert str(conversion_report(fused)).count("; computes ") == count
-    for part, other in zip(revert_sync_batchnorm(model).modules(), revert_sync_batchnorm(plain).modules(), strict=True):
-        assert type(part) is type(other)
-        assert vars(part).keys() == vars(other).keys()
+        revert_sync_batchnorm(fused.eval())
+        for part, other in zip(fused.modules(), revert_sync_batchnorm(plain).modules(), strict=True):
+            assert type(part) is type(other)
+            assert vars(part).keys() == vars(other).keys()
+            assert not part.training
+    assert list(model.modules()) == parts
 
 
 def pair(activation=None):
     torch.manual_seed(0)
-    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(4), activation or nn.SiLU()).double())
-    return fuse_activations(model)
-
-
-def watch_global(model):
-    return nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(4), activation or nn.SiLU()).double())
 
 
 def patch_class(model):
@@ -160,127 +193,112 @@ def patch_class(model):
     return type("", (), {"remove": lambda _: setattr(nn.SiLU, "forward", forward)})()
 
 
-# By what keeps the pair apart.
+HOOKS = "SiLU at '1' works by itself: one of the two has hooks or was compiled"
+# By what keeps the pair apart, with what the report says.
 APART = {
-    "a hook on the layer": lambda model: model[0].register_forward_hook(lambda *_: None),
-    "a hook before the activation": lambda model: model[1].register_forward_pre_hook(lambda *_: None),
-    "a hook for gradients": lambda model: model[1].register_full_backward_hook(lambda *_: None),
-    "a hook on all modules": watch_global,
-    "a patched class": patch_class,
-    "the activation has its own forward": lambda model: setattr(model[1], "forward", model[1].forward),
-    "the layer has its own forward": lambda model: setattr(model[0], "forward", model[0].forward),
-    "the container has its own forward": lambda model: setattr(
-        model, "forward", lambda x: nn.Sequential.forward(model, x)
+    "a hook on the layer": (lambda model: model[0].register_forward_hook(lambda *_: None), HOOKS),
+    "a hook before the activation": (lambda model: model[1].register_forward_pre_hook(lambda *_: None), HOOKS),
+    "a hook for gradients": (lambda model: model[1].register_full_backward_hook(lambda *_: None), HOOKS),
+    "a patched class": (patch_class, HOOKS),
+    "the activation has its own forward": (lambda model: setattr(model[1], "forward", model[1].forward), HOOKS),
+    "the layer has its own forward": (lambda model: setattr(model[0], "forward", model[0].forward), HOOKS),
+    "the container has its own forward": (
+        lambda model: setattr(model, "forward", lambda x: nn.Sequential.forward(model, x)),
+        "",
     ),
-    "the activation is compiled": lambda model: model[1].compile(backend="eager"),
-    "the layer is compiled": lambda model: model[0].compile(backend="eager"),
-    "the container is compiled": lambda model: model.compile(backend="eager"),
-    "the layer has an activation": lambda model: setattr(model[0], "fused_activation", "tanh"),
-    "the layer recomputes": lambda model: recompute_outputs(model[0]) and None,
-    "another class": lambda model: model.__setitem__(1, type("SiLU", (nn.SiLU,), {})()),
-    "an activation that layers do not compute": lambda model: model.__setitem__(1, nn.Softplus()),
-    "something between": lambda model: model.insert(1, nn.Dropout(1e-9)) and None,
-    "the layer is replaced": lambda model: model.__setitem__(0, nn.BatchNorm2d(4).double()),
+    "the activation is compiled": (lambda model: model[1].compile(backend="eager"), HOOKS),
+    "the layer is compiled": (lambda model: model[0].compile(backend="eager"), HOOKS),
+    "the layer recomputes": (lambda model: recompute_outputs(model[0]) and None, HOOKS),
+    "the layer runs twice": (
+        lambda model: model.append(model[0]) and None,
+        "SiLU at '1' works by itself: the layer is in several places",
+    ),
+    "the layer has an activation": (lambda model: setattr(model[0], "fused_activation", "tanh"), ""),
+    "another class": (lambda model: model.__setitem__(1, type("SiLU", (nn.SiLU,), {})()), ""),
+    "an activation that layers do not compute": (lambda model: model.__setitem__(1, nn.Softplus()), ""),
+    "something between": (lambda model: model.insert(1, nn.Dropout(1e-9)) and None, ""),
+    "no synchronized layer": (lambda model: model.__setitem__(0, nn.BatchNorm2d(4).double()), ""),
 }
 
 
 @pytest.mark.parametrize("reason", APART)
-def test_what_keeps_a_pair_apart(reason, calls):
-    model = pair()
-    plain = nn.Sequential(*copy.deepcopy(list(model)))
-    handles = [APART[reason](each) for each in (model, plain)]
-    batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+def test_what_keeps_a_pair_apart(reason):
+    change, told = APART[reason]
+    model, (batch, *_) = pair(), draw()
+    handle = change(model)
+    expected = copy.deepcopy(model)(batch) if "container" not in reason else None
     try:
-        output, expected = (each(batch) for each in (model, plain))
+        with pytest.warns(UserWarning, match="fuse_activations: found no synchronized layer"):
+            fuse_activations(model)
+        assert not any(isinstance(part, FusedActivation) for part in model.modules())
+        report = str(conversion_report(model))
+        assert told in report if told else "by itself" not in report
+        if expected is not None:
+            assert_same(model(batch), expected)
     finally:
-        for handle in handles[::-1]:
-            if handle is not None:
-                handle.remove()
-    assert_same(output, expected)
-    assert len(calls) == 2 * (reason == "the layer has an activation")
+        if handle is not None:
+            handle.remove()
 
 
-def test_masks_keep_a_pair_apart():
-    model, batch = pair(), torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    plain, mask = nn.Sequential(*copy.deepcopy(list(model))), torch.rand(2, 1, 6, 5) > 0.3
-    with masked(model, mask):
-        output = model(batch)
-    with masked(plain, mask):
-        assert_same(output, plain(batch))
+@pytest.mark.parametrize("cls", ACTIVATIONS)
+@pytest.mark.parametrize("zero_masked", [True, False])
+def test_masked_positions_are_what_they_were(cls, zero_masked):
+    model, (batch, grad_output, mask) = pair(cls()), draw()
+    fused, batch, results = copy.deepcopy(model), batch.masked_fill(~mask, nan if zero_masked else 1), []
+    if cls is not nn.Sigmoid:
+        fuse_activations(fused)
+    assert isinstance(fused[1], FusedActivation) is (cls is not nn.Sigmoid)
+    for each in (model, fused):
+        input = batch.clone().requires_grad_()
+        with masked(each, mask, zero_masked=zero_masked):
+            output = each(input)
+        results.append((output, *torch.autograd.grad(output, [input, *each.parameters()], grad_output)))
+    torch.testing.assert_close(*results, equal_nan=True)
 
 
-def test_layer_and_activation_alone_are_what_they_were(calls):
-    model, batch = pair(), torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    layer, act = copy.deepcopy(list(model))
-    assert_same(model[0](batch), layer(batch))
-    assert_same(model[1](batch), act(batch))
-    assert_same(model[:1](batch), layer(batch))
-    assert_same(nn.Sequential(*model)(batch), act(layer(batch)))
-    assert not calls
-    assert_same(model[:2](batch), act(layer(batch)))
-    assert len(calls) == 1
-
-
-def deep(count, breaks=False):
-    class Block(nn.Sequential):
-        if breaks:
-
-            def forward(self, x):
-                torch._dynamo.graph_break()
-                return super().forward(x)
-
-    torch.manual_seed(0)
-    blocks = [Block(nn.Conv2d(4, 4, 1), nn.Sequential(nn.BatchNorm2d(4), nn.SiLU())) for _ in range(count)]
-    return convert_sync_batchnorm(nn.Sequential(*blocks).double())
-
-
-@pytest.mark.parametrize("how", ["each block", "each activation", "each layer", "breaks"])
-def test_compiled_parts_apply_activations_once(how):
-    """Beyond torch's limit of recompilations, too, where parts run that were not compiled."""
-    torch.compiler.reset()
-    plain, batch = deep(12, how == "breaks"), torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    model = fuse_activations(copy.deepcopy(plain))
-    forward = model
-    if how == "breaks":
-        forward = torch.compile(model, backend="eager")
-    for block in () if how == "breaks" else model:
-        {"each block": block, "each activation": block[1][1], "each layer": block[1][0]}[how].compile(backend="eager")
-    for _ in range(2):
-        assert_same(forward(batch), plain(batch))
-
-
-def test_traces_have_no_part_of_it():
-    model = make_model("residual")
-    plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5, dtype=torch.float64)
+def test_traces_equal_the_model():
+    model, (batch, grad_output, _) = make_model("residual"), draw()
+    plain = copy.deepcopy(model)
     fuse_activations(model)
-    expected = step(plain, batch)
+    expected, *_ = step(plain, batch, grad_output)
     assert_same(fx.symbolic_trace(model)(batch), expected[0])
     torch.testing.assert_close(torch.jit.trace(model.eval(), batch)(batch), model(batch))
+    torch.testing.assert_close(torch.export.export(model, (batch,)).module()(batch), model(batch))
     assert_same(torch.compile(model.train(), fullgraph=True, backend="aot_eager")(batch), expected[0])
 
 
 def test_fusion_with_recomputed_outputs_or_replicas_equals_the_plain_step(single_threaded):
-    batch = torch.randn(4, 4, 6, 5, dtype=torch.float64)
-    expected = step(make_model("residual"), batch)
+    batch, grad_output, _ = draw(4)
+    expected = step(make_model("residual"), batch, grad_output)
     for model in (
         recompute_outputs(fuse_activations(make_model("residual"))),
         fuse_activations(recompute_outputs(make_model("residual"))),
         parallel(fuse_activations(make_model("residual")), "cpu", 2),
     ):
-        assert_same(step(model, batch), expected)
+        assert_same(step(model, batch, grad_output), expected)
+
+
+def test_revert_puts_back_what_fusing_took_and_no_more():
+    model = fuse_activations(pair())
+    with pytest.raises(ValueError, match=r"fused_activation=.*silu"):
+        revert_sync_batchnorm(model[0])
+    model[0].fused_activation = "relu"
+    with pytest.raises(ValueError, match=r"fused_activation=.*relu"):
+        revert_sync_batchnorm(model)
+    model[0].fused_activation = "silu"
+    model.append(SyncBatchNorm2d(4, eps_mode="clamp"))
+    with pytest.raises(ValueError, match="eps_mode='clamp'"):
+        revert_sync_batchnorm(model)
+    assert isinstance(model[1], FusedActivation)
+    assert [type(part) for part in revert_sync_batchnorm(model[:2])] == [nn.BatchNorm2d, nn.SiLU]
 
 
 def test_repr_and_report_name_the_fused_activations():
-    model = pair()
-    assert repr(model).splitlines()[:2] == ["Sequential(", "  computed together: 0 with 1"]
+    model = fuse_activations(pair())
+    assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
     assert "SyncBatchNorm2d: synchronized already; computes SiLU at '1'" in str(conversion_report(model))
     recompute_outputs(model)
-    assert "computes SiLU at '1'; outputs are made anew" in str(conversion_report(model))
-    model = convert_sync_batchnorm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(4), nn.SiLU())))
-    assert "synchronized already; SiLU at '0.1' works by itself" in str(conversion_report(model))
-    with pytest.warns(UserWarning, match="found no synchronized layer with an activation next to it"):
-        fuse_activations(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
-    with pytest.warns(UserWarning, match="found no synchronized layer"):
-        fuse_activations(nn.Sequential(SyncBatchNorm(3, activation="silu"), nn.ReLU()))
+    assert "outputs are made anew; computes SiLU at '1'" in str(conversion_report(model))
+    assert "; SiLU at '0.1' works by itself" in str(conversion_report(nn.Sequential(pair())))
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got list"):
         fuse_activations([])

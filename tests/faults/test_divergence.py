@@ -143,6 +143,7 @@ LEGITIMATE = {
         "ac<", base="ac<", prepare=lambda model: bagua_syncbn.freeze_statistics(model.b), change=nn.Module.train
     ),
     "a bias of another dtype": Row(change=setter("a", "bias", nn.Parameter(torch.zeros(8, dtype=torch.float64)))),
+    "an activation": Row(change=setter("a", "fused_activation", "relu")),
     "no affine": Row(change=setter("a", "bias", None)),
     "a layer that is not synchronized, evaluated": Row(change=lambda model: nn.BatchNorm1d(8).eval()(torch.ones(2, 8))),
     "a frozen weight": Row(change=lambda model: model.a.weight.requires_grad_(False)),
