@@ -20,7 +20,7 @@ from .merging import merge_statistics
 from .recalibration import recalibrate_statistics
 from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from .verification import verify_synchronization
+from .verification import measure_batch_noise, verify_synchronization
 from .version import __version__
 from .with_bagua import with_bagua
 
@@ -38,6 +38,7 @@ __all__ = [
     "freeze_statistics",
     "fuse_activations",
     "masked",
+    "measure_batch_noise",
     "merge_statistics",
     "patch_torch_converter",
     "recalibrate_statistics",

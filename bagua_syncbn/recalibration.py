@@ -7,7 +7,7 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import ops
@@ -18,7 +18,7 @@ from .merging import layers_with_statistics, merged_over_ranks
 from .options import Options, options_of
 from .sync import sum_over_ranks, tell_peers
 from .sync_batchnorm import SyncBatchNorm
-from .verification.unchanged import unchanged
+from .verification.unchanged import forward_of, unchanged
 
 _NAME = "recalibrate_statistics"
 
@@ -79,7 +79,8 @@ def recalibrate_statistics(
     """
     spec = spec_of(process_group)
     try:
-        layers = _checked_layers(module, forward, device)
+        layers = _checked_layers(module)
+        run = forward_of(module, forward, device)
         if not layers:
             warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=2)
         communicator = spec.communicator()
@@ -88,7 +89,7 @@ def recalibrate_statistics(
         sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
         shown = _with_progress(batches) if communicator.rank == 0 else batches
         with _alone_in_training(module, layers):
-            accumulators = _run(forward or _forward_of(module, device), shown, layers)
+            accumulators = _run(run, shown, layers)
     except Exception as error:
         tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
         raise
@@ -97,13 +98,9 @@ def recalibrate_statistics(
     _set_statistics(layers, merged)
 
 
-def _checked_layers(module: nn.Module, forward: object, device: object) -> dict[str, Any]:
+def _checked_layers(module: nn.Module) -> dict[str, Any]:
     """Returns the layers whose statistics are to be set."""
     check_module(module)
-    if forward is not None and not callable(forward):
-        raise TypeError(f"forward: expected a function of a batch, or None, got {type(forward).__name__}")
-    if forward is not None and device is not None:
-        raise ValueError("device: expected None together with forward, which gets the batches as they come")
     layers = layers_with_statistics(module)
     for name, layer in layers.items():
         if isinstance(layer, nn.SyncBatchNorm):
@@ -125,19 +122,6 @@ def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
         return batches
     shown: Iterable[Any] = tqdm(batches, _NAME, leave=False, disable=None)  # where there is no terminal
     return shown
-
-
-def _forward_of(module: nn.Module, device: Any) -> Callable[[Any], Any]:
-    def forward(batch: Any) -> Any:
-        input = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
-        if not isinstance(input, Tensor):
-            raise TypeError(
-                "batches: expected tensors, or lists or tuples that begin with one, got a batch of "
-                f"{type(batch).__name__}; give forward"
-            )
-        return module(input if device is None else input.to(device))
-
-    return forward
 
 
 def _run(

@@ -1,5 +1,6 @@
-"""Verification: a step on all ranks against the same step in one process, on all their batches together."""
+"""Verification: whether ranks train like one process, and whether a model needs synchronizing."""
 
+from .noise import BatchNoise, LayerNoise, measure_batch_noise
 from .verify import Verdict, main, verify_synchronization
 
-__all__ = ["Verdict", "main", "verify_synchronization"]
+__all__ = ["BatchNoise", "LayerNoise", "Verdict", "main", "measure_batch_noise", "verify_synchronization"]

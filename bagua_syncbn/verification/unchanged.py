@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Compiled models run as they are written within it, because compiled code passes over new hooks.
     """
     cuda = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
-    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    states = [
+        (vars(module), {name: vars(module)[name] for name in ("training", "_frozen") if name in vars(module)})
+        for module in model.modules()
+    ]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     numpy = sys.modules.get("numpy.random")  # absent where nothing draws from it
     with ExitStack() as stack:
@@ -34,13 +38,40 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for module, training, buffers in modules:
-                module.training = training
-                module._buffers.clear()
-                module._buffers.update(buffers)
+            for state, state_before in states:
+                state.update(state_before)
+            for own, own_before in buffers:
+                own.clear()
+                own.update(own_before)
             for buffer, before in values:
                 if digest(buffer) != digest(before):  # a write would fail the backward of an earlier call
                     buffer.detach().copy_(before)
+
+
+def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any], Any]:
+    """Returns ``forward``; if it is None, a call of ``module`` with a batch, or with the first item of one.
+
+    Raises:
+        TypeError: ``forward`` is not callable.
+        ValueError: ``device`` is given together with ``forward``.
+    """
+    if forward is not None and device is not None:
+        raise ValueError("device: expected None together with forward, which gets the batches as they come")
+    if callable(forward):
+        return forward
+    if forward is not None:
+        raise TypeError(f"forward: expected a function of a batch, or None, got {type(forward).__name__}")
+
+    def run(batch: Any) -> Any:
+        input = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+        if not isinstance(input, Tensor):
+            raise TypeError(
+                "batches: expected tensors, or lists or tuples that begin with one, got a batch of "
+                f"{type(batch).__name__}; give forward"
+            )
+        return module(input if device is None else input.to(device))
+
+    return run
 
 
 def digest(tensor: Tensor) -> str:

@@ -17,7 +17,7 @@ for package in ("tqdm", "sklearn"):
     pytest.importorskip(package, reason=f"the benchmarks need {package}: pip install -e '.[bench]'")
 
 import benchmarks.__main__
-from benchmarks import docs_pictures, peers, report, timing
+from benchmarks import docs_pictures, noise, peers, report, timing
 from benchmarks.recorded import of_section
 from benchmarks.sections import SECTIONS, stored, training
 from benchmarks.sections.networks import NETWORKS
@@ -168,6 +168,13 @@ def test_pictures_of_the_documentation_are_drawn_by_their_code(tmp_path):
     docs_pictures.draw_all(tmp_path)
     for picture in tmp_path.iterdir():
         assert picture.read_text("utf-8") == docs_pictures.FOLDER.joinpath(picture.name).read_text("utf-8")
+
+
+def test_the_page_shows_the_batch_noise_of_the_demo():
+    model, images, _ = noise.trained(noise.STEPS)
+    found = noise.noise(model, images)
+    assert f"```text\n{found.at(2)}\n```" in (ROOT / "docs" / "verification.md").read_text("utf-8")
+    assert found.svg() == (ROOT / "docs" / "pictures" / "noise.svg").read_text("utf-8")
 
 
 def test_pictures_are_small_and_follow_the_mode_of_the_reader():

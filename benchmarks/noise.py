@@ -1,0 +1,77 @@
+"""Batch noise of the network of ``make demo``, and the error of its gradient, for docs/verification.md:
+
+python -m benchmarks.noise docs/pictures/noise.svg
+"""
+
+import sys
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bagua_syncbn import measure_batch_noise
+from bagua_syncbn.verification import BatchNoise
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from train_digits import build_model, global_batches, load_data
+
+STEPS = 537  # of the demo
+
+
+def trained(steps: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Returns the network after ``steps`` steps of the reference run of the demo, and its training data."""
+    images, _, labels, _ = load_data(0, torch.float64, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = build_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch in islice(global_batches(len(images), 8, 0), steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    return model, images, labels
+
+
+def noise(model: nn.Module, images: Tensor) -> BatchNoise:
+    return measure_batch_noise(model, (images[batch] for batch in islice(global_batches(len(images), 32, 0), 44)))
+
+
+def gradient_errors(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], steps: int = 60) -> list[float]:
+    """Returns the systematic error of the gradient, as a share of the mean gradient.
+
+    For each size, parts of this size of 64 samples are normalized by themselves, in place of all together.
+    """
+
+    def gradient(batch: Tensor, size: int) -> Tensor:
+        losses = [F.cross_entropy(model(images[part]), labels[part]) for part in batch.split(size)]
+        gradients = torch.autograd.grad(torch.stack(losses).mean(), list(model.parameters()))
+        return torch.cat([own.flatten() for own in gradients])
+
+    batches = list(islice(global_batches(len(images), 64, 1), steps))
+    together = torch.stack([gradient(batch, 64) for batch in batches])
+    errors = []
+    for size in sizes:
+        error = torch.stack([gradient(batch, size) for batch in batches]) - together
+        systematic = error.mean(0).square().sum() - error.var(0).sum() / steps  # less what chance leaves in the mean
+        errors.append((systematic.clamp(min=0).sqrt() / together.mean(0).norm()).item())
+    return errors
+
+
+def main() -> None:
+    sizes = [2, 4, 8, 16]
+    for steps in (5, 60, 179, STEPS):
+        model, images, labels = trained(steps)
+        found = noise(model, images)
+        worst = max(layer.of_one_sample for layer in found.layers)
+        for size, error in zip(sizes, gradient_errors(model, images, labels, sizes), strict=True):
+            square = worst**2 * (1 / size - 1 / 64)
+            print(
+                f"{steps} steps, {size} samples: noise {worst / size**0.5:.0%}, error {error:.1%}, {error / square:.1f}"
+            )
+    print(found.at(2))
+    Path(sys.argv[1]).write_text(found.svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
