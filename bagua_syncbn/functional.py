@@ -14,9 +14,10 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from . import ops
 from .autograd import (
     Call,
-    as_in_first_run,
+    call_in_first_run,
     evaluated_batch_norm,
     follow,
+    is_in_region,
     is_repetition,
     replicated_batch_norm,
     synchronized_batch_norm,
@@ -174,32 +175,56 @@ def _batch_norm(
 
         return on_shards(_batch_norm, tensors, buffers, options, training, process_group, layer, masks)
     check_tensors(input, weight, bias, residual, buffers)
+    if training and isinstance(process_group, Replica):
+        options = checked_options(options, training)
+        if masking_of(layer, input, masks) is not None:
+            raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
+        buffers = _moved_buffers(buffers, options, layer)
+        return replicated_batch_norm(input, weight, bias, residual, buffers, options, process_group)
+
+    def make() -> Call:
+        return _call_of(input, buffers, options, training, process_group, layer, masks)
+
+    call = make() if torch.compiler.is_compiling() else call_in_first_run(layer, make)
+    if call.sync is FIXED_STATISTICS:
+        return _evaluate(input, weight, bias, residual, call)
+    # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
+    if buffers.running_mean is not call.buffers.running_mean is None and hasattr(layer, "_track_running_stats_backup"):
+        raise RuntimeError(
+            "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
+            f"move running statistics, where a repetition moves none; got one around {type(layer).__name__}"
+        )
+    if call.sync.communicator.size == 1:
+        follows = call.options.activation is not None or residual is not None
+        is_torchs = call.masking is None and call.buffers.accumulator is None and _is_torchs(call.options)
+        is_torchs = is_torchs and (not follows or _is_recorded(input))
+        if is_torchs and _suits_torch(input, (*call.buffers[:2], weight, bias)):
+            return follow(_batch_norm_alone(input, weight, bias, call), residual, call.options)
+    return synchronized_batch_norm(input, weight, bias, residual, call)
+
+
+def _call_of(
+    input: Tensor,
+    buffers: ops.Buffers,
+    options: Options,
+    training: bool,
+    process_group: Any,
+    layer: nn.Module | None,
+    masks: Masks,
+) -> Call:
+    """Returns what a checkpoint repeats of a call: all but the tensors that may have gradients."""
     options = checked_options(options, training)
     masking = masking_of(layer, input, masks)
     if not training:
-        return _evaluate(input, weight, bias, residual, buffers, options, masking)
-    if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
-        raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+        mean, var = buffers[:2]
+        if mean is None or var is None:
+            raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
+        if is_in_region():  # they may move before the repetition
+            mean, var = mean.clone(), var.clone()
+        masking = masking if masking is not None and masking.zeroes else None
+        return Call(options, ops.Buffers(mean, var), FIXED_STATISTICS, layer, masking)
     check_tracer(process_group)
-    accumulator = _accumulator_of(layer, buffers.running_mean)
-    if buffers.running_mean is None:
-        buffers = ops.NO_BUFFERS  # num_batches_tracked counts batches of running statistics, so it goes too
-    elif accumulator is not None:
-        buffers = buffers._replace(accumulator=accumulator)
-    accumulates = accumulator is not None
-    if not torch.compiler.is_compiling():
-        tracks = buffers.running_mean is not None
-        accumulates, masking, tracked = as_in_first_run(layer, (accumulates, masking, tracks))
-        # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
-        if tracks and not tracked and hasattr(layer, "_track_running_stats_backup"):
-            raise RuntimeError(
-                "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
-                f"move running statistics, where a repetition moves none; got one around {type(layer).__name__}"
-            )
-    if isinstance(process_group, Replica):
-        if masking is not None:
-            raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
-        return replicated_batch_norm(input, weight, bias, residual, buffers, options, process_group)
+    buffers = _moved_buffers(buffers, options, layer)
     spec = spec_of(process_group)
     communicator = spec.communicator() if torch.compiler.is_compiling() else _communicator_of(spec, layer)
     if communicator.size == 1:
@@ -209,13 +234,17 @@ def _batch_norm(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-        follows = options.activation is not None or residual is not None
-        is_torchs = not accumulates and masking is None and _is_torchs(options)
-        is_torchs = is_torchs and (not follows or _is_recorded(input))
-        if is_torchs and _suits_torch(input, (*buffers[:2], weight, bias)):
-            return follow(_batch_norm_alone(input, weight, bias, buffers, options), residual, options)
-    sync = sync_of(layer, input, options, accumulates, communicator)
-    return synchronized_batch_norm(input, weight, bias, residual, Call(options, buffers, sync, layer, masking))
+    sync = sync_of(layer, input, options, buffers.accumulator is not None, communicator)
+    return Call(options, buffers, sync, layer, masking)
+
+
+def _moved_buffers(buffers: ops.Buffers, options: Options, layer: nn.Module | None) -> ops.Buffers:
+    """Returns the buffers that a training call moves, with the accumulator that takes the statistics instead."""
+    if buffers.running_mean is None:
+        return ops.NO_BUFFERS  # num_batches_tracked counts batches of running statistics, so it goes too
+    if options.momentum is None and buffers.num_batches_tracked is None:
+        raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    return buffers._replace(accumulator=_accumulator_of(layer, buffers.running_mean))
 
 
 def _communicator_of(spec: GroupSpec, layer: nn.Module | None) -> Communicator:
@@ -227,10 +256,10 @@ def _communicator_of(spec: GroupSpec, layer: nn.Module | None) -> Communicator:
         raise kind(f"forward of {name_of(layer)}: {error}") from error
 
 
-def _accumulator_of(layer: nn.Module | None, running_mean: Tensor | None) -> ops.StatisticsAccumulator | None:
+def _accumulator_of(layer: nn.Module | None, running_mean: Tensor) -> ops.StatisticsAccumulator | None:
     """Returns the accumulator of ``layer`` within accumulate_statistics; None elsewhere."""
     accumulator: ops.StatisticsAccumulator | None = getattr(layer, "_accumulator", None)
-    if accumulator is None or running_mean is None:
+    if accumulator is None:
         return None
     if running_mean is not getattr(layer, "running_mean", None):
         raise RuntimeError(
@@ -299,10 +328,8 @@ def _is_torchs(options: Options) -> bool:
     return momentum is not None and others == _DEFAULTS
 
 
-def _batch_norm_alone(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, buffers: ops.Buffers, options: Options
-) -> Tensor:
-    running_mean, running_var, num_batches_tracked, _ = buffers
+def _batch_norm_alone(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
+    running_mean, running_var, num_batches_tracked, _ = call.buffers
     if running_mean is not None and running_var is not None and is_repetition():
         # The repeated forward pass has counted the batch already.
         num_batches_tracked = None
@@ -310,30 +337,22 @@ def _batch_norm_alone(
             running_mean, running_var = running_mean.clone(), running_var.clone()
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
-    assert options.momentum is not None
-    return F.batch_norm(input, running_mean, running_var, weight, bias, True, options.momentum, options.eps)
+    momentum, eps = call.options.momentum, call.options.eps
+    assert momentum is not None
+    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
 
-def _evaluate(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    buffers: ops.Buffers,
-    options: Options,
-    masking: ops.Masking | None,
-) -> Tensor:
-    mean, var = buffers[:2]
-    if mean is None or var is None:
-        raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
-    masking = masking if masking is not None and masking.zeroes else None
+def _evaluate(input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call) -> Tensor:
+    mean, var = call.buffers[:2]
+    assert mean is not None
+    assert var is not None
+    options, masking = call.options, call.masking
     eps, is_clamp = options.eps, options.eps_mode == "clamp"
     follows = options.activation is not None or residual is not None or masking is not None
     if follows and not _is_recorded(input):
         dtype = ops.accumulate_dtype(input.dtype)
         var = var.to(dtype)
         invstd = (var.clamp(min=eps) if is_clamp else var + eps).rsqrt()
-        call = Call(options, ops.NO_BUFFERS, FIXED_STATISTICS, masking=masking)
         return evaluated_batch_norm(input, weight, bias, residual, call, mean.to(dtype), invstd)
     if is_clamp:
         # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.

@@ -3,22 +3,32 @@
 A repetition must not communicate, because other ranks need not repeat theirs, and must not count its batch again.
 Repetitions are never inferred from numbers: the checkpoint tells. Each region that a checkpoint may repeat is a
 :class:`Repeatable`, entered around the first run and around every repetition. In a repetition the n-th call of a layer
-uses the statistics that its n-th call in the first run gathered. The checkpoint holds the region, so that the region
-lives as long as the graph.
+is its n-th call in the first run: the same options, masks, mode and statistics, whatever the layer has by now. The
+checkpoint holds the region, so that the region lives as long as the graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..sync import name_of
-from ..torch_internals import is_in_backward, is_untouched, observe_checkpoints, raise_if_under_unknown_checkpoint
+from ..sync import FIXED_STATISTICS, name_of
+from ..torch_internals import (
+    is_in_backward,
+    is_untouched,
+    observe_checkpoints,
+    raise_if_under_unknown_checkpoint,
+    unseen_by_selective_checkpointing,
+)
 from .outputs import this_thread
+
+if TYPE_CHECKING:
+    from .function import Call
 
 _Result = TypeVar("_Result")
 
@@ -27,8 +37,8 @@ class Repeatable:
     """A part of a forward pass that is run, and then repeated in backward.
 
     Enter the region around the first run and around each repetition. In the first run layers work as usual. In a
-    repetition each call of a layer uses the statistics that its call in the first run gathered: the call does not
-    communicate and changes no buffer. Regions may be nested, and entered in several threads.
+    repetition each call of a layer uses the statistics, options and masks of its call in the first run: the call does
+    not communicate and changes no buffer. Regions may be nested, and entered in several threads.
 
     ``torch.utils.checkpoint`` is recognized and needs no Repeatable. Code that repeats forward passes by its own means
     makes one object for each pass; without one, a repetition is a forward like any other.
@@ -45,22 +55,24 @@ class Repeatable:
     """
 
     def __init__(self) -> None:
-        self._gathered: _Gathered | None = None
+        self._calls: _Calls = {}
+        self._first_runs = 0
         self._depth = 0
-        self._choices: _Choices = {}
         self._had_grad = False
 
     def __enter__(self) -> Repeatable:
-        repeats = self._gathered is not None
-        if self._gathered is None:
-            self._gathered, self._depth = {}, this_thread.depth
-            self._had_grad = torch.is_grad_enabled()
-        elif (self._gathered or self._choices) and self._is_first_run():
+        is_first = not self._first_runs or (bool(self._calls) and self._is_first_run())
+        # In evaluation, where nothing is gathered, a region may have several first runs, and no repetition then.
+        gathered = any(call is not None and call.sync is not FIXED_STATISTICS for call in chain(*self._calls.values()))
+        if gathered if is_first else self._first_runs > 1:
             raise RuntimeError(
                 "Repeatable: expected a repetition, in a backward pass or with gradients after a first run without, "
                 "got another first run; make one object for each forward pass"
             )
-        this_thread.runs.append(_Run(self._gathered, self._choices, repeats))
+        if is_first:
+            self._first_runs += 1
+            self._calls, self._depth, self._had_grad = {}, this_thread.depth, torch.is_grad_enabled()
+        this_thread.runs.append(_Run(self._calls, not is_first))
         this_thread.depth = self._depth
         return self
 
@@ -79,62 +91,51 @@ class Repeatable:
         return run
 
 
-# Statistics that the calls of each layer gathered in the first run, in call order.
-_Gathered = dict["nn.Module | None", list[Any]]
-# Choices of as_in_first_run in the first run, by layer, in call order.
-_Choices = dict["nn.Module | None", list[Any]]
+# Calls of each layer in the first run, in their order; None for a call that was refused.
+_Calls = dict["nn.Module | None", "list[Call | None]"]
 
 
 class _Run:
     """One run of a region in this thread, the first one or a repetition."""
 
-    def __init__(self, gathered: _Gathered, choices: _Choices, repeats: bool) -> None:
-        self.gathered, self.choices, self.repeats = gathered, choices, repeats
+    def __init__(self, calls: _Calls, repeats: bool) -> None:
+        self.calls, self.repeats = calls, repeats
         self.depth_around = this_thread.depth
-        self._calls: Counter[nn.Module | None] = Counter()
-        self._chosen: Counter[nn.Module | None] = Counter()
+        self._repeated: Counter[nn.Module | None] = Counter()
 
-    def remember(self, layer: nn.Module | None, result: Any) -> None:
-        self.gathered.setdefault(layer, []).append(result)
-
-    def recall(self, layer: nn.Module | None) -> Any:
-        gathered, number = self.gathered.get(layer, []), self._calls[layer]
-        if number == len(gathered):
+    def recall(self, layer: nn.Module | None) -> Call | None:
+        calls, number = self.calls.get(layer, []), self._repeated[layer]
+        if number == len(calls):
             raise RuntimeError(
-                f"{name_of(layer)}: expected a repetition to call it no more often than the first run, in which it "
-                f"was synchronized {number} time(s), got one call more"
+                f"{name_of(layer)}: expected a repetition to call it no more often than the first run, which called it "
+                f"{number} time(s), got one call more"
             )
-        self._calls[layer] += 1
-        return gathered[number]
-
-    def recall_choice(self, layer: nn.Module | None, default: Any) -> Any:
-        choices, number = self.choices.get(layer, []), self._chosen[layer]
-        self._chosen[layer] += 1
-        return choices[number] if number < len(choices) else default
+        self._repeated[layer] += 1
+        return calls[number]
 
 
-def result_of_call(layer: nn.Module | None, gather: Callable[[], _Result]) -> _Result:
-    """Returns the result of ``gather``; in a repetition, the result in the repeated call of ``layer``.
+def call_in_first_run(layer: nn.Module | None, make: Callable[[], Call]) -> Call:
+    """Returns ``make()``, a call of ``layer``; in a repetition, the call that is repeated.
 
     Raises:
-        RuntimeError: the first run made fewer calls of ``layer``, or the checkpoints of this torch are not known.
+        RuntimeError: the first run made fewer calls of ``layer``, or refused this one; or the checkpoints of this torch
+            are not known.
     """
     raise_if_under_unknown_checkpoint()
+    if not this_thread.runs:
+        return make()
     first_runs, repetition = _runs_of_call()
-    result: _Result = gather() if repetition is None else repetition.recall(layer)
-    for run in first_runs:
-        run.remember(layer, result)
-    return result
-
-
-def as_in_first_run(layer: nn.Module | None, value: _Result) -> _Result:
-    """Returns ``value``; in a repetition, the value in the repeated call of ``layer``."""
-    first_runs, repetition = _runs_of_call()
-    if repetition is not None:
-        value = repetition.recall_choice(layer, value)
-    for run in first_runs:
-        run.choices.setdefault(layer, []).append(value)
-    return value
+    call = None if repetition is None else repetition.recall(layer)
+    try:
+        if call is None:
+            with unseen_by_selective_checkpointing():  # a repetition skips it
+                call = make()
+            if repetition is not None:
+                raise RuntimeError(f"{name_of(layer)}: expected a repetition to be refused as the first run was")
+    finally:
+        for run in first_runs:
+            run.calls.setdefault(layer, []).append(call)
+    return call
 
 
 def _runs_of_call() -> tuple[list[_Run], _Run | None]:
@@ -145,6 +146,11 @@ def _runs_of_call() -> tuple[list[_Run], _Run | None]:
             return first_runs, run
         first_runs.append(run)
     return first_runs, None
+
+
+def is_in_region() -> bool:
+    """Whether what this thread runs may be repeated, or is a repetition. False while torch.compile traces."""
+    return not torch.compiler.is_compiling() and bool(this_thread.runs)
 
 
 def is_repetition() -> bool:

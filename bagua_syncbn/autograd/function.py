@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..options import Options
-from ..sync import FIXED_STATISTICS, Sync
-from ..torch_internals import apply_of, is_transformed, is_transforming
-from .checkpointing import is_repetition, result_of_call
+from ..sync import FIXED_STATISTICS, Sync, name_of
+from ..torch_internals import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
+from .checkpointing import is_repetition
 from .higher_order import differentiable_backward, differentiable_batch_norm
 from .outputs import note_output, this_thread
 
@@ -23,7 +23,7 @@ from .outputs import note_output, this_thread
 class Call:
     """A call without the tensors that may have gradients: options, buffers, mask and ranks.
 
-    It has a number in the group, and statistics, once these are gathered.
+    It has a number in the group, and statistics, once these are gathered. A checkpoint repeats the call with all of it.
     """
 
     __slots__ = ("buffers", "layer", "masking", "number", "options", "statistics", "sync")
@@ -139,8 +139,13 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         if given:
             mean, invstd, count, clamped = given
+        elif call.statistics is not None:  # in a repetition by a checkpoint
+            mean, invstd, count, clamped = call.statistics
         elif this_thread.runs:
-            mean, invstd, count, clamped = _gather_once(call, input)
+            if is_repetition():
+                raise RuntimeError(f"{name_of(call.layer)}: expected no repetition of a call that failed")
+            with unseen_by_selective_checkpointing():  # a repetition gathers nothing
+                mean, invstd, count, clamped = call.gather(input)
         else:
             mean, invstd, count, clamped = call.gather(input)
         ctx.call = call
@@ -221,18 +226,6 @@ def _through_activation(
         return grad_output, (bias, None, code, parameter), again
     grad = torch.empty_like(input)
     return grad, (bias, residual, code, parameter, grad), {}
-
-
-def _gather_once(call: Call, input: Tensor) -> ops.MergedStats:
-    """Gathers statistics, or in a repetition by a checkpoint takes those of the first run, with who gathered them."""
-
-    def gather() -> tuple[Sync, int, ops.MergedStats]:
-        merged = call.gather(input)
-        return call.sync, call.number, merged
-
-    call.sync, call.number, merged = result_of_call(call.layer, gather)
-    call.statistics = merged
-    return merged
 
 
 # Computes synchronized_batch_norm if is_untouched(), for unwrapped() tensors only.

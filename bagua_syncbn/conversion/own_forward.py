@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import ops
-from ..autograd import is_repetition
+from ..autograd import is_in_region, is_repetition
 from ..communicators import LOCAL
 from ..functional import batch_norm
 from ..options import options_of
@@ -73,7 +73,9 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
-    """Whether ``layer`` computes something else in evaluation than F.batch_norm by the same running statistics."""
+    """Whether ``layer`` may compute something else in evaluation than F.batch_norm by the same running statistics."""
+    if is_in_region():  # a repetition computes what the first run did
+        return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or layer._masking is not None
 
 
@@ -91,7 +93,7 @@ def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
         before = counted.clone()
     try:
         yield
-        if layer._accumulator:
+        if layer._accumulator and not is_repetition():
             layer._accumulator.counted = counted.clone()
     finally:  # checkpointing ends a repetition by an exception once it has all tensors that it needs
         with unseen_by_selective_checkpointing():

@@ -2,6 +2,7 @@
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from functools import partial
 from threading import Thread
 
@@ -16,7 +17,15 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from user_layers import BatchNormAct1d
 
-from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, torch_internals
+from bagua_syncbn import (
+    Repeatable,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    freeze_statistics,
+    masked,
+    sync_batch_norm,
+    torch_internals,
+)
 from bagua_syncbn.autograd import checkpointing
 from bagua_syncbn.communicators import LOCAL
 
@@ -356,6 +365,87 @@ def test_nothing_is_held_beyond_the_graph(how):
     outputs.clear()
     assert regions_alive() == before
     assert checkpointing.this_thread.runs == []
+
+
+def by_function(layer):
+    def call(input):
+        tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
+        lengths, zero = layer.lengths, layer.lengths is not None
+        return sync_batch_norm(input, *tensors, layer.training, 0.1, layer.eps, lengths=lengths, zero_masked=zero)
+
+    return call
+
+
+def change(layer, mode):
+    """Makes every later call of ``layer`` another one."""
+    layer.train(mode != "training")
+    layer.lengths, layer.momentum, layer.eps, layer.eps_mode = None, None, 2.0, "clamp"
+    layer.fused_activation = "sigmoid"
+    with torch.no_grad():
+        layer.running_mean.add_(3)
+        layer.running_var.mul_(7)
+    layer.process_group = LOCAL
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "selective, all", "nested in reentrant", "own"])
+@pytest.mark.parametrize("mode", ["training", "evaluation", "frozen"])
+@pytest.mark.parametrize("way", ["forward", "own forward", "function"])
+def test_a_repetition_is_the_call_that_it_repeats_whatever_changed_since(way, mode, how, ranks):
+    if (way, how) == ("own forward", "selective, all"):
+        how = "without early stop"  # torch refuses a repetition of other operations, and this forward looks at its mode
+    torch.manual_seed(dist.get_rank())
+    drawn, lengths, results = torch.randn(2, 4, 3, 5, dtype=torch.float64), torch.tensor([5, 2, 0, 3]), []
+    mask = torch.arange(5) < lengths.view(-1, 1, 1)
+    for checkpointed in (False, True):
+        layer = convert_sync_batchnorm(BatchNormAct1d(3)) if way == "own forward" else SyncBatchNorm(3)
+        layer.double().train(mode == "training").lengths = lengths
+        if mode == "frozen":
+            freeze_statistics(layer.train())
+        call = by_function(layer) if way == "function" else layer
+        input, grad_output = drawn.masked_fill(~mask, torch.nan).requires_grad_(), drawn[1]
+        with masked(layer, mask, zero_masked=True):
+            output = CHECKPOINTS[how](call, input[0]) if checkpointed else call(input[0])
+        if checkpointed:
+            change(layer, mode)
+        with masked(layer, torch.ones(1, 1, 9, dtype=torch.bool)) if checkpointed else nullcontext():
+            output.backward(grad_output)
+        results.append((output.detach(), input.grad, layer.weight.grad, layer.bias.grad))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
+def test_selective_checkpoints_keep_apart_what_a_layer_and_its_neighbours_compute(ranks):
+    layer, input = SyncBatchNorm(3, momentum=None).double(), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for call in (CHECKPOINTS["selective, all"], lambda block, input: block(input)):
+        output = call(lambda x: layer(x[1:], mask=torch.arange(5).view(5, 1) < 4).clone()[-3:].sin(), input)
+        grads.append(torch.autograd.grad(output, input, output.detach().cos()))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_calls_that_the_first_run_refused_are_refused_again(how):
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+
+    def block(input):
+        with suppress(ValueError, RuntimeError):
+            layer(input[:1])  # one value per channel
+        return layer(input).sin()
+
+    for call in (CHECKPOINTS[how], lambda block, input: -block(input)):
+        call(block, input).sum().backward()
+    torch.testing.assert_close(input.grad, torch.zeros_like(input))
+
+    def taken_later(input):
+        with suppress(RuntimeError) if torch._C._current_graph_task_id() == -1 else nullcontext():
+            layer(input)
+        return input.sin()
+
+    with masked(layer, torch.ones(2, 1, dtype=torch.bool)):  # fits no input
+        output = CHECKPOINTS[how](taken_later, input)
+    with pytest.raises(RuntimeError, match="expected a repetition to be refused as the first run was"):
+        output.sum().backward()
 
 
 class UnknownFrame(torch_checkpoint._CheckpointFrame):
