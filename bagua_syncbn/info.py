@@ -36,19 +36,19 @@ def collect_info() -> dict[str, Any]:
 
 
 def _exchange() -> str:
-    """Returns how the ranks of one host exchange small messages on CPU, and why not through shared memory."""
+    """Returns how ranks of one host exchange small messages on CPU; if not through shared memory, with the reason."""
     problem = shared.problem()
     return f"collectives: {problem}" if problem else "shared memory"
 
 
 def _cuda_kernels() -> list[str]:
-    """Returns for each CUDA device which kernels compute on it, and why; without devices, what native ones are."""
+    """Returns the kernels of each CUDA device and the reason; without devices, the state of native CUDA kernels."""
     devices = [f"cuda:{index}: {cuda_kernels(index)}" for index in range(torch.cuda.device_count())]
     return devices or [EXPERIMENTAL] * KERNELS.endswith("cuda")
 
 
 def _build_info() -> dict[str, Any]:
-    """Returns the record of setup.py: kind of build and its reason, and the versions of torch and the build tools."""
+    """Returns what setup.py recorded: the kind of build, its reason, and the versions of torch and the build tools."""
     file = Path(__file__).with_name("build_info.json")
     info: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return info

@@ -26,8 +26,8 @@ def _randomness(found: Comparison) -> list[str]:
     if first_difference(found.ranks, both) is None:
         return []
     of_ranks = found.ranks.together("the third step", lambda: _random_modules(found))
-    told = [f"{name} is random: it gives another output for the same input" for own in of_ranks for name in own]
-    return list(dict.fromkeys(told)) or ["the step is random: a second one in one process gives another result"]
+    notes = [f"{name} is random: it gives another output for the same input" for own in of_ranks for name in own]
+    return list(dict.fromkeys(notes)) or ["the step is random: a second one in one process gives another result"]
 
 
 def _layers(found: Comparison) -> list[str]:

@@ -66,18 +66,18 @@ class BatchNoise:
         count, over = len(self.layers), sum(layer.at(self.samples) > self.limit for layer in self.layers)
         worst = max(self.layers, key=lambda layer: layer.of_one_sample)
         advice = "synchronize" if over else "no need to synchronize"
-        told = (
+        text = (
             f"at {self.samples} sample{'s' * (self.samples > 1)} a rank, batch noise is {worst.at(self.samples):.0%} "
             f"of the deviation in {worst.name!r}: {advice}; over {self.limit:.0%} in {over} of {count} layers"
         )
         mixed = [layer for layer in self.layers if layer.is_mixed]
         if mixed:
             most = max(mixed, key=lambda layer: layer.spread or 0)
-            told += (
+            text += (
                 f"\nmeans of batches spread {most.spread:.1f} times as far as their samples explain in {most.name!r}, "
                 f"and too far in {len(mixed)} of {count} layers: shuffle samples over batches and ranks, or synchronize"
             )
-        return told
+        return text
 
     def __str__(self) -> str:
         sizes = sorted({2, 8, 32, self.samples, self.samples * self.ranks})

@@ -53,10 +53,10 @@ class Verdict:
 
     def __str__(self) -> str:
         are = ("ranks", "equal", "differ from") if self.ranks > 1 else ("rank", "equals", "differs from")
-        told = f"{are[1]} one process: {self.compared}"
+        text = f"{are[1]} one process: {self.compared}"
         if self.difference is not None:
-            told = f"{are[2]} one process: {self.difference}"
-        return "\n- ".join([f"{self.ranks} {are[0]} {told}", *self.notes])
+            text = f"{are[2]} one process: {self.difference}"
+        return "\n- ".join([f"{self.ranks} {are[0]} {text}", *self.notes])
 
 
 def verify_synchronization(
@@ -121,15 +121,15 @@ def verify_synchronization(
     started = {} if ranks.in_job else {name: int(os.environ.get(name) or 1) for name in _WORLD_SIZES}
     for name, number in started.items():
         if number > 1:
-            told = f"each trains alone: {name} is {number}, but torch.distributed is not initialized; call "
-            return Verdict(number, "nothing", f"{told}torch.distributed.init_process_group() first", ())
+            text = f"each trains alone: {name} is {number}, but torch.distributed is not initialized; call "
+            return Verdict(number, "nothing", f"{text}torch.distributed.init_process_group() first", ())
     with unchanged(module), torch.inference_mode(False):
         tensors = {} if by_layer else tensors_of(module)  # a sharded model has others on each rank
         modes = {f"mode of module {name!r}": own.training for name, own in module.named_modules()}
         kinds = {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors.items()}
         unlike = _unlike(ranks, lambda: modes | kinds)
         if unlike:
-            return Verdict(ranks.size, "nothing", f"{unlike[0]} is not alike on all ranks before the step", ())
+            return Verdict(ranks.size, "nothing", f"{unlike[0]} differs between ranks before the step", ())
         if by_layer:
             return _verify_layers(module, batch, loss, ranks)
         differ = _unlike(ranks, lambda: {name: digest(own) for name, own in tensors.items()})
@@ -172,8 +172,8 @@ def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Ve
     if not checks.compared:
         raise ValueError("model: expected calls of batch normalization layers in training, got none")
     first, *others = (*checks.differ.values(), *checks.unlike) or (None,)
-    told = f"{checks.compared} layer{'s' * (checks.compared != 1)}, on the inputs that they met"
-    return Verdict(ranks.size, told, first, tuple(others))
+    text = f"{checks.compared} call{'s' * (checks.compared != 1)} of layers"
+    return Verdict(ranks.size, text, first, tuple(others))
 
 
 def _verify(model: nn.Module, batch: Any, loss: Loss, merge: Any, ranks: Ranks, differ: Sequence[str]) -> Verdict:

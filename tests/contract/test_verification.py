@@ -186,9 +186,9 @@ CASES = {
     ),
     "a module mixes samples": Case(lambda: model(Centered()), told=("output differs", "no cause was found")),
     "a loss of pairs of samples": Case(model, loss=of_pairs, told=("loss differs", "outputs are equal: the loss of")),
-    "a rank is in evaluation": Case(in_evaluation_on_one_rank, told=("mode of module '1' is not alike on all ranks",)),
+    "a rank is in evaluation": Case(in_evaluation_on_one_rank, told=("mode of module '1' differs between ranks",)),
     "a rank has more": Case(
-        lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]), told=("is not alike on all ranks",)
+        lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]), told=("differs between ranks before",)
     ),
 }  # fmt: skip
 
@@ -277,7 +277,7 @@ def test_sharded_models_are_verified_layer_by_layer():
         verdicts.append(str(verify_synchronization(own, batch(), cross_entropy, by_layer=True)))
     flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
     told = str(verify_synchronization(flat, batch(), cross_entropy, by_layer=True))
-    assert told == verdicts[0] == "2 ranks equal one process: 2 layers, on the inputs that they met"
+    assert told == verdicts[0] == "2 ranks equal one process: 2 calls of layers"
     assert "BatchNorm1d '1' differs from one process" in verdicts[1]
     assert UNCONVERTED in verdicts[1]
 
