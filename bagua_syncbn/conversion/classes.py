@@ -1,7 +1,10 @@
 """Classes of converted layers, and the classes that these layers had before."""
 
 import copy
-from typing import Any, cast
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,8 +18,9 @@ from ..sync_batchnorm import (
     SyncBatchNorm3d,
     state_to_travel,
 )
-from .changes import change_and_class, class_before_changes, class_with, is_sharded_class, made_once, sharded_class
 from .own_forward import ObservedSyncBatchNorm, observed_forward
+
+_Class = TypeVar("_Class", bound=nn.Module)
 
 _STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
@@ -30,11 +34,8 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     """Returns the class that layers of class ``cls`` get without a converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
-    change, before = change_and_class(cls)
-    if change is not None:
-        return cast(type[SyncBatchNorm], class_with(synchronized_class(before), change))
-    if is_sharded_class(cls):
-        return sharded_class(cls, synchronized_class(cls.__bases__[1]))
+    if _is_sharded_class(cls):
+        return _sharded_class(cls, synchronized_class(cls.__bases__[1]))
     if cls in _STANDARD_CLASSES:
         return _STANDARD_CLASSES[cls]
     if cls is nn.SyncBatchNorm:
@@ -42,7 +43,7 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
         return replacing_class(cls, SyncBatchNorm)
     if _is_parametrized_class(cls):
         return _derive_parametrized(cls)
-    return made_once(cls, SyncBatchNorm, lambda: _derive(cls))
+    return _made_once(cls, SyncBatchNorm, lambda: _derive(cls))
 
 
 def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
@@ -53,11 +54,8 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
     """
     if _is_parametrized_class(cls):
         return _class_before_parametrized(cls)
-    if is_sharded_class(cls):
-        return sharded_class(cls, class_before_conversion(cls.__bases__[1]))
-    change, before = change_and_class(cls)
-    if change is not None:
-        return class_with(class_before_conversion(before), change)
+    if _is_sharded_class(cls):
+        return _sharded_class(cls, class_before_conversion(cls.__bases__[1]))
     if "local_class" not in vars(cls):
         raise TypeError(
             f"module: expected layers whose class names its local_class, got {full_name(cls)}; "
@@ -94,12 +92,40 @@ def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
     """Returns a class with the methods of ``target`` alone, for layers that were of class ``cls``."""
     name = f"Sync{cls.__name__.removeprefix('Sync')}"
-    return made_once(cls, ("replacing", target), lambda: type(name, (target,), _namespace(cls)))
+    return _made_once(cls, ("replacing", target), lambda: type(name, (target,), _namespace(cls)))
+
+
+# Keeps neither class alive.
+_made: WeakKeyDictionary[type[nn.Module], dict[object, ReferenceType[type]]] = WeakKeyDictionary()
+
+
+def _made_once(cls: type[nn.Module], key: object, make: Callable[[], type[_Class]]) -> type[_Class]:
+    """Returns the class that ``make`` makes of ``cls`` for ``key``, the same one as long as anybody has it."""
+    known = _made.setdefault(cls, {})
+    made: Any = known[key]() if key in known else None
+    if made is None:
+        made = make()
+        known[key] = ref(made)
+    return cast(type[_Class], made)
 
 
 def full_name(cls: type) -> str:
     """Returns the name of ``cls`` with its module, for messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# Modules after fully_shard: torch gives them a class derived from FSDPModule and from their own class, in this order.
+
+
+def _is_sharded_class(cls: type) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # absent if never used
+    return fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
+
+
+def _sharded_class(cls: type, base: type[_Class]) -> type[_Class]:
+    """Returns the sharded class ``cls`` with ``base`` as its second base."""
+    namespace = {name: value for name, value in vars(cls).items() if name in ("__module__", "__deepcopy__")}
+    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), namespace)
 
 
 # Parametrized layers: torch gives each layer a class of its own, derived from the layer's class, with a property for
@@ -152,7 +178,7 @@ def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
     state = reduced[2]
     if isinstance(state, dict):
         state = state_to_travel(state)  # for a __getstate__ of the layer's own class that does not call ours
-    cls = cast(type[SyncBatchNorm], class_before_changes(type(layer)))
+    cls = type(layer)
     made_from = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
     return _new_layer, made_from, state, *reduced[3:]
 

@@ -15,12 +15,12 @@ from torch import nn
 from ..communicators import EVERYONE, GroupSpec, spec_of
 from ..ops.activations import Activation
 from ..sync_batchnorm import SyncBatchNorm
-from . import changes
+from ..torch_internals import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
 from .freezing import is_frozen
 from .fusing import FusedActivation, unfuse
-from .recomputing import recomputing
+from .recomputing import undo_recomputing
 from .registry import groups_of
 from .report import summary
 
@@ -94,7 +94,7 @@ def convert_sync_batchnorm(
             if skip_nonfinite:
                 vars(layer)["skip_nonfinite"] = True
         _name_layers(module)
-    changes.forget_compiled_code(module)
+    forget_compiled_code(module)
     told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
         print(told)
@@ -139,8 +139,10 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             vars(layer).update(attributes)
         for part, cls in changed.items():
             object.__setattr__(part, "__class__", cls)
+    for part in module.modules():
+        undo_recomputing(part)
     unfuse(module)
-    changes.forget_compiled_code(module)
+    forget_compiled_code(module)
     return module
 
 
@@ -165,8 +167,6 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fuse
 
 def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
     cls = type(part)
-    if changes.has(cls, recomputing):
-        cls = changes.class_without(cls, recomputing)
     return class_before_conversion(cls) if issubclass(cls, SyncBatchNorm) else cls
 
 

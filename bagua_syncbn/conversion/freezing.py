@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..sync_batchnorm import Frozen, SyncBatchNorm
-from . import changes
+from ..torch_internals import forget_compiled_code
 from .findings import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names, where_is
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -69,7 +69,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
         warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
     for layer in layers:
         _freeze(layer, parameters)
-    changes.forget_compiled_code(module)
+    forget_compiled_code(module)
     return module
 
 
@@ -105,7 +105,7 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
             getattr(layer, name).requires_grad_()
         del layer._frozen
         layer.training = holders[layer].training if layer in holders else frozen.training
-    changes.forget_compiled_code(module)
+    forget_compiled_code(module)
     return module
 
 

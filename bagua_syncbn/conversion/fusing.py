@@ -65,10 +65,9 @@ class Pair(NamedTuple):
 def fuse_activations(module: _Module) -> _Module:
     """Makes synchronized layers compute the activations that follow them in a :class:`torch.nn.Sequential`.
 
-    Layer and activation become one pass over memory, which stores only the input of the layer for the backward pass,
-    as in `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018)
-    <https://arxiv.org/abs/1712.02616>`__, but from the input and not from the output. Outputs stay the same up to the
-    rounding of the value between the two.
+    Layer and activation become one pass over memory, which stores only the input of the layer for the backward pass;
+    `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018) <https://arxiv.org/abs/1712.02616>`__ stores
+    only the output. Outputs stay the same up to the rounding of the value between the two.
 
     A layer is fused if the next module in a container whose forward is that of :class:`torch.nn.Sequential` is a torch
     module for an activation that layers can compute, but no sigmoid; :class:`torch.nn.Identity`, and dropout with

@@ -1,15 +1,19 @@
 """Models whose calls recompute the outputs of layers in backward instead of storing them."""
 
+import sys
+import threading
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from ..autograd import Recomputed
-from . import changes
+from ..torch_internals import add_call_hooks, has_call_hooks, remove_call_hooks
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_NAME = "bagua_syncbn.recompute_outputs"
 
 
 @overload
@@ -18,6 +22,10 @@ def recompute_outputs(module: None = None) -> AbstractContextManager[None]: ...
 def recompute_outputs(module: _Module, *, enabled: bool = True) -> _Module: ...
 def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) -> _Module | AbstractContextManager[None]:
     """Recomputes the outputs of synchronized layers in the backward pass instead of storing them.
+
+    This stores as little as `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018)
+    <https://arxiv.org/abs/1712.02616>`__, which keeps the output of the activation and inverts it; here the input of
+    the layer is kept, so any activation will do.
 
     Other layers may save the output of a synchronized layer, a view of it, or an activation that follows it. Backward
     recomputes these by elementwise passes over the input of the synchronized layer, which that layer saves anyway. The
@@ -31,17 +39,17 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     residual, and one whose input is itself a recomputed output.
 
     Args:
-        module: a model, whose calls recompute outputs from now on, as those of its copies do. The model stays the same
-            object and gets a class derived from its own. None for a context manager, to be entered around forward
-            passes; the backward pass may be outside of it.
-        enabled: False to give ``module`` its class back, as :func:`revert_sync_batchnorm` does too.
+        module: a model, whose calls recompute outputs from now on, by hooks that copies and files keep. None for a
+            context manager, to be entered around forward passes; the backward pass may be outside of it.
+        enabled: False to end that for ``module``, as :func:`revert_sync_batchnorm` does too.
 
     Returns:
         ``module``, the same object, or the context manager.
 
     Raises:
-        TypeError: ``module`` is no module; with ``enabled=False``, other code derived a class from the class that the
-            model got.
+        TypeError: ``module`` is no module.
+
+    A forward pass that Ctrl-C ends leaves recomputation in force in its thread until the next call of such a model.
 
     A backward pass raises RuntimeError if the input of a layer was written to after its forward pass. Writes through
     ``.data`` are not detected, because autograd does not see them.
@@ -59,17 +67,59 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     if not isinstance(module, nn.Module):
         expected = "a torch.nn.Module or None" if enabled else "a torch.nn.Module with enabled=False"
         raise TypeError(f"module: expected {expected}, got {type(module).__name__}")
-    (changes.apply if enabled else changes.undo)(module, recomputing)
+    if enabled:
+        add_call_hooks(module, _NAME, _enter, _leave)
+    else:
+        undo_recomputing(module)
     return module
 
 
-def recomputing(cls: Any) -> dict[str, Any]:
-    """Returns methods for modules of ``cls``: a call that runs within :class:`Recomputed`."""
+def recomputes(module: nn.Module) -> bool:
+    """Whether calls of ``module`` recompute outputs, by :func:`recompute_outputs`."""
+    return has_call_hooks(module, _NAME)
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return cls.__call__(module, *args, **kwargs)
-        with Recomputed():
-            return cls.__call__(module, *args, **kwargs)
 
-    return {"__call__": call}
+def undo_recomputing(module: nn.Module) -> None:
+    remove_call_hooks(module, _NAME)
+
+
+# Hooks are functions, so that copies and files of a module keep them, and what they enter is kept here.
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # Contexts of calls that run in this thread, each with the frame that runs the hooks of its call.
+        self.entered: list[tuple[FrameType, Recomputed]] = []
+
+
+_this_thread = _Local()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _leave_ended()
+        context = Recomputed()
+        context.__enter__()
+        _this_thread.entered.append((sys._getframe(1), context))
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _leave_ended(sys._getframe(1))
+
+
+def _leave_ended(ending: FrameType | None = None) -> None:
+    """Leaves the contexts of calls that run no longer, and that of the call whose hooks the frame ``ending`` runs.
+
+    torch runs no hook after a call that Ctrl-C ends.
+    """
+    entered = _this_thread.entered
+    while entered and (entered[-1][0] is ending or not _is_running(entered[-1][0])) and entered[-1][1].is_innermost():
+        entered.pop()[1].__exit__()
+
+
+def _is_running(frame: FrameType) -> bool:
+    running: FrameType | None = sys._getframe(1)
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is frame

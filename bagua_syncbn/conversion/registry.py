@@ -9,7 +9,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..communicators import bagua
 from ..sync_batchnorm import SyncBatchNorm
-from .changes import class_before_changes, class_with_changes_of
 from .classes import full_name, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
@@ -57,7 +56,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def _converter_of(module: nn.Module) -> Converter | None:
-    return _converters.get(class_before_changes(type(module)))
+    return _converters.get(type(module))
 
 
 def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
@@ -77,7 +76,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
         )
-    return class_with_changes_of(cls, replacing_class(class_before_changes(cls), target))
+    return replacing_class(cls, target)
 
 
 def groups_of(layer: nn.Module) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..sync_batchnorm import SyncBatchNorm
-from . import changes
 from .findings import Action, Filter, Finding, examine, where_is
 from .freezing import is_frozen
 from .fusing import FusedActivation, pairs_in
-from .recomputing import recomputing
+from .recomputing import recomputes
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
             notes.setdefault(part, []).append("statistics frozen")
         if isinstance(part, FusedActivation):
             notes.setdefault(part.layer, []).append(f"computes {where_is(part.activation, name)}")
-        if changes.has(type(part), recomputing):
+        if recomputes(part):
             for layer in part.modules():
                 if isinstance(layer, SyncBatchNorm):
                     notes.setdefault(layer, []).append("outputs are made anew")
