@@ -36,7 +36,12 @@ class _Sent(NamedTuple):
             stream = torch.cuda.current_stream(self.tensor.device)
             stream.wait_event(self.event)
             self.tensor.record_stream(stream)
-        return self.tensor.to(device)
+        with torch.enable_grad():  # this thread may run without gradients, where another replica needs them
+            return _copy_to(self.tensor, device)
+
+
+def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device)
 
 
 def _send(tensor: Tensor) -> _Sent:
