@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import torch_internals
-from .waiting import AsyncCollective, keep_last_works_of, wait_in_slices
+from .waiting import AsyncCollective, keep_last_works_of, leave, wait_in_slices
 
 _IS_AVAILABLE = dist.is_available()
 
@@ -64,6 +64,12 @@ class TorchCommunicator:
         work = group.allreduce([packed]) if packed.is_cpu else group.allreduce([packed], _SUM_IN_STREAM)
         _end(work, group, packed)
         return packed
+
+    def leave(self, why: str) -> None:
+        """Has the other ranks not wait for this one any more. The group cannot be used after it."""
+        group = self._group()
+        if group is not None:
+            leave(group, why)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
         """Starts :meth:`all_gather` without waiting for the other ranks."""

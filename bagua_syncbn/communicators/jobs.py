@@ -39,35 +39,41 @@ def meet(
         MeetingError: some ranks did not come within ``seconds``, of whom ``tell`` may say more; or one has left.
     """
 
-    def settle(outcome: Any) -> Any:
-        """Sets the outcome unless there is one; returns the one that holds."""
-        return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
-
     def arrived(others: Sequence[int]) -> bool:
         return bool(store.check([str(other) for other in others]))
 
     deadline, pause, outcome = time.monotonic() + seconds, 0.0005, None
-    store.set(str(rank), json.dumps(value))
     try:
+        store.set(str(rank), json.dumps(value))
         while outcome is None:
             if store.check(["outcome"]):
                 outcome = json.loads(store.get("outcome"))
             elif rank == ranks[0] and arrived(ranks):
-                outcome = settle({"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
+                outcome = _settle(store, {"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
             elif time.monotonic() > deadline:
                 missing = [str(other) for other in ranks if not arrived([other])]
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "an answer"
-                outcome = settle({"failed": f"rank {rank} waited for {who} for {seconds:g} s{tell(missing)}"})
+                outcome = _settle(store, {"failed": f"rank {rank} waited for {who} for {seconds:g} s{tell(missing)}"})
             else:  # polls, because a blocking wait would keep other threads from the store, and ignore Ctrl-C
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
     except BaseException as error:
-        with suppress(RuntimeError):
-            settle({"failed": f"rank {rank} left with {type(error).__name__}"})
+        leave_meeting(store, rank, error)
         raise
     if "failed" in outcome:
         raise MeetingError(outcome["failed"])
     return outcome["decided"]
+
+
+def leave_meeting(store: Any, rank: int, error: BaseException) -> None:
+    """Ends the meeting in ``store`` for all ranks, unless it has an outcome, because ``error`` keeps ``rank`` away."""
+    with suppress(RuntimeError):
+        _settle(store, {"failed": f"rank {rank} left with {type(error).__name__}"})
+
+
+def _settle(store: Any, outcome: Any) -> Any:
+    """Sets the outcome of a meeting unless it has one. Returns the outcome that holds."""
+    return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
 
 
 class Job:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
 from .c10d import DESTROYED, TorchCommunicator
-from .jobs import MeetingError, meet
-from .waiting import AsyncCollective
+from .jobs import MeetingError, leave_meeting, meet
+from .waiting import AsyncCollective, leave, leave_through
 
 _log = logging.getLogger("bagua_syncbn")
 
@@ -81,6 +81,10 @@ class SharedCommunicator(TorchCommunicator):
         numel, itemsize = packed.numel(), packed.element_size()
         self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize)
         return _Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel))
+
+    def leave(self, why: str) -> None:
+        super().leave(why)
+        self._close()
 
     def _close(self) -> None:
         self._segment = None  # the library reports None as a destroyed group
@@ -186,7 +190,17 @@ def _agree(group: Any) -> tuple[str, Any]:
     store = prefix_store("bagua_syncbn/shared", backend_and_store(group)[1])
     # Numbered, because a store may outlive a job, and the next job may name its groups alike.
     store = prefix_store(str(store.add(f"times/{rank}", 1)), store)
+    leave_through(group, store)
+    try:
+        return _share(store, rank, size, seconds)
+    except BaseException as error:
+        for meeting in ("made", "opened"):
+            leave_meeting(prefix_store(meeting, store), rank, error)
+        leave(group, f"rank {rank} has left the group: {type(error).__name__} in its first use")
+        raise
 
+
+def _share(store: Any, rank: int, size: int, seconds: float) -> tuple[str, Any]:
     def together(key: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         try:
             return meet(prefix_store(key, store), rank, range(size), value, seconds, decide)

@@ -1,7 +1,9 @@
 """Waits of the host for a collective, which Ctrl-C can end, and collectives that the host does not wait for."""
 
 import ctypes
+import os
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import finalize, ref
@@ -39,6 +41,7 @@ def wait_in_slices(work: Any, group: Any) -> None:
             except RuntimeError:
                 if work.is_completed():  # the collective failed, or ended just after the slice
                     break
+            raise_if_left(group)
         work.wait()
         _ended[id(group)].append(work)
     except BaseException:
@@ -62,6 +65,38 @@ def keep_last_works_of(group: Any) -> None:
     if key not in _ended:
         _ended[key] = deque(maxlen=4)
         finalize(group, _ended.pop, key).atexit = False  # type: ignore[misc]  # atexit would be too early
+
+
+# Stores by which the ranks of a group learn that one of them has left, by the id of the group, each with the process
+# that may use it: a forked child has the same connection.
+_stores: dict[int, tuple[Any, int]] = {}
+
+
+def leave_through(group: Any, store: Any) -> None:
+    """Has the ranks of ``group`` say in ``store`` that they have left, and look there while they wait."""
+    key = id(group)
+    if key not in _stores:
+        finalize(group, _stores.pop, key).atexit = False  # type: ignore[misc]
+    _stores[key] = store, os.getpid()
+
+
+def leave(group: Any, why: str) -> None:
+    """Tells the ranks that wait in a collective of ``group`` that this rank does not come."""
+    store, process = _stores.get(id(group), (None, 0))
+    if store is not None and process == os.getpid():
+        with suppress(RuntimeError):  # the store ends with the rank that keeps it
+            store.compare_set("left", "", why)
+
+
+def raise_if_left(group: Any) -> None:
+    """Raises RuntimeError if a rank of ``group`` has left."""
+    store, _ = _stores.get(id(group), (None, None))
+    why = ""
+    if store is not None:
+        with suppress(RuntimeError):
+            why = store.get("left").decode() if store.check(["left"]) else ""
+    if why:
+        raise RuntimeError(why)
 
 
 def _keep_to_the_end(kept: Any) -> None:

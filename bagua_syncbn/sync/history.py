@@ -26,6 +26,9 @@ class CallHistory:
         self.number = 1  # next call's number in headers; never 0, which stands for compiled code
         self.device: torch.device | None = None  # device of the messages; None before the first one
         self.failure: str | None = None  # the call after which this rank does not know what others expect
+        # The call that has begun to send and is not known to have ended well: another thread is in it, or an exception
+        # has ended it.
+        self.sending: CallSignature | None = None
         self.pending: Any = None  # PendingError, in case the failure is an error that others may have raised too
         # Kinds whose calls here were compiled. As compiled code does, their eager calls say no more than their options.
         self.compiled = compiled

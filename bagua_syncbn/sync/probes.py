@@ -76,18 +76,31 @@ def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) ->
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
             if word_of(kind_of(layer)) not in history.compiled:
-                _tell(communicator, history, f"{type(error).__name__} in {name_of(layer)}", str(error))
+                _tell(communicator, history, f"{type(error).__name__} in {name_of(layer)}", error)
 
 
-def _tell(communicator: TorchCommunicator, history: CallHistory, what: str, why: str) -> None:
-    device, call = history.device, history.calls + 1
+def _tell(communicator: TorchCommunicator, history: CallHistory, what: str, error: BaseException) -> None:
+    device = history.device
     if device is None or history.failure is not None or not can_probe(device):
         return
-    probe = Probe(history.expected(), RAISED, history.number, communicator, device)
-    answer = probe.begin(communicator)
-    on_cpu = device.type == "cpu"
-    texts = communicator.begin_all_gather(codes_of(f"{what}, call {call}: {why}")) if on_cpu else None
-    history.failure, history.pending = f"{what}, call {call}", PendingError(probe, answer, texts)
+    history.failure = what = f"{what}, call {history.calls + 1}"  # first, because an interrupt may end what follows
+    if history.sending is not None:  # so that it is not known what the others expect
+        leave(communicator, what, error)
+        return
+    try:
+        probe = Probe(history.expected(), RAISED, history.number, communicator, device)
+        answer = probe.begin(communicator)
+        texts = communicator.begin_all_gather(codes_of(f"{what}: {error}")) if device.type == "cpu" else None
+        history.pending = PendingError(probe, answer, texts)
+    except BaseException as interrupt:
+        leave(communicator, what, interrupt)
+        raise
+
+
+def leave(communicator: Communicator, what: str, error: BaseException) -> None:
+    """Tells the ranks that wait for this one, now or later, that ``error`` ended its call and it sends no more."""
+    if isinstance(communicator, TorchCommunicator):
+        communicator.leave(f"rank {communicator.rank} has left the group: {type(error).__name__} in the {what}")
 
 
 def resume(history: CallHistory) -> None:

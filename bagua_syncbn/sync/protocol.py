@@ -24,7 +24,7 @@ from ..communicators import Communicator
 from ..options import Options
 from .faults import ON_CPU, differ_text, found_text, number_of_sums, raise_if_found, record_for
 from .history import history_in
-from .probes import Probe, by_text, can_probe, codes_of, resume
+from .probes import Probe, by_text, can_probe, codes_of, leave, resume
 from .signatures import CallSignature, describe, exact_bits, signature_of
 
 
@@ -101,6 +101,7 @@ class RankSync:
         """Raises RuntimeError if an op on CPU has found that the ranks differ, in ``gathered`` or else in sums."""
         if self._record is ON_CPU and ON_CPU.kind.value:
             self._raise_found(number, gathered, counter)
+        self._history.sending = None
 
     def total(self, packed: Tensor, number: int) -> Tensor:
         """Returns the sum over ranks of ``packed``: for derivatives of any order."""
@@ -111,28 +112,40 @@ class RankSync:
         total, said = total.tensor_split([-ops.PARTS])
         expected = [self.communicator.size * word for word in words]
         if packed.device.type != "cpu" or type(packed) is not Tensor:
-            return total.where((said == packed.new_tensor(expected)).all(), torch.nan)
-        if said.tolist() != expected:
+            total = total.where((said == packed.new_tensor(expected)).all(), torch.nan)
+        elif said.tolist() != expected:
             self._disagree(self._say(signature, self._history.calls, number), packed.device)
+        self._history.sending = None
         return total
 
     def _send(
         self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature, number: int
     ) -> Tensor:
-        """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same."""
+        """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same.
+
+        The call counts as unfinished from before its first collective until the ranks are known to agree. If an
+        exception ends it in between, nobody knows which message the other ranks expect, so the group has failed.
+        """
         history, record = self._history, self._record
         if history.failure is not None:
             resume(history)
         if record is not None and record.kind.value:
             raise_if_found()
-        if number and (history.next is None or history.next[0] is not signature):
-            self._agree_on(signature, packed, number)
+        # Read and written without a call or a jump in between, where another thread could run.
+        unfinished, history.sending = history.sending, signature
+        if unfinished is not None:
+            others = f"got one while the {unfinished.text} is not finished: another thread is in it, or an exception"
+            self._fail(signature, number, RuntimeError(f"expected one call at a time in a group, {others} ended it"))
         try:
+            if number and (history.next is None or history.next[0] is not signature):
+                self._agree_on(signature, packed, number)
             result = collective(packed)
+            if number:
+                history.add(signature)
         except BaseException as error:
+            if history.failure == self._say(signature, history.calls + 1, number):  # all ranks know that they differ
+                raise
             self._fail(signature, number, error)
-        if number:
-            history.add(signature)
         return result
 
     def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
@@ -143,18 +156,16 @@ class RankSync:
         if is_expected or type(packed) is not Tensor or not can_probe(device):
             return
         probe = Probe(expected, signature.speaker, history.number, self.communicator, device)
-        try:
-            answer = probe.collective(probe.packed)
-        except BaseException as error:
-            self._fail(signature, number, error)
+        answer = probe.collective(probe.packed)
         if not probe.is_unanimous(answer):
             self._disagree(self._say(signature, history.calls + 1, number), device, probe.headers_in(answer))
         history.device = device
 
     def _fail(self, signature: CallSignature, number: int, error: BaseException) -> NoReturn:
-        """Raises for a collective that raised ``error``."""
+        """Raises for a call that ``error`` ended before this rank knew what the others expect next."""
         history, communicator = self._history, self.communicator
         history.failure = self._say(signature, history.calls + 1, number)
+        leave(communicator, history.failure, error)
         if not isinstance(error, RuntimeError):
             raise error
         raise RuntimeError(
@@ -183,7 +194,11 @@ class RankSync:
         self._history.failure = own
         all_come = all(header[-1] for header in headers) if headers else not self._history.compiled
         if device.type == "cpu" and all_come:
-            said = by_text(self.communicator.all_gather(codes_of(own)))
+            try:
+                said = by_text(self.communicator.all_gather(codes_of(own)))
+            except BaseException as error:
+                leave(self.communicator, own, error)
+                raise
         elif headers:
             said = [f"rank {rank}: {describe(header)}" for rank, header in enumerate(headers)]
             said[self.communicator.rank] = f"rank {self.communicator.rank}: {own}"

@@ -1,0 +1,152 @@
+"""An exception at any place within a call, as Ctrl-C: afterwards a rank computes right numbers or says what failed."""
+
+import itertools
+import re
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import is_odd, own_group
+from torch import nn
+
+import bagua_syncbn
+from bagua_syncbn.communicators import shared
+
+PACKAGE = Path(bagua_syncbn.__file__).parent
+PLACES = "sync/protocol.py", "sync/", "communicators/", "autograd/function.py", "functional.py"
+NAMED = re.compile(
+    "expected one that works, got one that failed before|collective failed in the (forward|backward) of Sync"
+    "|expected all ranks of a group to call the same layers|expected one call at a time"
+)
+
+
+@contextmanager
+def interrupted(number, places):
+    """Raises KeyboardInterrupt at event ``number`` of Python in these files. Yields the events so far, as a list."""
+    seen = []
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(tuple(f"{PACKAGE / place}" for place in places)):
+            return None
+        if event != "exception":
+            seen.append(f"{frame.f_code.co_name}, line {frame.f_lineno}, {event}")
+            if len(seen) == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(None)
+
+
+class Step:
+    """Equal steps, so that each one that ends must give what one process gives on the batches of both ranks."""
+
+    def __init__(self, communicator):
+        torch.manual_seed(0)
+        self.inputs, self.grads = torch.randn(2, 4, 3).double(), torch.randn(2, 4, 7).double()
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 7), nn.BatchNorm1d(7)).double()
+        self.expected = self.run(model, self.inputs.flatten(0, 1), self.grads.flatten(0, 1)).unflatten(0, (2, -1))
+        self.model = bagua_syncbn.convert_sync_batchnorm(model, communicator)
+
+    def run(self, model, input, grad):
+        input = input.clone().requires_grad_()
+        output = model(input)
+        return torch.cat([output.detach(), *torch.autograd.grad(output, input, grad)], 1)
+
+    def __call__(self):
+        rank = dist.get_rank()
+        result = self.run(self.model, self.inputs[rank], self.grads[rank])
+        torch.testing.assert_close(result, self.expected[rank])
+
+
+def steps_until_an_error(step, number, before, places):
+    """Runs five steps, the one after ``before`` interrupted on the last rank. Returns the error, and the place."""
+    done, seen = 0, []
+    while done < 5:
+        try:
+            if done == before and not seen and is_odd():
+                with interrupted(number, places) as seen:
+                    step()
+            else:
+                step()
+            done += 1
+        except KeyboardInterrupt:
+            continue
+        except RuntimeError as error:
+            return str(error), seen
+    return "", seen
+
+
+def interrupt_everywhere(way, before, places):
+    """Interrupts a step at each of its events in turn, and returns how many it has. Checks what both ranks do."""
+    with patch.object(shared, "_WANTED", way):
+        for number in itertools.count(1):
+            begin = time.monotonic()
+            with own_group(60.0) as communicator:
+                step = Step(communicator)
+                message, seen = steps_until_an_error(step, number, before, places)
+                place = f"event {number}, {seen[-1] if seen else ''}"
+                assert not message or NAMED.search(message), f"{place}: {message}"
+                if message and "same layers" not in message:
+                    with pytest.raises(RuntimeError, match=NAMED):
+                        step()
+                communicator.leave("ended")
+            assert time.monotonic() - begin < 20, f"{place}: the other rank was not told"
+            dist.barrier()
+            events = [len(seen)]
+            dist.broadcast_object_list(events, dist.get_world_size() - 1)
+            if events[0] < number:
+                return events[0]
+    return 0
+
+
+@pytest.mark.ranks(2, timeout=900)
+@pytest.mark.parametrize("way", ["shared", "collectives"])
+@pytest.mark.parametrize(("places", "before"), [
+    (PLACES[:1], 3),
+    *(pytest.param(PLACES, before, marks=pytest.mark.slow) for before in (0, 3)),
+], ids=["messages", "first step", "later step"])  # fmt: skip
+def test_an_interrupt_anywhere_in_a_step_ends_in_right_numbers_or_by_name(way, places, before):
+    assert interrupt_everywhere(way, before, places) > 50, "saw too little"
+
+
+def use_by_two_threads(way):
+    """Two threads train layers of other sizes in one group, as fast as they can. Returns how each of them ended."""
+    with patch.object(shared, "_WANTED", way), own_group(60.0) as communicator:
+        layers = [bagua_syncbn.SyncBatchNorm(channels, process_group=communicator) for channels in (5, 900)]
+        ends = []
+
+        def train(layer):
+            try:
+                for _ in range(200):
+                    layer(torch.randn(4, layer.num_features, requires_grad=True)).square().sum().backward()
+            except RuntimeError as error:
+                ends.append(str(error))
+            else:
+                ends.append("finished")
+
+        threads = [threading.Thread(target=train, args=(layer,)) for layer in layers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        communicator.leave("ended")
+    return ends
+
+
+@pytest.mark.parametrize("way", ["shared", "collectives"])
+def test_two_threads_in_one_group_are_refused_by_name(pool, way):
+    for ends in pool.run(use_by_two_threads, 2, way):
+        for end in ends:
+            assert NAMED.search(end), end
+        assert any("collective failed" in end or "same layers" in end for end in ends)
