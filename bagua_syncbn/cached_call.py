@@ -13,7 +13,7 @@ from .checks import checked_options
 from .communicators import Communicator
 from .options import ATTRIBUTES, Options, options_of
 from .sync import Sync, sync_of, tell_peers
-from .torch_internals import guard_of, level_of_duals, unwrapped
+from .torch_internals import guard_of, has_transforms, level_of_duals, unwrapped
 
 if TYPE_CHECKING:
     from .sync_batchnorm import SyncBatchNorm
@@ -59,7 +59,9 @@ class CachedCall:
 
     def run(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
-        if this_thread.runs or this_thread.depth or level_of_duals() >= 0:  # is_plain(), beside what the guard sees
+        # is_plain(), but for what the guard sees. The guard aborts the process where it asks for strides that a tensor
+        # does not have: nested ones, and what vmap makes of them.
+        if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms() or input.is_nested:
             return None
         facts, tensors = _look_at(layer, input)
         same = facts == self._facts and layer._group_spec.found() is self._communicator
@@ -113,6 +115,7 @@ def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Sequence[Te
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     except KeyError:
         return (), ()
+    no_weight, no_bias = weight is None or weight.is_nested, bias is None or bias.is_nested
     # The cached call holds the buffers, so that no other ones can have their ids.
-    facts = _attributes_of(layer), weight is None, bias is None, id(mean), id(var), id(batches)
+    facts = _attributes_of(layer), no_weight, no_bias, id(mean), id(var), id(batches)
     return facts, (input, weight, bias, mean, var, batches)

@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch, _pytree, checkpoint
 
 pytree: Any = _pytree
 
-_has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 # Returns the level of forward-mode differentiation; -1 outside of it.
 level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
@@ -114,7 +114,7 @@ def is_transforming() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return _has_transforms() or level_of_duals() >= 0
+    return has_transforms() or level_of_duals() >= 0
 
 
 def is_grads_batch(gradient: torch.Tensor) -> bool:
@@ -127,7 +127,7 @@ def is_transformed(gradient: torch.Tensor) -> bool:
 
     Must not be called while torch.compile traces.
     """
-    return _has_transforms() or level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return has_transforms() or level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 # Returns the tensor, or the tensor inside a wrapper that an ended transform left behind.
@@ -163,7 +163,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def is_untouched() -> bool:
     """Whether no trace, transform or selective checkpointing is active. Must not run under torch.compile."""
-    if _is_tracing() or _has_transforms() or level_of_duals() >= 0 or not _has_known_checkpoints:
+    if _is_tracing() or has_transforms() or level_of_duals() >= 0 or not _has_known_checkpoints:
         return False
     return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 

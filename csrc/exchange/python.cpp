@@ -127,7 +127,7 @@ PyObject* collect_message(Held& held, int64_t target) {
     case Outcome::kDiffers:
       return refuse("expected the ranks of a group to send alike, got " + rank.texts());
     case Outcome::kEnded:
-      return refuse(who + "has ended");
+      return refuse(who + "has ended or closed its files");
     case Outcome::kLeft:
       return refuse(who + "has left it after an error, or destroyed it");
     case Outcome::kLate:

@@ -242,6 +242,22 @@ def test_ctrl_c_ends_a_wait_and_the_others_learn_of_it(pool):
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_that_has_lost_its_lock_is_not_said_to_have_ended():
+    """A process loses its record locks on a file as soon as it closes any descriptor of the file, as a profiler may."""
+    group = dist.new_group()
+    communicator, store = communicator_of(group), backend_and_store(group)[1]
+    if dist.get_rank() == 1:
+        for number in os.listdir("/proc/self/fd"):
+            if "memfd:bagua_syncbn" in os.path.realpath(f"/proc/self/fd/{number}"):
+                os.close(os.open(f"/proc/self/fd/{number}", os.O_RDWR))
+        store.wait(["noticed"])
+        return
+    message = message_of(communicator.all_gather, torch.ones(2))
+    store.set("noticed", "")
+    assert message == "rank 1 of the group has ended or closed its files"
+
+
+@pytest.mark.ranks(2)
 def test_the_time_out_is_that_of_the_group():
     communicator = communicator_of(dist.new_group(timeout=timedelta(seconds=1)))
     if dist.get_rank() == 1:

@@ -159,7 +159,7 @@ def test_a_rank_that_waits_in_compiled_code_ends_soon_and_is_told_why(context, t
     assert took < SECONDS / 4
     if end == "killed":
         assert "expected ranks 0, 1 to meet in compiled code, to sum 14 values each, got on rank 0 of them" in first
-        assert "rank 1 of the group has ended" in first
+        assert "rank 1 of the group has ended or closed its files" in first
     else:
         assert first.startswith("KeyboardInterrupt")
     assert again.startswith("RuntimeError: sync_batch_norm: expected ranks 0, 1 to meet in compiled code, to gather")

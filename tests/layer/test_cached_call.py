@@ -233,3 +233,53 @@ def test_the_cached_call_does_not_travel(tmp_path):
     torch.save(layer, tmp_path / "layer.pt")
     assert torch.load(tmp_path / "layer.pt", weights_only=False)._cached_call is None
     assert "_cached_call" not in vars(bagua_syncbn.revert_sync_batchnorm(layer))
+
+
+def nested(layout):
+    return lambda: torch.nested.nested_tensor([torch.randn(2, CHANNELS), torch.randn(1, CHANNELS)], layout=layout)
+
+
+# Inputs that are no plain tensors, by kind.
+STRANGE = {
+    "nested": nested(torch.strided),
+    "nested, jagged": nested(torch.jagged),
+    "sparse": lambda: torch.randn(4, CHANNELS).to_sparse(),
+    "sparse rows": lambda: torch.randn(4, CHANNELS).to_sparse_csr(),
+    "mkldnn": lambda: torch.randn(4, CHANNELS).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(4, CHANNELS), 0.1, 0, torch.quint8),
+    "complex": lambda: torch.randn(4, CHANNELS, dtype=torch.complex64),
+    "elsewhere": lambda: torch.randn(4, CHANNELS, device="meta"),
+    "None": lambda: None,
+    "list": lambda: [[1.0] * CHANNELS] * 4,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_strange_input_after_a_usual_one_is_refused(kind):
+    layer, x = SyncBatchNorm(CHANNELS), torch.randn(4, CHANNELS)
+    layer(x)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)):
+        layer(STRANGE[kind]())
+    assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_nested_parameter_after_a_usual_one_is_refused(name):
+    layer, x = SyncBatchNorm(CHANNELS), torch.randn(4, CHANNELS)
+    layer(x)
+    setattr(layer, name, nn.Parameter(STRANGE["nested"]()))
+    with pytest.raises(RuntimeError):
+        layer(x)
+
+
+@pytest.mark.ranks(2)
+def test_wrappers_of_transforms_after_a_usual_input_are_seen():
+    layer, x = SyncBatchNorm(CHANNELS), torch.randn(4, CHANNELS)
+    layer(x)
+    torch.testing.assert_close(torch.func.grad(lambda x: layer(x).square().sum())(x).shape, x.shape)
+    for batch in (torch.randn(2, 4, CHANNELS), STRANGE["nested, jagged"]()):
+        with pytest.raises(RuntimeError):
+            torch.func.vmap(layer)(batch)
