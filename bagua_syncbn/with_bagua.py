@@ -1,6 +1,7 @@
 """Data parallelism in one call: Bagua's where Bagua runs the job, torch's own in place where torch does."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -74,6 +75,8 @@ def with_bagua(
         RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
             ``process_group`` is Bagua's, and Bagua is not initialized.
 
+    A warning says if ``module`` has no synchronized layer.
+
     Example::
 
         >>> torch.distributed.init_process_group()  # or bagua.torch_api.init_process_group(), or nothing at all
@@ -85,6 +88,8 @@ def with_bagua(
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:
         raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
+    if not any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
+        warnings.warn(f"with_bagua: found no synchronized layer in {type(module).__name__}", stacklevel=2)
     spec = spec_of(process_group)
     if bagua.is_initialized():
         _check_that_it_trains(module)

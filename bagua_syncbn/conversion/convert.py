@@ -65,7 +65,7 @@ def convert_sync_batchnorm(
             TorchScript; ``process_group`` is of no known kind; ``filter`` is not callable.
         ValueError: this rank is not in ``process_group``, or that describes groups which the job does not have;
             ``module`` holds a layer of PyG with ``allow_single_element``.
-        RuntimeError: ``module`` is data parallel or compiled already.
+        RuntimeError: ``module`` is data parallel already.
 
     If it raises, ``module`` is unchanged. It warns if there was nothing to convert, and of layers that stay as they are
     and synchronize by themselves, of a class that neither derives from torch's nor is known by

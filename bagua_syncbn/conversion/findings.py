@@ -99,7 +99,10 @@ def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     """Returns the class that conversion gives ``layer``, None to leave it as it is; raises TypeError to refuse it."""
     if "forward" in vars(layer):
         where = where_is(layer, name)
-        raise TypeError(f"module: expected layers with the forward of their class, got {where} with one of its own")
+        raise TypeError(
+            f"module: expected layers with the forward of their class, got {where} with one of its own; write it in a "
+            "subclass, since a change of class does not reach it, or leave the layer out with filter"
+        )
     target = class_after_conversion(layer)
     if target is not None and not isinstance(layer, SyncBatchNorm):
         groups_of(layer)  # raises if there are several

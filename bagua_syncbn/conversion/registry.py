@@ -13,6 +13,10 @@ from .classes import full_name, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
 
+# Attributes that the forward of SyncBatchNorm asks a layer for, beside those that the class has.
+_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+_ATTRIBUTES = (*_TENSORS, "eps", "momentum", "track_running_stats")
+
 _converters: dict[type[nn.Module], Converter] = {}
 
 
@@ -21,6 +25,8 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
     Register classes that conversion would refuse or not recognize. As in every conversion the layer stays the same
     object and changes its class, to the one that ``converter`` returns. Subclasses of ``cls`` are not affected.
+    :func:`convert_sync_batchnorm` raises TypeError if that class is not synchronized, or has the forward of
+    :class:`SyncBatchNorm` and neither it nor the layer has all attributes of a layer.
 
     The layer's process group becomes its ``process_group``, whichever attribute holds it, until
     :func:`revert_sync_batchnorm`. Other options are attributes that the methods of the new class find on the layer.
@@ -31,7 +37,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
             have, or None to leave the layer unchanged. None in place of a function removes the registration of ``cls``.
 
     Raises:
-        TypeError: ``cls`` is not a class of modules, or is synchronized already; ``converter`` is not callable.
+        TypeError: ``cls`` is not a class of modules, or is synchronized already; ``converter`` is no function.
 
     Example::
 
@@ -44,10 +50,11 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
         raise TypeError(f"cls: expected a class of modules that is not one of bagua_syncbn's, got {cls!r}")
     if converter is None:
         _converters.pop(cls, None)
-    elif callable(converter):
+    elif callable(converter) and not isinstance(converter, type):
         _converters[cls] = converter
     else:
-        raise TypeError(f"converter: expected a function of a layer, or None, got {type(converter).__name__}")
+        got = full_name(converter if isinstance(converter, type) else type(converter))
+        raise TypeError(f"converter: expected a function of a layer that returns a class, or None, got {got}")
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -75,6 +82,12 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
         raise TypeError(
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
+        )
+    missing = [name for name in _ATTRIBUTES if not hasattr(layer, name) and not hasattr(target, name)]
+    if missing and target.forward is SyncBatchNorm.forward:
+        raise TypeError(
+            f"register_converter: expected layers with the attributes that {full_name(target)} works with, got "
+            f"{full_name(cls)} without {', '.join(missing)}; set them in the class that the converter returns"
         )
     return replacing_class(cls, target)
 

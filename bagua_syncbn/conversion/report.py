@@ -1,16 +1,17 @@
 """Report on conversion of a model, as data and as text."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..sync_batchnorm import SyncBatchNorm
-from .findings import Action, Filter, Finding, examine, where_is
+from .findings import Action, Filter, Finding, examine, is_data_parallel, is_left_out, modules_with_names, where_is
 from .freezing import is_frozen
 from .fusing import FusedActivation, pairs_in
 from .recomputing import recomputes
+from .registry import is_candidate
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,17 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
     """Reports what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
 
     The report has a line for each batch normalization layer; for each module that is refused with all its children,
-    such as a wrapped one; and for each skipped module that resembles batch normalization. The line of a synchronized
-    layer also says what :func:`fuse_activations` and :func:`recompute_outputs` have done, and that of a frozen layer
-    that :func:`freeze_statistics` has frozen it.
+    such as a TorchScript one; and for each skipped module that resembles batch normalization. The line of a
+    synchronized layer also says what :func:`fuse_activations`, :func:`recompute_outputs` and :func:`freeze_statistics`
+    have done. Within a data parallel model, layers that are not synchronized are refused: they can no longer be.
 
     Args:
-        module: the model, converted or not.
+        module: the model, converted or not, wrapped or not.
         filter: as for :func:`convert_sync_batchnorm`.
+
+    Returns:
+        The report: as text a summary and a line for each layer, as data ``layers``, a tuple of records with the
+        ``names``, ``module``, ``action`` (``"converted"``, ``"skipped"`` or ``"refused"``) and ``reason`` of each.
 
     Raises:
         TypeError: ``module`` is no module, or ``filter`` is not callable.
@@ -53,12 +58,24 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         converted  head.1  BatchNormAct2d: becomes SyncBatchNormAct2d
         skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
     """
-    findings = examine(module, filter)
+    findings: list[Finding] = []
+    for finding in examine(module, filter):
+        findings += _within(finding, filter) if is_data_parallel(finding.module) else [finding]
     notes = _notes(module)
     reasons = ["; ".join([finding.reason, *notes.get(finding.module, [])]) for finding in findings]
     return ConversionReport(
         tuple(finding._replace(reason=reason) for finding, reason in zip(findings, reasons, strict=True))
     )
+
+
+def _within(wrapped: Finding, filter: Filter | None) -> Iterator[Finding]:
+    """Yields the findings for layers of a data parallel module."""
+    for layer, own in modules_with_names(wrapped.module).items():
+        names = [f"{outer}.{name}".strip(".") for outer in wrapped.names for name in own]
+        if isinstance(layer, SyncBatchNorm):
+            yield Finding(names, layer, "converted", "synchronized already", type(layer))
+        elif is_candidate(layer) and not is_left_out(layer, names, filter):
+            yield Finding(names, layer, "refused", wrapped.reason, error=wrapped.error)
 
 
 def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -5,10 +5,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from user_layers import BatchNormReLU
 
 import bagua_syncbn
-from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, convert_sync_batchnorm
+from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, convert_sync_batchnorm, with_bagua
 
 
 def choice():
@@ -71,7 +72,7 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
         (["a.1"], "InstanceNorm2d", "skipped"),
         (["b"], "BatchNormReLU", "skipped"),
         (["c"], "BatchNorm2d", "refused"),
-        (["wrapped"], "Sequential", "refused"),
+        (["wrapped.0"], "BatchNorm1d", "refused"),
         (["foreign"], "FrozenBatchNorm2d", "skipped"),
     ]
     summary, *lines = str(report).splitlines()
@@ -82,8 +83,24 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
     assert "convert first, then wrap" in lines[4]
     assert "register_converter" in lines[5]
 
+    convert_sync_batchnorm(model["wrapped"][0])
+    report = conversion_report(model["wrapped"])
+    assert str(report) == "1 converted, 0 skipped, 0 refused\nconverted  0  SyncBatchNorm1d: synchronized already"
     again = conversion_report(convert_sync_batchnorm(nn.BatchNorm1d(2)))
     assert str(again).splitlines()[1] == "converted  (the model itself)  SyncBatchNorm1d: synchronized already"
+
+
+@pytest.mark.ranks(1)
+def test_the_report_looks_into_wrapped_models():
+    def model():
+        return nn.Sequential(convert_sync_batchnorm(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2)))
+
+    for wrapped, prefix in ((DistributedDataParallel(model()), "module."), (with_bagua(model(), []), "")):
+        assert [(layer.names, layer.action) for layer in conversion_report(wrapped).layers] == [
+            ([f"{prefix}0"], "converted"),
+            ([f"{prefix}1.0"], "refused"),
+        ]
+        assert str(conversion_report(wrapped, filter=lambda name, layer: "1" not in name)).startswith("1 converted, 0")
 
 
 class OfPyG(nn.Module):

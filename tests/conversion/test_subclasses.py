@@ -295,7 +295,13 @@ def test_a_registered_converter_is_used_and_undone():
 
 @pytest.mark.parametrize(
     ("cls", "converter", "argument"),
-    [(int, None, "cls"), ("Foreign", None, "cls"), (SyncBatchNorm2d, None, "cls"), (Foreign, "name", "converter")],
+    [
+        (int, None, "cls"),
+        ("Foreign", None, "cls"),
+        (SyncBatchNorm2d, None, "cls"),
+        (Foreign, "name", "converter"),
+        (Foreign, SyncBatchNorm, "converter"),
+    ],
 )
 def test_register_converter_checks_its_arguments(cls, converter, argument):
     with pytest.raises(TypeError, match=f"{argument}: expected"):
@@ -307,6 +313,10 @@ def test_what_a_converter_returns_is_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
     with pytest.raises(TypeError, match=r"from the converter of test_subclasses\.Foreign, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
+    register_converter(nn.LayerNorm, lambda layer: SyncBatchNorm)
+    missing = "running_mean, running_var, num_batches_tracked, momentum, track_running_stats"
+    with pytest.raises(TypeError, match=rf"works with, got .*\.LayerNorm without {missing}; set them"):
+        convert_sync_batchnorm(nn.Sequential(nn.LayerNorm(3)))
 
 
 @pytest.mark.usefixtures("registered")

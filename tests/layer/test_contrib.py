@@ -84,8 +84,10 @@ def algorithms():
 
 
 def test_algorithms_are_taken_for_what_they_are():
-    model = nn.Linear(2, 2)
+    model = bagua_syncbn.SyncBatchNorm(2)
     with imported():
+        gradient_allreduce = import_module("bagua_syncbn.contrib.algorithms.gradient_allreduce")
+        assert gradient_allreduce.GradientAllReduce is gradient_allreduce.GradientAllReduceAlgorithm
         for cls in algorithms():
             for algorithm in (cls, cls(), cls(hierarchical=True), "gradient_allreduce", None):
                 assert bagua_syncbn.with_bagua(model, [], algorithm) is model

@@ -295,7 +295,9 @@ def test_with_bagua_checks_its_arguments(optimizers, process_group, message):
 
 @pytest.mark.ranks(2)
 def test_with_bagua_refuses_what_torch_cannot_do_and_changes_nothing():
-    model = with_bagua(make_model(), [])
+    with pytest.warns(UserWarning, match="with_bagua: found no synchronized layer in Sequential") as caught:
+        model = with_bagua(make_model(), [])
+    assert caught[0].filename == __file__
     with pytest.raises(RuntimeError, match="not data parallel yet, got DDPSequential"):
         with_bagua(model, [])
     with pytest.raises(RuntimeError, match="at least one parameter that requires a gradient"):

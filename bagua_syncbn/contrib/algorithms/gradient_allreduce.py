@@ -21,4 +21,7 @@ else:
             self.average = average
 
 
-__all__ = ["GradientAllReduceAlgorithm"]
+# As Bagua's documentation spells it.
+GradientAllReduce = GradientAllReduceAlgorithm
+
+__all__ = ["GradientAllReduce", "GradientAllReduceAlgorithm"]
