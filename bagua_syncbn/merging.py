@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicators import spec_of
-from .conversion.findings import check_module
 from .conversion.freezing import is_frozen
+from .models import check_module
 from .ops import Moments
 from .sync import sum_over_ranks, tell_peers
 

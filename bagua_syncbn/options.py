@@ -1,8 +1,8 @@
 """Options of a call, in one record.
 
-A layer holds its options as attributes, ranks compare them, cached calls have them in their key, and a layer with a
-forward of its own passes them on. A new option is a field here, an attribute and an argument of the layer, and an
-argument of :func:`~bagua_syncbn.sync_batch_norm`.
+A layer holds its options as attributes, ranks compare all but the activation, cached calls have them in their key, and
+a layer with a forward of its own passes them on. A new option is a field here, an attribute and an argument of the
+layer, and an argument of :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
 from typing import Any, NamedTuple, TypeAlias

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .communicators import GroupSpec, bagua, spec_of
-from .conversion.findings import check_module, is_data_parallel
+from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 
 # Imported by name, because a function of the same name hides the module from an import statement.

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..communicators import EVERYONE, GroupSpec, spec_of
+from ..models import Filter, check_module, where_is
 from ..ops.activations import Activation
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import forget_compiled_code
 from .classes import class_before_conversion, full_name
-from .findings import BY_ITSELF, Filter, Finding, check_module, examine, where_is
+from .findings import BY_ITSELF, Finding, examine
 from .freezing import is_frozen
 from .fusing import FusedActivation, unfuse
 from .recomputing import undo_recomputing

@@ -1,19 +1,15 @@
 """Findings: for each module of a model, the action of conversion and the reason."""
 
-import sys
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
-from ..communicators import bagua
+from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names, where_is
 from ..sync_batchnorm import SyncBatchNorm
 from .registry import class_after_conversion, groups_of, is_candidate
 
-Filter = Callable[[str, nn.Module], bool]
 Action = Literal["converted", "skipped", "refused"]
 
 _LEFT_OUT = "left out by filter"
@@ -54,18 +50,6 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
     ]
 
 
-def check_module(module: object) -> None:
-    """Raises TypeError unless ``module`` is a module."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-
-
-def check_filter(filter: object) -> None:
-    """Raises TypeError unless ``filter`` is a filter or None."""
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
-
-
 def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
     error = _error_if_closed(module, names[0])
     if error is None and not is_candidate(module):
@@ -90,11 +74,6 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
     return Finding(names, module, "converted", reason, target)
 
 
-def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
-    """Whether ``filter`` returns False for all ``names`` of ``module``."""
-    return filter is not None and not any(filter(name, module) for name in names)
-
-
 def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     """Returns the class that conversion gives ``layer``, None to leave it as it is; raises TypeError to refuse it."""
     if "forward" in vars(layer):
@@ -107,29 +86,6 @@ def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     if target is not None and not isinstance(layer, SyncBatchNorm):
         groups_of(layer)  # raises if there are several
     return target
-
-
-def modules_with_names(
-    root: nn.Module, is_closed: Callable[[nn.Module, str], bool] = lambda module, name: False
-) -> dict[nn.Module, list[str]]:
-    """Returns all modules in the order of ``named_modules``, each with all its names; shared modules have several.
-
-    Children of modules for which ``is_closed`` is True are left out.
-    """
-    found: dict[nn.Module, list[str]] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if module in found:  # shared, or in a cycle
-            found[module].append(name)
-            return
-        found[module] = [name]
-        if not is_closed(module, name):
-            for child_name, child in module._modules.items():
-                if child is not None:
-                    visit(child, f"{name}.{child_name}" if name else child_name)
-
-    visit(root, "")
-    return found
 
 
 def _is_closed(module: nn.Module, name: str) -> bool:
@@ -151,19 +107,6 @@ def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
             "element on a rank, so set it to False"
         )
     return None
-
-
-def is_data_parallel(module: nn.Module) -> bool:
-    """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
-    if isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module):
-        return True
-    composable = sys.modules.get("torch.distributed._composable.replicate")  # absent if never used
-    return composable is not None and isinstance(module, composable.DDP)
-
-
-def where_is(module: nn.Module, name: str) -> str:
-    """Returns the class of ``module`` and its name in the model, for messages."""
-    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
 
 
 def _why_not_concerned(module: nn.Module) -> str | None:

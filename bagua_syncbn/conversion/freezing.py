@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names, where_is
 from ..sync_batchnorm import Frozen, SyncBatchNorm
 from ..torch_internals import forget_compiled_code
-from .findings import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names, where_is
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from ..models import check_module
 from ..ops.activations import MODULES, Activation
 from ..sync_batchnorm import SyncBatchNorm
-from .findings import check_module
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

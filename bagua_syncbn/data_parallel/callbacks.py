@@ -7,7 +7,7 @@ from weakref import ref
 from torch import nn
 
 from ..communicators import CallbackContext, Replicas
-from ..conversion.findings import where_is
+from ..models import where_is
 from ..sync_batchnorm import SyncBatchNorm
 
 

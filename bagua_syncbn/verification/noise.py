@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
-from ..conversion.findings import check_module
+from ..models import check_module
 from .ranks import Ranks
 from .unchanged import forward_of, unchanged
 from .verify import unwrapped

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..conversion.findings import is_data_parallel
+from ..models import is_data_parallel
 from .causes import CAUSES, LayerChecks
 from .ranks import Ranks, in_float64, joined
 from .steps import (
