@@ -34,7 +34,7 @@ Support load_kernels(int32_t device) {
     case cudaErrorInvalidKernelImage:
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
-      cudaGetLastError();  // so that it is not reported once more by the next one to look
+      cudaGetLastError();  // clears it, so that torch does not report it again
       return Support::kNoImage;
     default:
       return Support::kRuns;  // any other error is for the op to report

@@ -144,7 +144,7 @@ template <typename A>
 const char* launch_merge(const GatherArguments& arguments, Stream stream) {
   const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
   const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, kFewThreads);
-  return launch(merge_ranks<A>, {blocks, 1, 1}, dim3(one_block ? kThreads : kFewThreads), stream, arguments);
+  return launch(merge_ranks<A>, {blocks, 1}, {one_block ? kThreads : kFewThreads, 1}, stream, arguments);
 }
 
 }  // namespace

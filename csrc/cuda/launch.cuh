@@ -1,4 +1,4 @@
-// How an op becomes a kernel: which variant, split how, with what memory. The only place that launches.
+// Chooses the kernel of an op, its split and its memory, and launches it. Nothing else launches.
 //
 // An op has a planar and an interleaved kernel, each for values of type T taken W at a time: as many as a vector holds
 // where the addresses of all tensors allow that, else one. They are the members `planar` and `interleaved` of a
@@ -24,7 +24,7 @@ inline std::vector<const void*>& all_kernels() {
   return kernels;
 }
 
-// Adds some to them, when the library is loaded.
+// Adds kernels to all_kernels() when the library is loaded.
 struct Known {
   template <typename... Kernels>
   explicit Known(Kernels... kernels) {
@@ -35,10 +35,11 @@ struct Known {
 // Launches `kernel`; returns nullptr, or what went wrong. The check catches what the launch itself can report, and does
 // not wait for the kernel.
 template <typename... Parameters>
-const char* launch(void (*kernel)(Parameters...), const Grid& grid, dim3 threads, Stream stream,
+const char* launch(void (*kernel)(Parameters...), const Extent& grid, const Extent& block, Stream stream,
                    std::common_type_t<Parameters>... arguments) {
   if (grid.x > INT32_MAX) return "more channels than a grid has blocks";
-  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
+  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
+  const dim3 threads(static_cast<unsigned>(block.x), static_cast<unsigned>(block.y));
 #if defined(BAGUA_SYNCBN_EMULATOR)
   const auto& known = all_kernels();
   if (std::find(known.begin(), known.end(), reinterpret_cast<const void*>(kernel)) == known.end())
@@ -49,14 +50,9 @@ const char* launch(void (*kernel)(Parameters...), const Grid& grid, dim3 threads
   const cudaError_t error =
       cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, threads, pointers, 0, stream);
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // so that it is not reported once more by the next one to look
+  cudaGetLastError();  // clears it, so that torch does not report it again
   return cudaGetErrorString(error);
 #endif
-}
-
-template <typename Plan>
-dim3 block_of(const Plan& plan) {
-  return dim3(static_cast<unsigned>(plan.block().x), static_cast<unsigned>(plan.block().y));
 }
 
 template <typename Kernels>
@@ -65,7 +61,7 @@ inline const Known known_of(Kernels::planar, Kernels::interleaved);
 // Calls `start(kernel, plan)` for the layout.
 template <typename Kernels, typename T, int W, typename Start>
 const char* start_layout(const Geometry& g, const void* tensor, Pass pass, const Start& start) {
-  static_cast<void>(&known_of<Kernels>);  // so that it is there
+  static_cast<void>(&known_of<Kernels>);  // instantiates it
   const char* const too_large = "more than 2^30 values in a row, slots of a channel, or rows in a part of it";
   if (g.interleaved) {
     const Interleaved plan = split_interleaved(g, W, pass);
@@ -86,7 +82,7 @@ const char* start_variant(const Geometry& g, std::initializer_list<const void*> 
   return start_layout<Kernels<T, W>, T, W>(g, first, pass, start);
 }
 
-// Arguments that become of the type that the kernel takes.
+// Pointers that convert to the type that the kernel takes.
 struct In {
   const void* data;
   template <typename T>
@@ -102,20 +98,20 @@ struct Out {
   }
 };
 
-// Launches an element-wise op on `tensors`, of values of type `dtype`, which are among the arguments.
+// Launches an element-wise op on `tensors` of `dtype`, which are among the arguments.
 template <template <typename, int> class Kernels, typename... Arguments>
 const char* launch_elementwise(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors,
                                Stream stream, const Arguments&... arguments) {
-  // Not within the lambda below: nvcc 12.4 cannot expand a pack there.
+  // Outside the lambda below, where nvcc 12.4 cannot expand a pack.
   const auto start = [&](auto kernel, const auto& plan) {
-    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments...);
+    return launch(kernel, plan.grid(), plan.block(), stream, plan, arguments...);
   };
   return dispatch(dtype, [&](auto value) {
     return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kElementwise, start);
   });
 }
 
-// Where the parts of a channel leave their sums, and the counter that tells which one is last. Null for a single part.
+// Partial results of the parts of each channel, and the counters that tell which part is last. Null for a single part.
 struct Scratch {
   double2* partials = nullptr;
   uint32_t* tickets = nullptr;
@@ -127,14 +123,14 @@ struct Scratch {
   }
 };
 
-// Launches a reduction over `tensors`, which are among the arguments; its kernels take a Scratch at the end, of so many
-// entries for each channel of a part.
+// Launches a reduction over `tensors`, which are among the arguments. Its kernels take a Scratch last, which has
+// kEntries double2 for each part of a channel.
 template <template <typename, int> class Kernels, int kEntries = 1, typename... Arguments>
 const char* launch_reduction(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors,
                              Workspace& workspace, Stream stream, const Arguments&... arguments) {
   const auto start = [&](auto kernel, const auto& plan) {
-    const Scratch scratch(workspace, plan.parts(), kEntries * g.channels);
-    return launch(kernel, plan.grid(), block_of(plan), stream, plan, arguments..., scratch);
+    const Scratch scratch(workspace, plan.parts, kEntries * g.channels);
+    return launch(kernel, plan.grid(), plan.block(), stream, plan, arguments..., scratch);
   };
   return dispatch(
       dtype, [&](auto value) { return start_variant<Kernels, decltype(value)>(g, tensors, Pass::kReduction, start); });

@@ -183,7 +183,7 @@ class Partials {
   // nothing hides how long a load takes but other loads.
   __device__ __forceinline__ void merge(S& value, double& count, int64_t channel, int first, int step,
                                         int64_t parts) const {
-    constexpr int kAtOnce = S::kCounted ? 2 : kMergeAhead;
+    constexpr int kAtOnce = S::kCounted ? 2 : kPartialsAtOnce;
     value = {};
     count = 0;
     for (int64_t p = first; p < parts; p += kAtOnce * step) {
@@ -216,7 +216,7 @@ class Partials {
 template <int W, typename S>
 __device__ bool merge_parts(S& value, double& count, const Planar& plan, const PlanarWalk<W>& walk,
                             const Scratch& scratch) {
-  const int64_t parts = plan.parts();
+  const int64_t parts = plan.parts;
   if (parts > 1) {
     const Partials<S> partials(scratch, plan.channels);
     if (thread_index() == 0) partials.leave(walk.part, walk.channel, value, count);
@@ -271,7 +271,7 @@ __device__ __forceinline__ S reduce_threads(S (&values)[W], Count& count) {
 template <int W, typename S>
 __device__ bool merge_parts(S& value, double& count, const Interleaved& plan, const InterleavedWalk<W>& walk,
                             const Scratch& scratch) {
-  const int64_t parts = plan.parts();
+  const int64_t parts = plan.parts;
   if (parts == 1) return walk.writes();
   const Partials<S> partials(scratch, plan.channels);
   const int thread = thread_index(), tile = blockDim.x * W;

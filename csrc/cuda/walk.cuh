@@ -11,15 +11,13 @@ __device__ __forceinline__ int thread_index() {
   return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-// Which block of the grid this is, in the order of memory; `reversed`, from its end, where a pass over the same tensor
-// has just finished and left it in the cache.
+// The index of this block in the order of memory; `reversed`, counted from the end, where the previous pass over the
+// tensor has left values in the cache.
 struct Place {
-  unsigned x, y, z;
+  unsigned x, y;
 
   __device__ __forceinline__ explicit Place(bool reversed)
-      : x(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x),
-        y(reversed ? gridDim.y - 1 - blockIdx.y : blockIdx.y),
-        z(reversed ? gridDim.z - 1 - blockIdx.z : blockIdx.z) {}
+      : x(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x), y(reversed ? gridDim.y - 1 - blockIdx.y : blockIdx.y) {}
 };
 
 // Planar: block (channel, part). Threads take slots of the channel in turn, sample by sample. Of two parts of two

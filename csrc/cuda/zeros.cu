@@ -17,8 +17,8 @@ const Known known(write_zeros<float>, write_zeros<double>);
 
 template <typename A>
 const char* launch_zeros(void* target, int64_t zeros, const Words& words, Stream stream) {
-  const Grid grid{ceil_div(zeros + 1, kThreads), 1, 1};
-  return launch(write_zeros<A>, grid, dim3(kThreads), stream, static_cast<A*>(target), zeros, words);
+  const Extent grid{ceil_div(zeros + 1, kThreads), 1};
+  return launch(write_zeros<A>, grid, {kThreads, 1}, stream, static_cast<A*>(target), zeros, words);
 }
 
 }  // namespace
