@@ -175,6 +175,8 @@ def _batch_norm(
 
         return on_shards(_batch_norm, tensors, buffers, options, training, process_group, layer, masks)
     check_tensors(input, weight, bias, residual, buffers)
+    if input.is_cuda and not torch.compiler.is_compiling():
+        ops.check_kernels(input)
     if training and isinstance(process_group, Replica):
         options = checked_options(options, training)
         if masking_of(layer, input, masks) is not None:

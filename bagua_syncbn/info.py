@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .communicators import bagua, shared
-from .ops import EXPERIMENTAL, KERNELS, cuda_kernels
+from .ops import DTYPES, EXPERIMENTAL, KERNELS, check_kernels_on, cuda_kernels
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -42,9 +43,14 @@ def _exchange() -> str:
 
 
 def _cuda_kernels() -> list[str]:
-    """Returns the kernels of each CUDA device and the reason; without devices, the state of native CUDA kernels."""
-    devices = [f"cuda:{index}: {cuda_kernels(index)}" for index in range(torch.cuda.device_count())]
-    return devices or [EXPERIMENTAL] * KERNELS.endswith("cuda")
+    """Returns the kernels of each CUDA device and the reason; without devices, the state of native CUDA kernels.
+
+    Compares native kernels with ATen's on each device.
+    """
+    devices = range(torch.cuda.device_count())
+    for index, dtype in product(devices, DTYPES):
+        check_kernels_on(torch.device("cuda", index), dtype)
+    return [f"cuda:{index}: {cuda_kernels(index)}" for index in devices] or [EXPERIMENTAL] * KERNELS.endswith("cuda")
 
 
 def _build_info() -> dict[str, Any]:

@@ -24,8 +24,10 @@ PyObject* has_cuda(PyObject*, PyObject*) {
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
-PyObject* turn_off_cuda(PyObject*, PyObject*) {
-  bagua_syncbn::cuda::turn_off();
+PyObject* turn_off_cuda(PyObject*, PyObject* device) {
+  const long index = PyLong_AsLong(device);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  bagua_syncbn::cuda::turn_off(static_cast<int32_t>(index));
   Py_RETURN_NONE;
 }
 
@@ -53,7 +55,8 @@ PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
     {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
 #if defined(BAGUA_SYNCBN_CUDA)
-    {"turn_off_cuda", turn_off_cuda, METH_NOARGS, "Has the ops on CUDA call those of bagua_syncbn_fallback."},
+    {"turn_off_cuda", turn_off_cuda, METH_O,
+     "Has ops on a device, on all for -1, call those of bagua_syncbn_fallback."},
     {"cuda_support", cuda_support, METH_O, "Support of a device, and the CUDA versions of library and driver."},
 #endif
 #if defined(__linux__)

@@ -57,9 +57,10 @@ import torch
 
 from . import reference
 from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
+from .agreement import check_kernels, check_kernels_on
 from .definition import accumulate_dtype, per_channel, reduced_dims
 from .dtypes import ATEN_DTYPES, DTYPES, HALF_DTYPES
-from .fallback import EXPERIMENTAL, cuda_kernels, log_cuda_kernels
+from .fallback import EXPERIMENTAL, cuda_kernels
 from .layout import laid_out_as
 from .masking import Masking, of_positions
 from .memory import raise_torchs
@@ -102,10 +103,11 @@ __all__ = [
     "batch_norm_elemt",
     "batch_norm_gather_stats",
     "batch_norm_stats",
+    "check_kernels",
+    "check_kernels_on",
     "clear_clamped",
     "cuda_kernels",
     "laid_out_as",
-    "log_cuda_kernels",
     "merge_stats",
     "of_positions",
     "parts_of",

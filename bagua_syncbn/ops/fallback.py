@@ -1,11 +1,11 @@
 """Which kernels compute CUDA tensors: the native ones, else ATen's, else plain torch.
 
-The native library asks once for each device whether its kernels run there. Where they do not, it calls the op of the
-same name and schema in ``torch.ops.bagua_syncbn_fallback``, which warns once and computes by ATen's kernels. Where the
-library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
+The native library asks once for each device whether its kernels run there. Where they do not, or were found to differ
+from ATen's (``agreement.py``), it calls the op of this name and schema in ``torch.ops.bagua_syncbn_fallback``, which warns
+once and computes by ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself
+computes by ATen's.
 """
 
-import logging
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -21,9 +21,10 @@ from .native import KERNELS, LIBRARY_HAS_CUDA, WANTED
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-EXPERIMENTAL = "experimental: compiled, emulated, never run on a GPU; in doubt take ATen's by BAGUA_SYNCBN_KERNELS=aten"
+EXPERIMENTAL = (
+    "experimental: never run on a GPU, compared with ATen's at first use; BAGUA_SYNCBN_KERNELS=aten takes those"
+)
 
-_log = logging.getLogger("bagua_syncbn")
 _HAS_NATIVE = KERNELS.endswith("cuda")
 _RUNS, _OLD_DRIVER, _NO_IMAGE, _TURNED_OFF = range(4)
 # The first driver for each major version of CUDA.
@@ -31,6 +32,7 @@ _DRIVERS = {11: 450, 12: 525, 13: 580}
 
 _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
 _warned: set[int | None] = set()
+_turned_off: dict[int, str] = {}  # devices where the native kernels were found wrong, and how
 
 
 def cuda_kernels(device: int) -> str:
@@ -41,14 +43,16 @@ def cuda_kernels(device: int) -> str:
     return f"{'plain torch' if WANTED == 'reference' else 'ATen'}, because {problem}"
 
 
-def log_cuda_kernels(device: torch.device) -> None:
-    """Logs :func:`cuda_kernels`, at the first use of CUDA."""
-    index = device.index or 0
-    _log.info("kernels on cuda:%d: %s", index, cuda_kernels(index))
+def turn_off(device: int, problem: str) -> None:
+    """Has ATen's kernels compute on the CUDA device ``device`` from now on, because of ``problem``."""
+    _turned_off[device] = problem
+    import_module("bagua_syncbn._C").turn_off_cuda(device)
 
 
 def cuda_problem(device: int) -> str | None:
     """Says why native kernels do not compute on the CUDA device ``device``, and what helps; None if they do."""
+    if device in _turned_off:
+        return _turned_off[device]
     if _HAS_NATIVE:
         return describe(*import_module("bagua_syncbn._C").cuda_support(device))
     return "this installation has no CUDA kernels" if WANTED == "native" else f"BAGUA_SYNCBN_KERNELS is {WANTED!r}"

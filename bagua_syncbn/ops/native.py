@@ -35,7 +35,7 @@ def _load() -> tuple[str, bool]:
     library = import_module(_LIBRARY)
     has_cuda = library.has_cuda()
     if has_cuda and WANTED == "aten":
-        library.turn_off_cuda()
+        library.turn_off_cuda(-1)
     return f"native, cpu: {library.cpu_capability()}{', cuda' if has_cuda and WANTED == 'native' else ''}", has_cuda
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..torch_internals import outside_of_modes
 from .signatures import CallSignature, describe
 
@@ -54,7 +53,6 @@ def record_on(device: torch.device) -> FaultRecord | None:
     if record is None:
         if device.type != "cuda" or torch.compiler.is_compiling():
             return None
-        ops.log_cuda_kernels(device)
         record = _records["cuda"] = FaultRecord(True)
     return record
 

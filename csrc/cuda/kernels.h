@@ -32,8 +32,8 @@ const char* set_device(int32_t device);
 // they were turned off.
 enum class Support : int32_t { kRuns, kOldDriver, kNoImage, kTurnedOff };
 Support support_of(int32_t device);
-// Before the first use of CUDA.
-void turn_off();
+// Has ATen's kernels compute on a device, or on all if it is -1.
+void turn_off(int32_t device);
 
 // Whether the driver runs the CUDA runtime in this library. Makes no context.
 bool driver_will_do();

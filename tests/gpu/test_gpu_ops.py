@@ -1,6 +1,9 @@
 """The ops on a CUDA device: ``pytest -m gpu``, with FAIL_WITHOUT_CUDA=1 where there must be one."""
 
 import ctypes
+import re
+import subprocess
+import sys
 from contextlib import contextmanager
 from itertools import cycle, product
 
@@ -12,7 +15,7 @@ from tolerances import DTYPES
 from traced import count, trace
 
 from bagua_syncbn import ops
-from bagua_syncbn.ops import IDENTITY, activation_of, aten
+from bagua_syncbn.ops import IDENTITY, activation_of, agreement, aten
 from bagua_syncbn.ops.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +31,36 @@ def tensors(shape, dtype, layout="contiguous"):
 
 def test_the_library_has_cuda_kernels():
     assert ops.KERNELS.endswith(", cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_agree_with_atens_on_this_device(dtype):
+    assert agreement.find_difference(torch.ops.bagua_syncbn, torch.device("cuda", 0), dtype) is None
+
+
+DISAGREE = """
+import torch
+from bagua_syncbn import SyncBatchNorm2d
+from bagua_syncbn.ops import agreement, reference
+find_difference = agreement.find_difference
+
+class Wrong:
+    def __getattr__(self, name):
+        op = getattr(torch.ops.bagua_syncbn, name)
+        return (lambda *arguments: -op(*arguments)) if name == "batch_norm_elemt" else op
+
+agreement.find_difference = lambda native, *where: find_difference(Wrong(), *where)
+layer, x = SyncBatchNorm2d(4, device="cuda"), torch.randn(8, 4, 9, 9)
+torch.testing.assert_close(layer(x.cuda(), mask=x[:, :1].cuda() > 0).cpu(), SyncBatchNorm2d(4)(x, mask=x[:, :1] > 0))
+assert torch.ops.bagua_syncbn.batch_norm_stats(x.cuda(), None, 0, x[:, 0].cuda() > 0).shape == (10,)
+"""
+
+
+def test_a_device_on_which_kernels_differ_is_served_by_atens():
+    run = subprocess.run([sys.executable, "-c", DISAGREE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    said = "ATen's kernels compute on cuda:0: on .*, batch_norm_elemt for torch.float32 differs"
+    assert re.search(f"RuntimeWarning: .*{said}", run.stderr)
 
 
 def layouts_of(shape):

@@ -1,6 +1,5 @@
 """The ops by ATen's CUDA kernels, for which functions of the CPU stand: aten_functions.py."""
 
-import logging
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from bagua_syncbn.ops import aten, fallback, reference
+from bagua_syncbn.ops import aten, reference
 
 
 def test_four_ops_go_over_the_input_by_atens_kernels(called):
@@ -95,13 +94,3 @@ def test_ranks_with_uneven_batches_give_what_one_process_gives(pool):
         torch.testing.assert_close(sum(r[place] for r in results).double(), parameter.grad, rtol=1e-4, atol=1e-4)
     for result in results:
         assert_close(result[4], layer.running_var, "running_var")
-
-
-@pytest.mark.parametrize(("problem", "said"), [
-    (None, "native, experimental: compiled, emulated, never run on a GPU; in doubt"),
-    ("the driver is old", "ATen, because the driver is old"),
-])  # fmt: skip
-def test_the_log_says_which_kernels_compute(problem, said, caplog):
-    with patch.object(fallback, "cuda_problem", lambda device: problem), caplog.at_level(logging.INFO, "bagua_syncbn"):
-        ops.log_cuda_kernels(torch.device("cuda", 1))
-    assert caplog.messages[0].startswith(f"kernels on cuda:1: {said}")

@@ -23,10 +23,11 @@ StreamGetter find_stream_getter() {
   return reinterpret_cast<StreamGetter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
 }
 
-std::atomic<bool> turned_off{false};
+// As many as torch knows; one more than the Support of each, 0 as long as it is not known.
+constexpr int32_t kDevices = 128;
+std::atomic<int32_t> supports[kDevices];
 
 Support find_support(int32_t device) {
-  if (turned_off.load(std::memory_order_relaxed)) return Support::kTurnedOff;
   if (!driver_will_do()) return Support::kOldDriver;
   // torch's, which gives a thread the device back that it had, and makes no context where it had none.
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -35,18 +36,18 @@ Support find_support(int32_t device) {
 
 }  // namespace
 
-void turn_off() {
-  turned_off.store(true, std::memory_order_relaxed);
+void turn_off(int32_t device) {
+  for (int32_t each = 0; each < kDevices; ++each) {
+    if (device == -1 || device == each) supports[each].store(static_cast<int32_t>(Support::kTurnedOff) + 1);
+  }
 }
 
 Support support_of(int32_t device) {
-  constexpr int32_t kDevices = 64;
-  static std::atomic<int32_t> found[kDevices];  // one more than the Support, 0 as long as it is not known
-  if (device < 0 || device >= kDevices) return find_support(device);
-  int32_t known = found[device].load(std::memory_order_relaxed);
+  check(device >= 0 && device < kDevices, "device", "an index from 0 to 127", device);
+  int32_t known = supports[device].load(std::memory_order_relaxed);
   if (known == 0) {
-    known = static_cast<int32_t>(find_support(device)) + 1;
-    found[device].store(known, std::memory_order_relaxed);
+    const int32_t found = static_cast<int32_t>(find_support(device)) + 1;
+    if (supports[device].compare_exchange_strong(known, found)) known = found;  // else another thread was first
   }
   return static_cast<Support>(known - 1);
 }
