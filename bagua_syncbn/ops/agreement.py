@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..torch_internals import is_capturing, is_transforming, outside_of_modes
 from . import aten, reference
+from .activations import Activation
 from .definition import accumulate_dtype
 from .fallback import cuda_kernels, cuda_problem, turn_off
 
@@ -75,20 +76,26 @@ def _results(ops: Any, device: torch.device, dtype: torch.dtype) -> Iterator[tup
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    values, gradients = random(3, 16, 9, 9) + 1, random(3, 16, 9, 9)
-    factors = random(4, 16).to(device, accumulate_dtype(dtype))
+    values, gradients, factors = random(3, 16, 9, 9) + 1, random(3, 16, 9, 9), random(4, 16)
+    mask, code = (random(3, 9, 9) < 0.5).to(device), Activation("silu").code
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x, dy = (t.to(device, dtype).contiguous(memory_format=memory_format) for t in (values, gradients))
-        rows = torch.stack([ops.batch_norm_stats(x), ops.batch_norm_stats(dy)])
-        yield "batch_norm_stats", rows
-        weight, bias, running_mean, running_var = factors.clone().unbind()
+        weight, bias, running_mean, running_var = factors.to(device, accumulate_dtype(dtype)).unbind()
         batches = torch.zeros((), dtype=torch.int64, device=device)
+        rows = torch.stack([ops.batch_norm_stats(x), ops.batch_norm_stats(dy, None, 0, mask)])
+        yield "batch_norm_stats", rows
         merged = ops.batch_norm_gather_stats(rows, running_mean, running_var, batches, 0.1, 1e-5)
         for result in (*merged, running_mean, running_var, batches + 1):
             yield "batch_norm_gather_stats", result
         mean, invstd, count = merged
-        yield "batch_norm_elemt", ops.batch_norm_elemt(x, weight, bias, mean, invstd)
-        reduced = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
-        for result in reduced:
-            yield "batch_norm_backward_reduce", result
-        yield "batch_norm_backward_elemt", ops.batch_norm_backward_elemt(dy, x, weight, mean, invstd, reduced[0], count)
+        for activation, residual in ((0, None), (code, dy)):
+            yield "batch_norm_elemt", ops.batch_norm_elemt(x, weight, bias, mean, invstd, residual, activation)
+            grad = torch.empty_like(x) if activation else None
+            through = None, bias, residual, activation, 0.0, grad
+            sums, *reduced = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight, *through)
+            for result in (sums, *reduced, *([] if grad is None else [grad])):
+                yield "batch_norm_backward_reduce", result
+            summed = sums, count, 1, None, 0
+            for where in (None, *([] if activation else [mask])):
+                arguments = dy, x, weight, mean, invstd, *summed, where, bias, activation
+                yield "batch_norm_backward_elemt", ops.batch_norm_backward_elemt(*arguments)

@@ -1,9 +1,8 @@
 """Which kernels compute CUDA tensors: the native ones, else ATen's, else plain torch.
 
 The native library asks once for each device whether its kernels run there. Where they do not, or were found to differ
-from ATen's (``agreement.py``), it calls the op of this name and schema in ``torch.ops.bagua_syncbn_fallback``, which warns
-once and computes by ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself
-computes by ATen's.
+from ATen's (``agreement.py``), it calls the op of this name in ``torch.ops.bagua_syncbn_fallback``: that warns once and
+computes by ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
 """
 
 import warnings

@@ -12,13 +12,18 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
 template <typename T, int W, typename Where, typename Epilogue>
-constexpr int kResident =
-    Epilogue::kActivates ? (sizeof(T) == 4 ? 3 : 2) : (std::is_same_v<Where, Masked> && W == 8 ? 2 : 3);
+struct Traits {
+  static constexpr int kUnroll = Epilogue::kActivates ? 1 : kPairs<W>;  // the code of all activations is long
+  // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
+  static constexpr int resident() {
+    if (Epilogue::kActivates) return sizeof(T) == 4 ? 3 : 2;
+    return std::is_same_v<Where, Masked> && W == 8 ? 2 : 3;
+  }
+};
 
 template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, kResident<T, W, Where, Epilogue>)
+__global__ void __launch_bounds__(kThreads, Traits<T, W, Where, Epilogue>::resident())
     backward_elemt(Plan plan, const T* dy, const T* __restrict__ x, T* dx, BackwardElemtArguments arguments,
                    Where where, Epilogue epilogue) {
   using Slots = Batch<Plan, W, kPairs<W>, Where>;
@@ -40,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Where, Epilogue>)
     for (Factors& each : factors) each.scale = static_cast<A>(NAN);
   }
   while (batch.any) {
-#pragma unroll(Epilogue::kActivates ? 1 : kPairs<W>)  // the code of all activations is long
+#pragma unroll(Traits<T, W, Where, Epilogue>::kUnroll)
     for (int u = 0; u < kPairs<W>; ++u) {
       const auto slot = batch.pop();
       const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
@@ -58,6 +63,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, W, Where, Epilogue>)
       }
       slot.store(dx, narrow_all<T>(g));
     }
+    if (batch.walk.done()) break;
     load();
   }
 }

@@ -10,22 +10,28 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as
-// many as the compiler sees fit.
-template <typename T, typename Plan, typename Epilogue>
-constexpr int kResident = Epilogue::kActivates           ? (sizeof(T) == 4 ? 3 : 2)
-                          : std::is_same_v<Plan, Planar> ? 0
-                          : sizeof(T) == 8               ? 2
-                                                         : 3;
+template <typename T, int W, typename Plan, typename Epilogue>
+struct Traits {
+  static constexpr bool kActivates = Epilogue::kActivates, kPlanar = std::is_same_v<Plan, Planar>;
+  // Whether a batch is added up before it is added to the sums: else there are no registers for it.
+  static constexpr bool kAddsUp = !kActivates || kPlanar;
+  static constexpr int kUnroll = kActivates ? 1 : kPairs<W>;  // the code of all activations is long
+  // Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as
+  // many as the compiler sees fit.
+  static constexpr int resident() {
+    if (kActivates) return sizeof(T) == 4 ? 3 : 2;
+    if (kPlanar) return 0;
+    return sizeof(T) == 8 ? 2 : 3;
+  }
+};
 
 template <typename T, int W, typename Plan, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, kResident<T, Plan, Epilogue>)
+__global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, Epilogue>::resident())
     backward_reduce(Plan plan, const T* dy, const T* x, T* __restrict__ grad, BackwardReduceArguments arguments,
                     Epilogue epilogue, Scratch scratch) {
   using Slots = Batch<Plan, W, kPairs<W>, Everywhere>;
   using Factors = std::conditional_t<Epilogue::kActivates, NormalizeFactors<A>, Center<A>>;
   constexpr int kLanes = Slots::kLanes;
-  constexpr bool kAddsUp = !Epilogue::kActivates || Slots::kPlanar;  // else there are no registers for it
   constexpr Everywhere everywhere;
   Slots batch(plan, everywhere, false);
   Loaded<T, W, kPairs<W>, Read::kAgain> grads, values, residuals;
@@ -42,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, Plan, Epilogue>)
   Sums<A> sums[kLanes] = {};
   while (batch.any) {
     Sums<A> added[kLanes] = {};
-#pragma unroll(Epilogue::kActivates ? 1 : kPairs<W>)  // the code of all activations is long
+#pragma unroll(Traits<T, W, Plan, Epilogue>::kUnroll)
     for (int u = 0; u < kPairs<W>; ++u) {
       const auto slot = batch.pop();
       const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
@@ -56,7 +62,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, Plan, Epilogue>)
       for (int w = 0; w < W; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
-        if (slot.counts(w)) (kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
+        if (slot.counts(w))
+          (Traits<T, W, Plan, Epilogue>::kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
       }
       if (Epilogue::kActivates && grad != nullptr) slot.store(grad, narrow_all<T>(g));
     }

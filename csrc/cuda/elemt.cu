@@ -11,14 +11,20 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
-template <typename T, typename Epilogue>
-constexpr int kResident = (sizeof(T) == 8 ? 3 : 4) - Epilogue::kActivates;
+template <typename T, int W, typename Epilogue>
+struct Traits {
+  static constexpr bool kActivates = Epilogue::kActivates;
+  // Slots that a thread loads at once: half as many if there may be a residual too.
+  static constexpr int kCount = kActivates ? kPairs<W> : kSlots<W>;
+  static constexpr int kUnroll = kActivates ? 1 : kCount;  // the code of all activations is long
+  // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
+  static constexpr int kResident = (sizeof(T) == 8 ? 3 : 4) - kActivates;
+};
 
 template <typename T, int W, typename Plan, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, kResident<T, Epilogue>)
+__global__ void __launch_bounds__(kThreads, Traits<T, W, Epilogue>::kResident)
     elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments, Epilogue epilogue) {
-  constexpr int kCount = Epilogue::kActivates ? kPairs<W> : kSlots<W>;  // half as many where there may be two tensors
+  constexpr int kCount = Traits<T, W, Epilogue>::kCount;
   using Slots = Batch<Plan, W, kCount, Everywhere>;
   constexpr Everywhere everywhere;
   Slots batch(plan, everywhere, true);
@@ -32,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, Epilogue>)
   NormalizeFactors<A> factors[Slots::kLanes];  // waited for together with the first batch
   share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
   while (batch.any) {
-#pragma unroll(Epilogue::kActivates ? 1 : kCount)  // the code of all activations is long
+#pragma unroll(Traits<T, W, Epilogue>::kUnroll)
     for (int u = 0; u < kCount; ++u) {
       const auto slot = batch.pop();
       A z[W];
@@ -41,6 +47,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, Epilogue>)
       epilogue.template apply<false>(z);
       slot.store(y, narrow_all<T>(z));
     }
+    if (batch.walk.done()) break;
     load();
   }
 }

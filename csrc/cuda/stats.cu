@@ -15,13 +15,15 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Blocks for which a multiprocessor has the registers: with more the compiler spills.
 template <typename T, typename Plan, typename Where>
-constexpr int resident() {
-  if (std::is_same_v<Where, Masked>) return 2;
-  if (std::is_same_v<Plan, Planar> || sizeof(T) == 4) return 4;
-  return sizeof(T) == 8 ? 3 : 2;
-}
+struct Traits {
+  // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
+  static constexpr int resident() {
+    if (std::is_same_v<Where, Masked>) return 2;
+    if (std::is_same_v<Plan, Planar> || sizeof(T) == 4) return 4;
+    return sizeof(T) == 8 ? 3 : 2;
+  }
+};
 
 template <typename A>
 __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, double2 mean_and_m2, double count,
@@ -32,7 +34,7 @@ __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t
 }
 
 template <typename T, int W, typename Plan, typename Where, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, resident<T, Plan, Where>())
+__global__ void __launch_bounds__(kThreads, Traits<T, Plan, Where>::resident())
     stats(Plan plan, const T* x, Where where, A* packed, Words words, Scratch scratch) {
   using Slots = Batch<Plan, W, kSlots<W>, Where>;
   constexpr int kLanes = Slots::kLanes, kValues = kSlots<W> * W / kLanes;
