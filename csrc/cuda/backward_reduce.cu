@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, Epilogue>::reside
     backward_reduce(Plan plan, const T* dy, const T* x, T* __restrict__ grad, BackwardReduceArguments arguments,
                     Epilogue epilogue, Scratch scratch) {
   using Slots = Batch<Plan, W, kPairs<W>, Everywhere>;
+  constexpr bool kAddsUp = Traits<T, W, Plan, Epilogue>::kAddsUp;
   using Factors = std::conditional_t<Epilogue::kActivates, NormalizeFactors<A>, Center<A>>;
   constexpr int kLanes = Slots::kLanes;
   constexpr Everywhere everywhere;
@@ -62,8 +63,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, Epilogue>::reside
       for (int w = 0; w < W; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
-        if (slot.counts(w))
-          (Traits<T, W, Plan, Epilogue>::kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
+        if (slot.counts(w)) (kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
       }
       if (Epilogue::kActivates && grad != nullptr) slot.store(grad, narrow_all<T>(g));
     }

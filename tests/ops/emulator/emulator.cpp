@@ -90,8 +90,7 @@ void fail(const std::string& what) {
   const Fiber& fiber = fibers[running];
   if (failure.empty()) {
     failure = what + ": thread (" + std::to_string(fiber.index.x) + ", " + std::to_string(fiber.index.y) +
-              ") of block (" + std::to_string(place.block.x) + ", " + std::to_string(place.block.y) + ", " +
-              std::to_string(place.block.z) + ")";
+              ") of block (" + std::to_string(place.block.x) + ", " + std::to_string(place.block.y) + ")";
   }
 }
 
@@ -169,7 +168,7 @@ void hand_over(size_t worker) {
 }
 
 void run_block(size_t worker, unsigned block, dim3 threads) {
-  place.block = {block % grid_size.x, block / grid_size.x % grid_size.y, block / grid_size.x / grid_size.y};
+  place.block = {block % grid_size.x, block / grid_size.x, 0};
   ready.clear();
   at_barrier = done = 0;
   for (size_t i = 0; i < fibers.size(); ++i) {
@@ -238,7 +237,7 @@ const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kerne
   grid_size = blocks;
   block_size = threads;
   body = &kernel;
-  const size_t all = size_t(blocks.x) * blocks.y * blocks.z;
+  const size_t all = size_t(blocks.x) * blocks.y;
   blocks_left.resize(all);
   std::iota(blocks_left.begin(), blocks_left.end(), 0);
   std::shuffle(blocks_left.begin(), blocks_left.end(), random_bits);

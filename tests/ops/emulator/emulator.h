@@ -55,7 +55,6 @@ using std::min;
 inline void __syncthreads() {
   emulator::wait_at_barrier();
 }
-inline void __threadfence() {}
 inline float __fdividef(float a, float b) {
   return a / b;
 }
