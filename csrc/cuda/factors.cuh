@@ -102,27 +102,21 @@ struct ShiftedGradientFactors : GradientFactors<A> {
 template <int W, typename F, typename Read>
 __device__ __forceinline__ void share_factors(F (&factors)[W], const InterleavedWalk<W>& walk, const Read& read) {
   __shared__ F tile[kTileChannels<W>];
-  const int thread = thread_index(), width = blockDim.x * W;  // at least as many threads as channels
-  if (thread < width && walk.tile_begin + thread < walk.channels()) tile[thread] = read(walk.tile_begin + thread);
+  if (walk.writes()) tile[thread_index()] = read(walk.first_channel() + thread_index());
   __syncthreads();
   if (!walk.active) return;
 #pragma unroll
   for (int w = 0; w < W; ++w) factors[w] = tile[threadIdx.x * W + w];
 }
 
-// Planar: the factors of the channel of a block, `read()`. One thread reads them for all, as above: those of its warp
-// wait for it, those of others would do the same once more for each warp. All threads of the block must call this.
-template <typename F, typename Read>
-__device__ __forceinline__ F share_factors(const Read& read) {
-  __shared__ F factors;
-  if (thread_index() == 0) factors = read();
-  __syncthreads();
-  return factors;
-}
-
+// Planar: the factors of the channel of a block. One thread reads them for all, as above: other warps would read them
+// once more each. All threads of the block must call this.
 template <typename F, int W, typename Read>
 __device__ __forceinline__ void share_factors(F (&factors)[1], const PlanarWalk<W>& walk, const Read& read) {
-  factors[0] = share_factors<F>([&] { return read(walk.channel); });
+  __shared__ F shared;
+  if (thread_index() == 0) shared = read(walk.channel);
+  __syncthreads();
+  factors[0] = shared;
 }
 
 template <typename A>

@@ -31,7 +31,7 @@ class PlanarWalk {
   int64_t channel, part;
 
   __device__ __forceinline__ int64_t first_channel() const { return channel; }  // of the block
-  // Whether this thread writes a result: thread t of channel first_channel() + t.
+  // Whether this thread reads the factors and writes the result of a channel: thread t of channel first_channel() + t.
   __device__ __forceinline__ bool writes() const { return thread_index() == 0; }
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
@@ -107,11 +107,10 @@ class InterleavedWalk {
     offset_ = (row + threadIdx.y) * plan.channels + channel;
   }
 
-  __device__ __forceinline__ int64_t channels() const { return plan_.channels; }
   __device__ __forceinline__ int64_t first_channel() const { return tile_begin; }  // of the block
-  // Whether this thread writes a result: thread t of channel first_channel() + t.
+  // Whether this thread reads the factors and writes the result of a channel: thread t of channel first_channel() + t.
   __device__ __forceinline__ bool writes() const {
-    return thread_index() < plan_.columns * W && tile_begin + thread_index() < plan_.channels;
+    return thread_index() < static_cast<int>(blockDim.x) * W && tile_begin + thread_index() < plan_.channels;
   }
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
