@@ -80,7 +80,7 @@ def _results(ops: Any, device: torch.device, dtype: torch.dtype) -> Iterator[tup
     mask, code = (random(3, 9, 9) < 0.5).to(device), Activation("silu").code
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x, dy = (t.to(device, dtype).contiguous(memory_format=memory_format) for t in (values, gradients))
-        weight, bias, running_mean, running_var = factors.to(device, accumulate_dtype(dtype)).unbind()
+        weight, bias, running_mean, running_var = factors.to(device, accumulate_dtype(dtype), copy=True).unbind()
         batches = torch.zeros((), dtype=torch.int64, device=device)
         rows = torch.stack([ops.batch_norm_stats(x), ops.batch_norm_stats(dy, None, 0, mask)])
         yield "batch_norm_stats", rows
