@@ -16,19 +16,18 @@ CUDA_ARCHS ?= native
 
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f)
-EMULATOR := $(shell find tests/exchange tests/ops/emulator benchmarks/gpu -name "*.h" -o -name "*.cpp")
+EMULATOR := $(shell find tests/exchange tests/ops/emulator -name "*.h" -o -name "*.cpp")
 SOURCES := pyproject.toml setup.py $(NATIVE)
 
-# For `make gpu`: one that has a CUDA build of torch; nothing is installed.
-GPU_PYTHON ?= python3
-
-.PHONY: help demo test test-slow test-faults sanitize bench bench-quick bench-results bench-docs gpu lint format docs clean
+.PHONY: help demo test test-slow test-faults sanitize bench bench-quick bench-results bench-docs gpu gpu-test gpu-bench \
+	gpu-sanitize gpu-memcheck gpu-racecheck gpu-initcheck lint format docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 demo: $(VENV)/installed-demo ## train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/
-	$(BIN)/python examples/demo.py
+	@echo 'Training three times: a minute on two cores'
+	@$(BIN)/python examples/demo.py
 
 # All of it on the native kernels, and what is marked reference_too once more on the reference ops: in these folders,
 # because to collect all tests costs ten seconds.
@@ -92,9 +91,46 @@ bench-docs: $(VENV)/installed-bench ## writes docs/benchmarks.md from the record
 	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md README.md \
 		--charts docs/charts
 
-# No environment is made: a machine with a GPU may have no network. Says what is missing.
-gpu:
-	$(GPU_PYTHON) benchmarks/gpu/prove.py --output "$${OUT:-build/gpu}" $(ARGS)
+# On a machine with an NVIDIA GPU, by the Python that has a CUDA build of torch. Nothing is installed: such a machine may
+# have no network. The kernels are built apart from the checkout, for the cards that are there.
+GPU_PYTHON ?= python3
+GPU_NEEDS := 'torch>=2.10' 'setuptools>=77' pytest 'pytest-timeout>=2.3'
+GPU_LIB := $(CURDIR)/build/gpu/lib
+# From a folder that holds the package that was built, and none of its sources. Without TF32, whose errors tests would
+# show; NCCL and gloo talk over the loopback interface.
+GPU_RUN = cd $(GPU_LIB) && PYTHONPATH=$(GPU_LIB):$(CURDIR) FAIL_WITHOUT_CUDA=1 NVIDIA_TF32_OVERRIDE=0 \
+	NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo MASTER_ADDR=127.0.0.1
+GPU_PYTEST := $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
+
+gpu: ## gpu-test, gpu-sanitize and gpu-bench in this order, each in less than eight minutes, on a machine with an NVIDIA GPU
+	$(MAKE) gpu-test
+	$(MAKE) gpu-sanitize
+	$(MAKE) gpu-bench
+
+gpu-test: $(GPU_LIB)/built ## the tests that need a GPU
+	$(GPU_RUN) $(GPU_PYTEST) --timeout 120 --session-timeout 300 $(addprefix $(CURDIR)/tests/,gpu data_parallel bagua_job)
+
+gpu-bench: $(GPU_LIB)/built ## ops beside copies and ATen's, layers beside torch's SyncBatchNorm: build/bench/gpu.json
+	$(GPU_RUN) timeout 450 $(GPU_PYTHON) -m benchmarks --sections gpu --device cuda --output $(CURDIR)/build/bench/gpu.json $(ARGS)
+
+# One tool at a time, every kernel on small inputs of two dtypes. Each tensor has an allocation of its own, so that the
+# first value after its end is seen. torch's refused calls of the driver are no error of the kernels.
+gpu-sanitize: gpu-memcheck gpu-racecheck gpu-initcheck ## the kernels under compute-sanitizer
+GPU_SANITIZER = $(GPU_RUN) PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 155 compute-sanitizer --report-api-errors no
+GPU_SMALL = $(GPU_PYTEST) $(CURDIR)/tests/gpu/test_gpu_ops.py -k 'every_kernel and (torch.float32 or torch.float16)'
+gpu-memcheck gpu-racecheck: gpu-%: $(GPU_LIB)/built
+	$(GPU_SANITIZER) --tool $* --kernel-name kns=bagua_syncbn --error-exitcode 9 $(GPU_SMALL)
+
+# This tool must see the writes of torch's kernels too, and so reports what they read: only reports of ours count.
+gpu-initcheck: $(GPU_LIB)/built
+	$(GPU_SANITIZER) --tool initcheck --check-api-memory-access no $(GPU_SMALL) >$(GPU_LIB)/initcheck.txt 2>&1 \
+		|| { tail -30 $(GPU_LIB)/initcheck.txt; exit 1; }
+	! grep -A 3 Uninitialized $(GPU_LIB)/initcheck.txt | grep bagua_syncbn
+
+$(GPU_LIB)/built: $(SOURCES) $(shell find bagua_syncbn -name '*.py')
+	@$(GPU_PYTHON) -m pip install --dry-run --quiet --no-index $(GPU_NEEDS)
+	BAGUA_SYNCBN_BUILD=cuda BAGUA_SYNCBN_CUDA_ARCHS=native $(GPU_PYTHON) setup.py -q build --build-lib $(GPU_LIB)
+	@touch $@
 
 lint: $(VENV)/installed-lint ## formatting, lint and types
 	$(BIN)/ruff check .
@@ -119,13 +155,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed-torch: $(VENV)/bin/python
-	@echo 'Installing $(TORCH) in $(VENV): 20 seconds, and its download'
+	@echo 'Installing $(TORCH) in $(VENV): half a minute, downloads aside'
 	@$(BIN)/python $(PIP_INSTALL) --upgrade pip 'setuptools>=77' wheel
 	@$(BIN)/python $(PIP_INSTALL) '$(TORCH)'
 	@touch $@
 
 $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
-	@echo 'Building the native kernels: 90 seconds of CPU time, three minutes more for a CUDA card'
+	@echo 'Building the native kernels: a minute on two cores, two more where there is a CUDA card'
 	@BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python $(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 

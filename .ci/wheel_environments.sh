@@ -23,13 +23,13 @@ for environment in "$@"; do
     [ -d "$directory" ] || "$(find_python "$python")" -m venv "$directory"
     "$directory/bin/python" -m pip install --quiet "$torch"
   fi
-  "$directory/bin/python" -m pip install --quiet numpy hypothesis 'pytest>=8'
   "$directory/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
+  "$directory/bin/python" -m pip install --quiet 'bagua_syncbn[test]'
   directory=$(realpath "$directory")
   # Away from the sources, so that the installed package is imported. Tests that are not named here need the checkout.
   tests=$(mktemp -d)
   cp pyproject.toml "$tests"
-  cp -r benchmarks tests "$tests"
+  cp -r benchmarks docs tests "$tests"
   (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
       tests/contract tests/layer/test_layer.py tests/layer/test_errors.py tests/layer/test_wrappers.py \

@@ -4,6 +4,7 @@
     python -m benchmarks --quick               # a first impression, in two minutes
     python -m benchmarks --sections layers --ranks 2 --shapes 8x64x56x56
     python -m benchmarks --default-malloc --sections local
+    python -m benchmarks --sections gpu --device cuda
     python -m benchmarks.report FILE...        # tables and charts of recorded results
 
 docs/benchmarks.md says what is measured and how. Every case has its own line in results.json, with every sample.
@@ -15,13 +16,13 @@ pays for mapping its output and gradient again, whoever computes them. ``--defau
 
 import argparse
 import datetime
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from . import batches, jobs, machine, recorded, report
 from .recorded import Case, Results
@@ -37,16 +38,18 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    on_cpu = [name for name in SECTIONS if name != "gpu"]
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=on_cpu, help="(default: all but gpu)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
     parser.add_argument("--shapes", nargs="+", type=batches.parse_shape, metavar="8x64x56x56")
     parser.add_argument("--quick", action="store_true", help="few shapes and rounds")
     parser.add_argument("--seconds", type=float, help="for the rounds of a case (default: 1.5, --quick: 0.2)")
     parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ranks, and gpu (default: cpu)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and max(arguments.ranks) > torch.cuda.device_count():
+    on_ranks = any(name in ON_RANKS for name in arguments.sections)
+    if on_ranks and arguments.device == "cuda" and max(arguments.ranks) > torch.cuda.device_count():
         parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, one for each device, with --device cuda")
     return arguments
 
@@ -76,12 +79,13 @@ def measure_all(job: dict[str, Any]) -> Iterator[Case]:
 
 
 def run(job: dict[str, Any]) -> Results:
-    """Measures what the job asks for, under a progress bar."""
+    """Measures what the job asks for, and prints a line for each case."""
     start = time.monotonic()
     measured = []
-    for case in (bar := tqdm(measure_all(job), unit=" cases", dynamic_ncols=True)):
+    for case in measure_all(job):
         measured.append(case)
-        bar.set_description(f"{case['section']}, {case.get('ranks', 1)} ranks")
+        what = [case["section"], *([f"{case['ranks']} ranks"] if "ranks" in case else [])]
+        print(f"{time.monotonic() - start:4.0f} s, case {len(measured)}: {', '.join(what)}", file=sys.stderr)
     return {
         "date": datetime.date.today().isoformat(),
         "versions": machine.describe_versions(),

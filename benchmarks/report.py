@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .peers import peers_table
-from .recorded import Results, quartiles, table
+from .recorded import Results, table
 from .sections import SECTIONS, layers, stored
-from .timing import QUIET_CORES
 
 CHARTS = {"peers": layers.draw, "stored": stored.draw}
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,8 +24,6 @@ _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- en
 
 def machine_table(results: Results) -> str:
     machine, versions, settings = results["machine"], results["versions"], results["settings"]
-    foreign = [case["foreign_cores"] for case in results["cases"] if case.get("foreign_cores") is not None]
-    dropped = sum(case.get("dropped", 0) for case in results["cases"])
     devices = ", ".join(machine.get("devices", []))
     rows = [
         ["measured", f"{results['date']}, {settings['minutes']:g} minutes"],
@@ -36,13 +33,6 @@ def machine_table(results: Results) -> str:
         ["small messages", settings["exchange"]],
         ["malloc", "keeps freed memory" if settings["keeps_memory"] else "the system's defaults"],
     ]
-    if dropped:
-        rows.append(["rounds dropped", f"{dropped}, because memory was mapped in them"])
-    if foreign:
-        quiet = f"at most {max(foreign):.2f}, on average over a case; {quartiles(foreign)[1]:.2f} in half of them"
-        rows.append(["cores used by others", quiet])
-        if quartiles(foreign)[1] > QUIET_CORES:
-            rows.append(["**disturbed**", "in most cases: small differences mean nothing here, and times little"])
     return table(["", ""], rows)
 
 

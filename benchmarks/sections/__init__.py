@@ -2,8 +2,15 @@
 
 from typing import Any
 
-from . import anew, compiled, exchange, host, layers, local, ops, stored, training
+from . import anew, compiled, exchange, gpu, host, layers, local, ops, stored, training
 
-IN_ONE_PROCESS: dict[str, Any] = {"ops": ops, "local": local, "host": host, "stored": stored, "anew": anew}
+IN_ONE_PROCESS: dict[str, Any] = {
+    "ops": ops,
+    "local": local,
+    "host": host,
+    "stored": stored,
+    "anew": anew,
+    "gpu": gpu,
+}
 ON_RANKS: dict[str, Any] = {"exchange": exchange, "compiled": compiled, "layers": layers, "training": training}
 SECTIONS = IN_ONE_PROCESS | ON_RANKS

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from ..machine import count_cores
 from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, quartiles, table
-from ..timing import Load, digits, start_together
+from ..timing import digits, start_together
 
 BATCH_SIZE = 64  # all ranks together
 BOUT = 10  # steps of one peer before the next has its turn
@@ -111,6 +110,8 @@ def steps_to_target(losses: list[float]) -> int | None:
 
 def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields this rank's share of one global batch after another, without end."""
+    from sklearn.datasets import load_digits  # the only section that needs it
+
     data = load_digits()
     images = torch.from_numpy(data.images[:, None] / 16).float().to(device)
     labels = torch.from_numpy(data.target).to(device)
@@ -135,14 +136,13 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
     batches = {name: load_batches(seed, device) for name in makers}
     # Warms up what all have in common; a step's first time is otherwise that of whoever comes first.
     Trainer(makers["local"], seed, device).train([next(load_batches(seed, device)) for _ in range(3)])
-    load, turn = Load(), 0
+    turn = 0
     while running := [name for name, trainer in trainers.items() if not trainer.done]:
         for name in running[:: (-1) ** turn]:
             trainers[name].train([next(batches[name]) for _ in range(BOUT)])
         turn += 1
     return {
         "seed": seed,
-        "foreign_cores": load.foreign_cores(),
         "milliseconds": {name: [digits(1e3 * value) for value in t.seconds] for name, t in trainers.items()},
         "losses": {name: [digits(value) for value in t.losses] for name, t in trainers.items()},
     }

@@ -174,7 +174,7 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pas
   return plan;
 }
 
-// Whether a thread can count in 32 bits, which it can for all that fits the memory of a card.
+// Whether a thread can count in 32 bits. Larger inputs are refused, such as rows of more than 2^30 values.
 inline bool fits(const Planar& plan) {
   return plan.inner <= kMost && plan.batch < kMost && plan.batch * plan.slots < kMost;
 }

@@ -19,7 +19,6 @@ from bagua_syncbn.data_parallel import (
 )
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
-# With the mark in this file: prove.py looks for it in the files, to run them on a GPU.
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 
 

@@ -7,6 +7,7 @@ import torch
 from cases import laid_out
 from tolerances import TOLERANCES, assert_close
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
 
@@ -55,23 +56,41 @@ def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
     return torch.rand(size) < {"scattered": 0.5, "all": 1.0, "none": 0.0}[kind]
 
 
-def check(ops: Any, case: OpCase, dtype: torch.dtype, device: str = "cpu") -> None:
+class OnDevice:
+    """``ops`` for tensors on CPU: copies go to a device and come back, so that nothing but the ops computes there."""
+
+    def __init__(self, ops: Any, device: str) -> None:
+        self._ops, self._device = ops, device
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            there = [each.to(self._device) if isinstance(each, Tensor) else each for each in arguments]
+            results = getattr(self._ops, name)(*there)
+            for here, changed in zip(arguments, there, strict=True):
+                if isinstance(here, Tensor):
+                    here.copy_(changed)
+            return tree_map_only(Tensor, Tensor.cpu, results)
+
+        return call
+
+
+def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     """Compares all of ``ops`` that read the input."""
     accumulate, channels = accumulate_dtype(dtype), case.shape[1]
     layouts = case.layout, case.grad_layout or case.layout, case.layout
     values = torch.randn(3, *case.shape)
     values[0] = 2 * values[0] + 1
     input, grad_output, residual = (
-        place(tensor.to(device, dtype), layout, offset)
+        place(tensor.to(dtype), layout, offset)
         for tensor, layout, offset in zip(values, layouts, case.offsets, strict=True)
     )
-    mask = None if case.mask is None else make_mask(case.mask, case.shape).to(device)
+    mask = None if case.mask is None else make_mask(case.mask, case.shape)
     inside = torch.ones_like(input, dtype=torch.bool) if mask is None else reference.of_positions(mask, input)
-    factors = torch.randn(4, channels).to(device, accumulate).unbind()
+    factors = torch.randn(4, channels).to(accumulate).unbind()
     mean, invstd, sums = factors[0], factors[1].abs() + 0.5, torch.cat(factors[2:])
     weight = bias = None
     if case.parameters is not None:
-        weight, bias = torch.randn(2, channels).to(device, case.parameters).unbind()
+        weight, bias = torch.randn(2, channels).to(case.parameters).unbind()
     act = (case.activation or IDENTITY).code, (case.activation or IDENTITY).parameter
 
     is_plain = mask is None and case.activation is None and not case.residual  # then nothing more is given
@@ -86,7 +105,7 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype, device: str = "cpu") -> No
 
     input.masked_fill_(~inside, torch.nan)
     if not case.residual:
-        merged = weight, mean, invstd, sums, torch.tensor(3, device=device), 1, None, 0
+        merged = weight, mean, invstd, sums, torch.tensor(3), 1, None, 0
         arguments = grad_output, input, *merged, *(() if is_plain else (mask, bias, *act))
         expected = reference.batch_norm_backward_elemt(*wide(*arguments))
         close(ops.batch_norm_backward_elemt(*arguments), expected, "grad_input")
@@ -141,13 +160,12 @@ def check_merge(
     dtype: torch.dtype,
     buffer_dtype: torch.dtype | None = None,
     momentum: float | None = 0.1,
-    device: str = "cpu",
 ) -> None:
     """Compares the merge of ranks with batches of ``sizes``; without ``buffer_dtype`` no statistics are tracked."""
-    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels).to(dtype)) for n in sizes]).to(device)
-    buffers: list[Any] = [None, None, torch.tensor(4, device=device)]
+    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels).to(dtype)) for n in sizes])
+    buffers: list[Any] = [None, None, torch.tensor(4)]
     if buffer_dtype is not None:
-        buffers[:2] = torch.rand(2, channels).to(device, buffer_dtype).unbind()
+        buffers[:2] = torch.rand(2, channels).to(buffer_dtype).unbind()
     wide = [buffer if buffer is None else buffer.clone() for buffer in buffers]
     wide[:2] = [buffer if buffer is None else buffer.double() for buffer in wide[:2]]
     merged = ops.batch_norm_gather_stats(rows, *buffers, momentum, 1e-5)

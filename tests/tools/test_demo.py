@@ -5,7 +5,6 @@ import json
 import math
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -76,17 +75,3 @@ def test_the_demo_fails_and_still_writes_what_it_measured(demo, monkeypatch):
     assert demo.loss_gaps([1.0, math.nan, 1.0, 3.5], [1.0, 1.0, math.nan, 3.0]) == [0.0, math.inf, math.inf, 0.5]
     assert demo.find_failures(1e-9, 1e-2) == []
     assert [failure.split(":")[0] for failure in demo.find_failures(math.nan, math.nan)] == ["synced", "unsynced"]
-
-
-@pytest.mark.slow
-def test_the_demo_gives_the_same_losses_under_torchrun(tmp_path):
-    """By the real launcher, not on ranks of the test's own."""
-    losses = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
-        command = [sys.executable, *launcher, str(SCRIPT), *ARGUMENTS, "--output", str(tmp_path / "run.json")]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("final loss") == 1  # rank 0 alone reports
-        losses.append(json.loads((tmp_path / "run.json").read_text())["losses"])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-12)
