@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..communicators import Communicator
-from ..options import Options
-from .faults import ON_CPU, differ_text, found_text, number_of_sums, raise_if_found, record_for
+from .faults import ON_CPU, FaultRecord, differ_text, found_text, number_of_sums, raise_if_found
 from .history import history_in
 from .probes import Probe, by_text, can_probe, codes_of, leave, resume
-from .signatures import CallSignature, describe, exact_bits, signature_of
+from .signatures import CallSignature, describe, exact_bits
 
 
 class RankSync:
@@ -40,14 +39,9 @@ class RankSync:
 
     __slots__ = ("_exact_bits", "_history", "_record", "_signature", "communicator")
 
-    def __init__(
-        self, layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool, communicator: Communicator
-    ) -> None:
-        self._history = history = history_in(communicator)
-        self._signature = signature_of(layer, input, options, accumulates, communicator, history.number_of)
-        self._record = record_for(input)
-        self._exact_bits = exact_bits(communicator.size)
-        self.communicator = communicator
+    def __init__(self, signature: CallSignature, record: FaultRecord | None, communicator: Communicator) -> None:
+        self._signature, self._record, self.communicator = signature, record, communicator
+        self._history, self._exact_bits = history_in(communicator), exact_bits(communicator.size)
 
     def header(self) -> tuple[int, int]:
         """Returns who speaks in the forward pass, and the number of the call, as ``batch_norm_stats`` takes them."""

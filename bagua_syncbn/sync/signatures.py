@@ -119,21 +119,13 @@ class CallSignature:
     backward: CallSignature
     derivative: CallSignature
 
-    def __init__(self, layer: int, name: str, kind: str, options: SharedOptions, adds_up: bool, direction: int) -> None:
-        self.is_backward = direction > 0
-        moments, dtype = 2 * options.channels, torch.float64 if options.is_double else torch.float32
-        if self.is_backward:
-            self.message = True, moments + ops.PARTS, dtype
-        elif adds_up:
-            self.message = True, moments + ops.SUMMED_REST, torch.float64
-        else:
-            self.message = False, moments + 2 + ops.WORDS, dtype
-        self.key = layer, options.word(direction)
-        self.speaker = layer * WORD + self.key[1]
-        self.kind = word_of(kind)
-        self.compiled_speaker = self.kind * WORD + self.key[1]
-        self.text = f"{_DIRECTIONS[direction]} of {name} ({options.text()})"
-        _texts[self.key] = self.text
+    def __init__(
+        self, key: tuple[int, int], kind: int, text: str, message: tuple[bool, int, torch.dtype], is_backward: bool
+    ) -> None:
+        self.key, self.kind, self.text, self.message, self.is_backward = key, kind, text, message, is_backward
+        self.speaker = key[0] * WORD + key[1]
+        self.compiled_speaker = kind * WORD + key[1]
+        self.backward = self.derivative = self
 
 
 # By all that a signature is made of; and the texts of all calls of this rank, by key.
@@ -162,10 +154,18 @@ def signature_of(
             _texts.clear()
         speaker = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
         speaker = f"{speaker} #{number}" if number > 1 else speaker
-        word, shared = 0 if layer is None else word_of(speaker), shared_options(layer, input, options, accumulates)
-        signature, backward, derivative = (CallSignature(word, speaker, kind, shared, adds_up, way) for way in range(3))
+        shared = shared_options(layer, input, options, accumulates)
+        word, numel = 0 if layer is None else word_of(speaker), 2 * shared.channels
+        gathered = False, numel + 2 + ops.WORDS, torch.float64 if shared.is_double else torch.float32
+        forward = (True, numel + ops.SUMMED_REST, torch.float64) if adds_up else gathered
+        sums = True, numel + ops.PARTS, gathered[2]
+        signature, backward, derivative = (
+            CallSignature((word, shared.word(way)), word_of(kind), text, sums if way else forward, way > 0)
+            for way, text in enumerate(f"{direction} of {speaker} ({shared.text()})" for direction in _DIRECTIONS)
+        )
         signature.backward = derivative.backward = backward
         signature.derivative = backward.derivative = derivative
+        _texts.update((one.key, one.text) for one in (signature, backward, derivative))
         _signatures[call] = signature
     return signature
 

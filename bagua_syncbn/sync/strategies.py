@@ -13,10 +13,20 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import LOCAL, Communicator
 from ..options import Options
-from .faults import record_on
-from .history import note_compilation
+from .faults import record_for, record_on
+from .history import history_in, note_compilation
 from .protocol import RankSync
-from .signatures import WORD, SharedOptions, adds_up_stats, exact_bits, hash_of, kind_of, shared_options, word_of
+from .signatures import (
+    WORD,
+    SharedOptions,
+    adds_up_stats,
+    exact_bits,
+    hash_of,
+    kind_of,
+    shared_options,
+    signature_of,
+    word_of,
+)
 
 
 class LocalSync:
@@ -105,4 +115,6 @@ def sync_of(
     if torch.compiler.is_compiling():
         shared = shared_options(layer, input, options, accumulates)
         return CompiledSync(communicator, kind_of(layer), shared, input)
-    return RankSync(layer, input, options, accumulates, communicator)
+    number_of = history_in(communicator).number_of
+    signature = signature_of(layer, input, options, accumulates, communicator, number_of)
+    return RankSync(signature, record_for(input), communicator)

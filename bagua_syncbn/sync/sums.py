@@ -10,7 +10,7 @@ from ..communicators import Communicator
 from .faults import differ_text
 from .history import history_in
 from .protocol import RankSync
-from .signatures import WORD, CallSignature, exact_bits, word_of
+from .signatures import CallSignature, word_of
 
 
 def sum_over_ranks(packed: Tensor, communicator: Communicator, what: str, module: nn.Module, details: str) -> Tensor:
@@ -30,32 +30,10 @@ def sum_over_ranks(packed: Tensor, communicator: Communicator, what: str, module
     history = history_in(communicator)
     number = history.number_of(module, f"{what} of {type(module).__name__}")
     model = f"{type(module).__name__} #{number}" if number > 1 else type(module).__name__
-    counted = torch.cat([packed, packed.new_ones(1)])
-    sync = _SumSync(_SumSignature(f"{what} of {model}", details, counted.numel()), communicator)
+    counted, text = torch.cat([packed, packed.new_ones(1)]), f"{what} of {model} ({details})"
+    kind, message = word_of(f"{what} of {model}"), (True, counted.numel() + ops.PARTS, torch.float64)
+    sync = RankSync(CallSignature((kind, word_of(text)), kind, text, message, False), None, communicator)
     total, ranks = sync.total(counted, history.number).tensor_split([-1])
     if ranks.item() != communicator.size:  # on devices for whose results no host waits elsewhere
         raise RuntimeError(differ_text([f"this rank: {what} of {model}", "another rank: another call"]))
     return total
-
-
-class _SumSignature(CallSignature):
-    __slots__ = ()
-
-    def __init__(self, what: str, details: str, numel: int) -> None:
-        self.text = f"{what} ({details})"
-        self.is_backward = False
-        self.message = True, numel + ops.PARTS, torch.float64
-        self.key = word_of(what), word_of(self.text)
-        self.speaker = self.compiled_speaker = self.key[0] * WORD + self.key[1]
-        self.kind = self.key[0]
-        self.backward = self.derivative = self
-
-
-class _SumSync(RankSync):
-    """The messages of a sum. Its options are in its signature, and its faults are seen at once."""
-
-    __slots__ = ()
-
-    def __init__(self, signature: CallSignature, communicator: Communicator) -> None:
-        self._history, self._signature, self._record = history_in(communicator), signature, None
-        self._exact_bits, self.communicator = exact_bits(communicator.size), communicator
