@@ -64,7 +64,7 @@ class CachedCall:
         if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms() or input.is_nested:
             return None
         facts, tensors = _look_at(layer, input)
-        same = facts == self._facts and layer._group_spec.found() is self._communicator
+        same = facts == self._facts and layer._group_spec.made() is self._communicator
         if not same or not self._guard(*compress(tensors, self._given)):
             return None
         weight, bias = tensors[1:3]
@@ -81,7 +81,7 @@ class CachedCall:
 
 def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
     """Caches the call that ``layer`` has just made, if it was in training over several ranks."""
-    communicator = layer._group_spec.found() if layer.training else None
+    communicator = layer._group_spec.made() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
         return
     if layer._has_getattr:  # its tensors may be others than its parameters and buffers

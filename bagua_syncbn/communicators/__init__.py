@@ -5,13 +5,11 @@ processes of a job is a communicator in a file of its own. Replicas in threads o
 instead: a collective in their backward could wait for another one that would run next on the same thread.
 """
 
-from .c10d import TorchCommunicator, is_large
-from .group_spec import EVERYONE, Communicator, GroupSpec, spec_of, sync_group
+from .c10d import AsyncCollective, TorchCommunicator, is_large
+from .group_spec import EVERYONE, LOCAL, Communicator, GroupSpec, LocalCommunicator, spec_of, sync_group
 from .groups import RankGroup
-from .local import LOCAL, LocalCommunicator
 from .replicas import CallbackContext, Replica, Replicas
 from .shared import SharedCommunicator, communicator_of
-from .waiting import AsyncCollective
 
 __all__ = [
     "EVERYONE",

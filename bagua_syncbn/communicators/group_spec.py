@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import bagua, c10d, shared
-from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, ranks_by_rule, rule_of, told
+from .groups import NODE, RankGroup, Rule, check_rule, described, group_ranks, is_ranks, ranks_by_rule, rule_of, text_of
 from .jobs import job_of
-from .local import LOCAL
 
 
 @runtime_checkable
@@ -38,6 +37,22 @@ class Communicator(Protocol):
 
     def all_reduce(self, packed: Tensor) -> Tensor:
         """Returns the sum over ranks of ``packed``, contiguous of shape (n); ``packed`` may be overwritten."""
+
+
+class LocalCommunicator:
+    """Group of one rank: gathers and sums are the rank's own tensor."""
+
+    size = 1
+    rank = 0
+
+    def all_gather(self, packed: Tensor) -> Tensor:
+        return packed.unsqueeze(0)
+
+    def all_reduce(self, packed: Tensor) -> Tensor:
+        return packed
+
+
+LOCAL = LocalCommunicator()
 
 
 class CachedCommunicator:
@@ -65,16 +80,14 @@ class CachedCommunicator:
             _find_by_number(self.number)
             assert self.communicator is not None
             return self.communicator
-        world = bagua.default_group() or c10d.default_group()
+        world = _running_job()
         if world is None:
             return LOCAL
-        found = self.communicator
-        return found if found is not None and self._world() is world else self.find_anew()
+        return self.made() or self.make()
 
-    def found(self) -> Communicator | None:
+    def made(self) -> Communicator | None:
         """Returns the communicator if it was already made in the running job."""
-        found, world = self.communicator, bagua.default_group() or c10d.default_group()
-        return found if found is not None and self._world() is world else None
+        return self.communicator if self._world() is _running_job() else None
 
     def size(self) -> int:
         """Returns the number of ranks without making the communicator; only for "node" ranks ask each other."""
@@ -89,10 +102,10 @@ class CachedCommunicator:
             return self.ranks()
         return ranks_by_rule(self.rule, world.rank(), world.size())
 
-    def find_anew(self) -> Communicator:
+    def make(self) -> Communicator:
         """Makes the communicator in the running job, whether or not there is an older one, and returns it."""
-        world = bagua.default_group() or c10d.default_group()
-        communicator = self._make()
+        world = _running_job()
+        communicator = self._make_among_ranks()
 
         def clear(_: Any) -> None:
             self.communicator = None
@@ -101,7 +114,7 @@ class CachedCommunicator:
         self.communicator = communicator
         return communicator
 
-    def _make(self) -> Communicator:
+    def _make_among_ranks(self) -> Communicator:
         given = None if self.given is None else self.given()
         if self.given is not None and (given is None or not c10d.is_alive(given)):
             raise RuntimeError(c10d.DESTROYED)
@@ -110,7 +123,7 @@ class CachedCommunicator:
             return LOCAL
         if bagua.is_initialized():
             return bagua.communicator_among(ranks)
-        what = told(self.rule) if given is None else f"group {given.group_name!r} of ranks {self.rule}"
+        what = text_of(self.rule) if given is None else f"group {given.group_name!r} of ranks {self.rule}"
         job = job_of(c10d.default_group())
         return shared.communicator_of(job.layers_group(ranks, what, given, like_given=is_ranks(self.rule)))
 
@@ -119,6 +132,11 @@ class CachedCommunicator:
         if bagua.is_initialized() and (self.rule is None or is_ranks(self.rule)):
             return bagua.own_ranks(self.rule)
         return group_ranks(self.rule, job_of(c10d.default_group()))
+
+
+def _running_job() -> Any:
+    """Returns the group of all ranks, of Bagua or else of torch.distributed; None where there is no job."""
+    return bagua.default_group() or (dist.group.WORLD if c10d.IS_AVAILABLE else None)
 
 
 _cached_for_rule: dict[Rule, CachedCommunicator] = {}
@@ -135,15 +153,15 @@ def _cached_for(rule: Rule, group: Any = None) -> CachedCommunicator:
     with _caching:
         if key not in known:
             known[key] = CachedCommunicator(rule, None if group is None else ref(group))
-        found: CachedCommunicator = known[key]
-    return found
+        cached: CachedCommunicator = known[key]
+    return cached
 
 
 def _find_by_number(number: int) -> None:
     """Makes the communicator while torch.compile traces the caller; the tracer runs this function untraced."""
     cached = _numbered[number]
     if cached.communicator is None:
-        cached.find_anew()
+        cached.make()
 
 
 # Stands for torch.compiler.assume_constant_result, which would make every process import the compiler.
@@ -188,9 +206,9 @@ class GroupSpec:
             raise RuntimeError(c10d.DESTROYED)
         return self.cached.find()
 
-    def found(self) -> Communicator | None:
+    def made(self) -> Communicator | None:
         """Returns the communicator if it was already made, else None."""
-        return self.cached.found() if self.exact is None else self.exact
+        return self.cached.made() if self.exact is None else self.exact
 
     def size(self) -> int:
         """Returns the number of ranks without making the group, except for ``"node"``, where ranks ask each other."""
@@ -235,7 +253,7 @@ class GroupSpec:
         if given is None or world is None or c10d.is_process_group(given):
             return given if world is not None else None
         rule = self.cached.rule
-        return job_of(world).users_group(self.cached.ranks(), told(rule), like_given=is_ranks(rule))
+        return job_of(world).users_group(self.cached.ranks(), text_of(rule), like_given=is_ranks(rule))
 
     def group_before(self) -> Any:
         """Returns the group that a layer of another class had, also where a copy holds only the ranks of that group."""
@@ -280,7 +298,7 @@ def spec_of(process_group: Any) -> GroupSpec:
         return GroupSpec(exact=process_group)
     rule = rule_of(process_group)
     if rule is None:
-        raise TypeError(f"process_group: expected {_KINDS}, got {_told(process_group)}")
+        raise TypeError(f"process_group: expected {_KINDS}, got {_kind_of(process_group)}")
     world = c10d.default_group()
     if world is not None:
         check_rule(rule, world.rank(), world.size())
@@ -293,7 +311,7 @@ _KINDS = (
 )
 
 
-def _told(given: Any) -> str:
+def _kind_of(given: Any) -> str:
     if isinstance(given, (list, tuple)) and given and all(isinstance(rank, int) for rank in given):
         return f"{given}; one group of these ranks is {[list(given)]}"
     return repr(given) if isinstance(given, str) else type(given).__name__

@@ -64,8 +64,8 @@ def described(rule: Rule) -> Any:
     return RankGroup(lists) if is_ranks(rule) else [list(ranks) for ranks in lists]
 
 
-def told(rule: Rule) -> str:
-    """Returns ``rule`` as messages show it."""
+def text_of(rule: Rule) -> str:
+    """Returns ``rule`` as it stands in messages."""
     return f"process_group={described(rule)!r}"
 
 
@@ -111,7 +111,7 @@ def group_ranks(rule: Rule, job: Job) -> Ranks:
 
 
 def _agree(rule: Rule, job: Job) -> Ranks:
-    brought = job.exchange([str(described(rule)), *_host()], told(rule))
+    brought = job.exchange([str(described(rule)), *_host()], text_of(rule))
     rules = [rule for rule, *_ in brought]
     if len(set(rules)) > 1:
         what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))

@@ -161,8 +161,8 @@ class Job:
 
         def tell(missing: list[str]) -> str:
             does = {rank: doing.get(rank).decode() for rank in missing if doing.check([rank])}
-            told = (f"; rank {rank} waits in the first use of {what}" for rank, what in does.items() if what)
-            return f", the job's time-out{''.join(told)}"
+            uses = (f"; rank {rank} waits in the first use of {what}" for rank, what in does.items() if what)
+            return f", the job's time-out{''.join(uses)}"
 
         store, seconds = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store), self._timeout.total_seconds()
         try:

@@ -74,7 +74,7 @@ class Replicas:
         self._changed = Condition()
         self._meeting = _Meeting()
         self._calls: list[Counter[str]] = [Counter() for _ in range(size)]
-        # Passes that each replica has begun and ended. Counts, because a pass may begin before all have ended the last.
+        # Numbers of passes. A replica may begin the next pass before the others have ended theirs.
         self._begun = [0] * size
         self._ended = [0] * size
 

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
-from .c10d import DESTROYED, TorchCommunicator
+from .c10d import DESTROYED, AsyncCollective, TorchCommunicator, leave, leave_through
 from .jobs import MeetingError, leave_meeting, meet
-from .waiting import AsyncCollective, leave, leave_through
 
 _log = logging.getLogger("bagua_syncbn")
 

@@ -24,8 +24,8 @@ class FaultRecord:
     def take(self) -> list[int]:
         """Returns what was written, and clears the record.
 
-        Its kind alone: an op writes this last, and nothing while it is there. A fault between the two is not recorded;
-        its results are NaN all the same.
+        Clears only the kind. An op writes it last and does not overwrite an earlier fault. A fault in between is not
+        recorded, but its results are NaN too.
         """
         with outside_of_modes():
             record: list[int] = self.tensor.tolist()

@@ -72,7 +72,7 @@ def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) ->
         return
     # Nothing may take the place of the error.
     with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
-        communicator = spec_of(process_group).found()
+        communicator = spec_of(process_group).made()
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
             if word_of(kind_of(layer)) not in history.compiled:

@@ -77,7 +77,7 @@ class SharedOptions(NamedTuple):
 def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
     """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
     options = _common(layer, options)
-    # As they are: torch.compile may have symbols for them, but only numbers in a set.
+    # torch.compile may have symbols for these three. In a set it has to replace them by their numbers.
     eps, momentum = next(iter({options.eps})), next(iter({options.momentum}))
     options = options._replace(eps=eps, momentum=momentum, activation=None)
     return SharedOptions(next(iter({input.size(1)})), input.dtype == torch.float64, accumulates, options)

@@ -64,7 +64,7 @@ Held* held_by(PyObject* capsule) {
 }
 
 // Releases the GIL while it waits, and lets Python handle signals.
-class Waiting : public Patience {
+class Waiting : public Waiter {
  public:
   explicit Waiting(Held& held) : held_(held) {}
   void begin() override {
@@ -111,7 +111,7 @@ bool publish_message(Rank& rank, PyObject* const* arguments) {
   }
   const Header header{static_cast<int32_t>(kind), static_cast<int32_t>(itemsize), numel};
   if (rank.publish(header, reinterpret_cast<const void*>(source))) return true;
-  refuse("process_group: expected a call to wait for the " + std::to_string(kAhead) +
+  refuse("process_group: expected a call to wait for the " + std::to_string(kMostPending) +
          " messages that were begun before, got one more");
   return false;
 }

@@ -36,7 +36,7 @@ struct alignas(kLine) Slot {
   alignas(kLine) char payload[kSlotBytes];
 };
 
-struct alignas(kLine) Seat {
+struct alignas(kLine) RankState {
   Word is_here;
   Word has_left;
   cpu_set_t cores;
@@ -44,8 +44,8 @@ struct alignas(kLine) Seat {
 };
 
 struct Layout {
-  Seat& seat(int rank) { return reinterpret_cast<Seat*>(this)[rank]; }
-  Slot& slot(int rank, uint32_t sequence) { return seat(rank).slots[sequence % kTurns]; }
+  RankState& state(int rank) { return reinterpret_cast<RankState*>(this)[rank]; }
+  Slot& slot(int rank, uint32_t sequence) { return state(rank).slots[sequence % kTurns]; }
 };
 
 namespace {
@@ -114,7 +114,7 @@ std::shared_ptr<Memory> Memory::make(const std::string& name, int ranks) {
   check(descriptor >= 0, "memfd_create");
   const std::shared_ptr<Memory> memory(new Memory(descriptor, ranks));
   check(fchmod(descriptor, 0600) == 0, "fchmod");
-  const size_t bytes = ranks * sizeof(Seat);
+  const size_t bytes = ranks * sizeof(RankState);
   // Reserves the memory, filled with zeros: a write to a page that cannot be had would end the process.
   const int error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
   if (error != 0) fail("posix_fallocate", error);
@@ -135,7 +135,7 @@ std::shared_ptr<Memory> Memory::open(const std::string& name, const std::string&
 }
 
 void Memory::map() {
-  const size_t bytes = ranks_ * sizeof(Seat);
+  const size_t bytes = ranks_ * sizeof(RankState);
   // Not by fstat, of which older systems have no such symbol.
   if (static_cast<size_t>(lseek(descriptor_, 0, SEEK_END)) != bytes)
     throw std::runtime_error("the segment has another size");
@@ -176,16 +176,16 @@ bool Rank::is_in_child() const {
 }
 
 void Rank::enter(bool lock) {
-  Seat& seat = memory_->layout().seat(rank_);
+  RankState& state = memory_->layout().state(rank_);
   if (lock) memory_->lock(rank_);
   watches_ = lock;
-  if (sched_getaffinity(0, sizeof(seat.cores), &seat.cores) != 0) CPU_ZERO(&seat.cores);
-  seat.is_here.store(1, std::memory_order_release);
+  if (sched_getaffinity(0, sizeof(state.cores), &state.cores) != 0) CPU_ZERO(&state.cores);
+  state.is_here.store(1, std::memory_order_release);
 }
 
 bool Rank::all_are_here() const {
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (memory_->layout().seat(rank).is_here.load(std::memory_order_acquire) == 0) return false;
+    if (memory_->layout().state(rank).is_here.load(std::memory_order_acquire) == 0) return false;
   }
   return true;
 }
@@ -193,13 +193,13 @@ bool Rank::all_are_here() const {
 void Rank::start(double seconds) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  for (int rank = 0; rank < ranks(); ++rank) CPU_OR(&cores, &cores, &memory_->layout().seat(rank).cores);
+  for (int rank = 0; rank < ranks(); ++rank) CPU_OR(&cores, &cores, &memory_->layout().state(rank).cores);
   spins_ = CPU_COUNT(&cores) >= ranks();
   seconds_ = seconds;
 }
 
 bool Rank::publish(const Header& header, const void* payload) {
-  if (published_ - collected_ == kAhead) return false;
+  if (published_ - collected_ == kMostPending) return false;
   Slot& slot = memory_->layout().slot(rank_, ++published_);
   slot.header = header;
   if (header.bytes() > 0) std::memcpy(slot.payload, payload, header.bytes());
@@ -209,12 +209,12 @@ bool Rank::publish(const Header& header, const void* payload) {
   return true;
 }
 
-Result Rank::collect(void* target, Patience& patience) {
+Result Rank::collect(void* target, Waiter& waiter) {
   Layout& layout = memory_->layout();
   const uint32_t sequence = collected_ + 1;
   Clock::time_point end_of_spin;
   for (int rank = 0; rank < ranks(); ++rank) {
-    const Outcome outcome = wait_for(rank, sequence, end_of_spin, patience);
+    const Outcome outcome = wait_for(rank, sequence, end_of_spin, waiter);
     if (outcome != Outcome::kCollected) {
       leave();
       return {outcome, rank};
@@ -241,7 +241,7 @@ Result Rank::collect(void* target, Patience& patience) {
   return {Outcome::kCollected};
 }
 
-Outcome Rank::wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Patience& patience) {
+Outcome Rank::wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter) {
   Word& word = memory_->layout().slot(rank, sequence).sequence;
   if (word.load(std::memory_order_acquire) == sequence) return Outcome::kCollected;
   if (spins_) {
@@ -253,37 +253,37 @@ Outcome Rank::wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_sp
       }
     } while (Clock::now() < end_of_spin);
   }
-  patience.begin();
-  const Outcome outcome = sleep_for(rank, sequence, patience);
-  patience.end();
+  waiter.begin();
+  const Outcome outcome = sleep_for(rank, sequence, waiter);
+  waiter.end();
   return outcome;
 }
 
-Outcome Rank::sleep_for(int rank, uint32_t sequence, Patience& patience) {
-  Seat& seat = memory_->layout().seat(rank);
-  Slot& slot = seat.slots[sequence % kTurns];
+Outcome Rank::sleep_for(int rank, uint32_t sequence, Waiter& waiter) {
+  RankState& state = memory_->layout().state(rank);
+  Slot& slot = state.slots[sequence % kTurns];
   const auto end = Clock::now() + std::chrono::duration<double>(seconds_);
   while (true) {
     slot.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t found = slot.sequence.load(std::memory_order_seq_cst);
-    if (found != sequence && seat.has_left.load(std::memory_order_acquire) == 0) futex_wait(slot.sequence, found);
+    if (found != sequence && state.has_left.load(std::memory_order_acquire) == 0) futex_wait(slot.sequence, found);
     slot.sleepers.fetch_sub(1, std::memory_order_relaxed);
     // Both before the sequence: a rank may end, or leave, right after its last message.
-    const bool has_left = seat.has_left.load(std::memory_order_acquire) != 0;
+    const bool has_left = state.has_left.load(std::memory_order_acquire) != 0;
     const bool has_ended = watches_ && rank != rank_ && !memory_->is_locked(rank);
     if (slot.sequence.load(std::memory_order_acquire) == sequence) return Outcome::kCollected;
     if (has_left) return Outcome::kLeft;
     if (has_ended) return Outcome::kEnded;
     if (Clock::now() >= end) return Outcome::kLate;
-    if (!patience.goes_on()) return Outcome::kInterrupted;
+    if (!waiter.goes_on()) return Outcome::kInterrupted;
   }
 }
 
 void Rank::leave() {
   if (is_in_child()) return;
-  Seat& seat = memory_->layout().seat(rank_);
-  if (seat.has_left.exchange(1, std::memory_order_acq_rel) != 0) return;
-  for (Slot& slot : seat.slots) futex_wake_all(slot.sequence);
+  RankState& state = memory_->layout().state(rank_);
+  if (state.has_left.exchange(1, std::memory_order_acq_rel) != 0) return;
+  for (Slot& slot : state.slots) futex_wake_all(slot.sequence);
 }
 
 std::string Rank::texts() const {

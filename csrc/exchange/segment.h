@@ -1,11 +1,11 @@
 // Shared memory through which the ranks of one group on one host exchange messages. Knows neither torch nor Python.
 //
-// Each rank has a slot for each turn, and message n goes into its slot of turn n % kTurns. A rank writes header and
-// payload, then the sequence number with release; the others load that with acquire, then read. A rank may be kAhead
-// messages ahead of those that it has collected from all ranks: it collects n with n + kAhead - 1 published, so the
-// others can have collected that one and published n + 2 * kAhead - 1, the first that may not go where n is still read
-// being n + 2 * kAhead. Hence twice as many turns. Two messages are what a rank leaves behind that raises: that it
-// does, and why.
+// Each rank has a slot for each turn. Message n goes into the slot of turn n % kTurns: a rank writes header and
+// payload, then the sequence number with release. The others load the sequence number with acquire, then read.
+//
+// A rank may have kMostPending messages that it has published and not collected. It collects n with at most n +
+// kMostPending - 1 published, so another rank has published at most n + 2 * kMostPending - 1 while n is read: twice as
+// many turns are enough. A rank that raises publishes two messages and collects neither: that it raises, and why.
 //
 // The memory has no name in any file system, so nothing is left of it however its processes end: the other ranks open
 // the descriptor of the one that made it through /proc. Each rank holds a record lock on one byte of it, which ends
@@ -23,8 +23,8 @@
 namespace bagua_syncbn::exchange {
 
 constexpr int64_t kSlotBytes = 1 << 16;
-constexpr uint32_t kAhead = 2;
-constexpr uint32_t kTurns = 2 * kAhead;
+constexpr uint32_t kMostPending = 2;
+constexpr uint32_t kTurns = 2 * kMostPending;
 
 enum Kind : int32_t { kGather, kSum };
 
@@ -71,9 +71,9 @@ class Memory {
 };
 
 // How a thread that waits for longer than a message takes behaves.
-class Patience {
+class Waiter {
  public:
-  virtual ~Patience() = default;
+  virtual ~Waiter() = default;
   virtual void begin() {}
   virtual bool goes_on() { return true; }  // asked ten times a second
   virtual void end() {}
@@ -98,11 +98,11 @@ class Rank {
   // Has waiting last no longer than this, and spin at first if each rank has a core. All ranks are here.
   void start(double seconds);
 
-  // Writes a message, and waits for nobody. False where kAhead are not collected yet.
+  // Writes a message, and waits for nobody. False where kMostPending are not collected yet.
   bool publish(const Header& header, const void* payload);
   // Waits for the next message from all ranks. Writes theirs, or their sum in the order of ranks, to `target`. After
   // any outcome but kCollected and kDiffers this rank has left.
-  Result collect(void* target, Patience& patience);
+  Result collect(void* target, Waiter& waiter);
   // Has the others not wait for this rank any more.
   void leave();
 
@@ -115,8 +115,8 @@ class Rank {
  private:
   using Clock = std::chrono::steady_clock;
 
-  Outcome wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Patience& patience);
-  Outcome sleep_for(int rank, uint32_t sequence, Patience& patience);
+  Outcome wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter);
+  Outcome sleep_for(int rank, uint32_t sequence, Waiter& waiter);
 
   const std::shared_ptr<Memory> memory_;
   const int rank_;

@@ -84,19 +84,19 @@ void lose_time(std::minstd_rand& random) {
 void run_rank(Rank& rank, uint32_t messages, unsigned seed) {
   std::minstd_rand random(seed * 97 + rank.rank() + 1);
   std::vector<double> source(kSlotBytes / 8), target(rank.ranks() * kSlotBytes / 8);
-  Patience patience;
+  Waiter waiter;
   uint32_t sent = 0, collected = 0;
   while (collected < messages) {
     lose_time(random);
-    const uint32_t ahead = 1 + random() % kAhead;
+    const uint32_t ahead = 1 + random() % kMostPending;
     while (sent < messages && sent - collected < ahead) {
       const Header header = header_of(sent);
       header.itemsize == 4 ? send<float>(rank, sent, header, source) : send<double>(rank, sent, header, source);
       ++sent;
       lose_time(random);
     }
-    if (sent - collected == kAhead) expect(!rank.publish(Header(), nullptr), "no message is refused");
-    const Result result = rank.collect(target.data(), patience);
+    if (sent - collected == kMostPending) expect(!rank.publish(Header(), nullptr), "no message is refused");
+    const Result result = rank.collect(target.data(), waiter);
     expect(result.outcome == Outcome::kCollected, "outcome " + std::to_string(static_cast<int>(result.outcome)));
     const Header header = header_of(collected);
     header.itemsize == 4 ? check<float>(rank, collected, header, target)
@@ -138,8 +138,8 @@ Result collect_as_rank_0(const std::shared_ptr<Memory>& memory, double seconds) 
   while (!rank.all_are_here()) std::this_thread::yield();
   rank.start(seconds);
   rank.publish(Header(), nullptr);
-  Patience patience;
-  return rank.collect(nullptr, patience);
+  Waiter waiter;
+  return rank.collect(nullptr, waiter);
 }
 
 void run_deaths() {
