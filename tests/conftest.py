@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import CSRC, build_library, find_headers, load_library
+from large_groups import LargeGroups
 from workers import WorkerPool
 
 # Assertions in helpers say what they compared, as in the files of tests.
@@ -40,6 +41,19 @@ def pool():
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def large(pool):
+    """The pool, in groups that add statistics up as large ones do."""
+    yield LargeGroups(pool)
+    pool.forget_job()
+
+
+@pytest.fixture(params=["pool", "large"])
+def groups(request):
+    """The pool, in groups that gather statistics, and in groups that add them up."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -3,45 +3,14 @@
 import math
 import threading
 from functools import partial
-from unittest.mock import patch
 
-import programs
 import pytest
 import torch
 from cases import Case, check, compare, run_rank
 from test_contract import GRID
-from test_divergence import NAMED, run_row
 from test_semantics import few_values
 
 from bagua_syncbn import SyncBatchNorm, ops
-from bagua_syncbn.communicators import c10d
-
-
-def limit(ranks):
-    return patch.object(c10d, "FEWEST_ADDED", ranks)
-
-
-def as_large(function, *args):
-    """Runs on each rank, in a group that counts as a large one."""
-    with limit(2):
-        return function(*args)
-
-
-class LargeGroups:
-    """The pool, whose groups all count as large ones."""
-
-    def __init__(self, pool):
-        self._pool = pool
-
-    def run(self, function, ranks, *args, **options):
-        return self._pool.run(as_large, ranks, function, *args, **options)
-
-
-@pytest.fixture
-def large(pool):
-    yield LargeGroups(pool)
-    pool.forget_job()
-
 
 # The contract on real ranks.
 
@@ -67,55 +36,6 @@ def test_eight_ranks_equal_one_process(large):
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0)])
 def test_fewer_than_two_values_in_the_group(large, counts):
     large.run(few_values, 2, counts, None)
-
-
-DIFFERENT = [
-    "two layers of equal size swapped",
-    "two layers of other sizes swapped",
-    "layer skipped",
-    "first layer twice",
-    "no backward",
-    "two forwards before a backward",
-    "exception before the last layer",
-    "evaluation of a layer",
-    "averages over other numbers of batches",
-    "other eps",
-    "float64 in one layer",
-    "other number of channels",
-]
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_divergence_is_named_on_all_ranks(large, name, ranks):
-    for message in large.run(run_row, ranks, name, 1, 20.0):
-        assert "expected all ranks of a group to call the same layers" in message
-        for told in NAMED[name].told:
-            assert told in message
-
-
-@pytest.mark.parametrize("kind", ["int64", "DTensor"])
-def test_what_one_rank_is_refused_is_told_to_all(large, kind):
-    waiting, refused = large.run(programs.run_refused, 2, kind, False)
-    for told in (waiting[0], refused[1]):
-        assert "Error in SyncBatchNorm1d 'b', call 8: " in told
-
-
-def test_a_step_that_repeats_probes_nothing(large):
-    for counts, _ in large.run(programs.count_messages, 2, ["abc<"] * 3, 2**14):
-        assert counts == [12, 7, 6]
-
-
-def test_a_rank_that_falls_back_from_compiled_code_is_no_other(large):
-    for running_mean in large.run(programs.run_partly_compiled, 2, timeout=60):
-        assert running_mean.tolist() == [0.5] * 8
-
-
-def test_compiled_models_that_differ_are_found_out(large):
-    for messages in large.run(programs.run_compiled, 2):
-        assert len(messages) == 2
-        assert all("expected all ranks of a group to call the same layers" in message for message in messages)
-        assert all("this rank: compiled forward of a layer of Sequential (8" in message for message in messages)
 
 
 def test_compiled_calls_add_up_in_one_graph(large):

@@ -173,8 +173,8 @@ def cases(rows):
 
 
 @pytest.mark.parametrize(("name", "ranks", "when"), list(cases(NAMED)))
-def test_a_divergence_is_named_on_all_ranks(pool, name, ranks, when):
-    for message in pool.run(run_row, ranks, name, when, 20.0):
+def test_a_divergence_is_named_on_all_ranks(groups, name, ranks, when):
+    for message in groups.run(run_row, ranks, name, when, 20.0):
         assert "expected all ranks of a group to call the same layers" in message
         assert "rank 0: " in message or "ranks 0, 1" in message
         for told in NAMED[name].told:
@@ -205,8 +205,8 @@ def test_a_call_that_is_refused_before_the_first_message_is_told_to_nobody():
         assert model.a.num_batches_tracked == 1
 
 
-def test_a_rank_that_falls_back_from_compiled_code_is_no_other(pool):
-    for running_mean in pool.run(programs.run_partly_compiled, 2, timeout=30):
+def test_a_rank_that_falls_back_from_compiled_code_is_no_other(groups):
+    for running_mean in groups.run(programs.run_partly_compiled, 2, timeout=60):
         assert running_mean.tolist() == [0.5] * 8
 
 
@@ -264,8 +264,8 @@ def test_a_rank_that_compiles_beside_others_is_named(calls):
         assert "rank 2: compiled forward of a layer of Judge" in message or "rank 2: a compiled call" in message
 
 
-def test_compiled_models_that_differ_are_found_out(pool):
-    for messages in pool.run(programs.run_compiled, 2):
+def test_compiled_models_that_differ_are_found_out(groups):
+    for messages in groups.run(programs.run_compiled, 2):
         assert len(messages) == 2
         assert all("expected all ranks of a group to call the same layers" in message for message in messages)
 
@@ -280,8 +280,8 @@ def test_a_group_in_which_ranks_differed_is_not_used_again():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_one_rank_is_refused_is_told_to_all(pool, kind):
-    *waiting, refused = pool.run(programs.run_refused, 3 if kind == "int64" else 2, kind, False)
+def test_what_one_rank_is_refused_is_told_to_all(groups, kind):
+    *waiting, refused = groups.run(programs.run_refused, 3 if kind == "int64" else 2, kind, False)
     assert kind in refused[0]
     assert "got one that failed before" not in refused[0]
     for told in (*(messages[0] for messages in waiting), refused[1]):
@@ -399,9 +399,9 @@ PROBES = {
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_a_call_is_probed_once_in_each_new_place_of_a_step(pool, name):
+def test_a_call_is_probed_once_in_each_new_place_of_a_step(groups, name):
     steps, expected = PROBES[name]
-    for counts, _ in pool.run(programs.count_messages, 2, steps, 2**14):
+    for counts, _ in groups.run(programs.count_messages, 2, steps, 2**14):
         assert counts == expected
 
 
