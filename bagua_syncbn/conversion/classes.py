@@ -2,9 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,12 +20,14 @@ from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _Class = TypeVar("_Class", bound=nn.Module)
 
-_STANDARD_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
+# Classes of layers without a converter, made where they are first needed.
+_synchronized: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
     BatchNorm: SyncBatchNorm,
 }
+_replacing: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm]] = {}
 
 
 def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
@@ -36,14 +36,14 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
         return cls
     if _is_sharded_class(cls):
         return _sharded_class(cls, synchronized_class(cls.__bases__[1]))
-    if cls in _STANDARD_CLASSES:
-        return _STANDARD_CLASSES[cls]
     if cls is nn.SyncBatchNorm:
         # No subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
         return replacing_class(cls, SyncBatchNorm)
     if _is_parametrized_class(cls):
         return _derive_parametrized(cls)
-    return _made_once(cls, SyncBatchNorm, lambda: _derive(cls))
+    if cls not in _synchronized:
+        _synchronized[cls] = _derive(cls)
+    return _synchronized[cls]
 
 
 def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
@@ -91,22 +91,9 @@ def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
 
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
     """Returns a class with the methods of ``target`` alone, for layers that were of class ``cls``."""
-    name = f"Sync{cls.__name__.removeprefix('Sync')}"
-    return _made_once(cls, ("replacing", target), lambda: type(name, (target,), _namespace(cls)))
-
-
-# Keeps neither class alive.
-_made: WeakKeyDictionary[type[nn.Module], dict[object, ReferenceType[type]]] = WeakKeyDictionary()
-
-
-def _made_once(cls: type[nn.Module], key: object, make: Callable[[], type[_Class]]) -> type[_Class]:
-    """Returns the class that ``make`` makes of ``cls`` for ``key``, the same one as long as anybody has it."""
-    known = _made.setdefault(cls, {})
-    made: Any = known[key]() if key in known else None
-    if made is None:
-        made = make()
-        known[key] = ref(made)
-    return cast(type[_Class], made)
+    if (cls, target) not in _replacing:
+        _replacing[cls, target] = type(f"Sync{cls.__name__.removeprefix('Sync')}", (target,), _namespace(cls))
+    return _replacing[cls, target]
 
 
 def full_name(cls: type) -> str:

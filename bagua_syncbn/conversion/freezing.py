@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -44,9 +43,9 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
             synchronized, or is lazy and has not seen an input; ``parameters`` is true and a layer is parametrized.
         ValueError: a layer has no running statistics.
         RuntimeError: ``parameters`` is true and ``module`` is data parallel already: the engine waits for the gradients
-            of the parameters that required them when the model was wrapped. Nothing marks the model inside of
-            :class:`~torch.nn.parallel.DistributedDataParallel`: given that, the next step but one raises torch's error
-            about unused parameters.
+            of the parameters that required them when the model was wrapped. The model inside of
+            :class:`~torch.nn.parallel.DistributedDataParallel`, which nothing marks, is not refused: the second step
+            raises torch's error about unused parameters.
 
     If it raises, ``module`` is unchanged. It warns if there is no layer to freeze. Frozen layers stay frozen, with
     ``parameters=True`` their parameters too. Their ``reset_running_stats`` raises RuntimeError, and so does
@@ -121,12 +120,8 @@ def _layers_of(module: nn.Module, filter: Filter | None) -> dict[nn.Module, list
     return {
         part: names
         for part, names in modules_with_names(module).items()
-        if (isinstance(part, _BatchNorm) or _is_scripted_layer(part)) and not is_left_out(part, names, filter)
+        if isinstance(part, _BatchNorm) and not is_left_out(part, names, filter)
     }
-
-
-def _is_scripted_layer(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and hasattr(module, "running_mean")
 
 
 def _check_that_it_can_be_frozen(layer: Any, name: str) -> None:
