@@ -40,10 +40,9 @@ def convert_sync_batchnorm(
 
     The layers stay the same objects and only change their class, so optimizers may be made before or after, and
     parameters, buffers, hooks, attributes and training flags stay. Subclasses of torch's layers keep their own
-    ``forward``; one that turns out in training to call neither ``super().forward`` nor ``F.batch_norm`` raises then.
-    Layers of :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is wrapped. A
-    compiled model is compiled anew at its next call.
-    :func:`conversion_report` tells what is converted and why the rest is not.
+    ``forward``, which raises in training if it calls neither ``super().forward`` nor ``F.batch_norm``. Layers of
+    :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is wrapped. A compiled model is compiled
+    anew at its next call. :func:`conversion_report` says what is converted and why the rest is not.
 
     Args:
         module: the model, which may be a single layer.
@@ -68,9 +67,8 @@ def convert_sync_batchnorm(
             ``module`` holds a layer of PyG with ``allow_single_element``.
         RuntimeError: ``module`` is data parallel already.
 
-    If it raises, ``module`` is unchanged. It warns if there was nothing to convert, and of layers that stay as they are
-    and synchronize by themselves, of a class that neither derives from torch's nor is known by
-    :func:`register_converter`.
+    If it raises, ``module`` is unchanged. It warns if there was nothing to convert, and if layers of a class that is
+    neither derived from torch's nor known by :func:`register_converter` stay and synchronize by themselves.
 
     Example::
 
@@ -86,7 +84,7 @@ def convert_sync_batchnorm(
             raise finding.error
         if finding.target is not None:
             targets[finding.module] = finding.target
-    _warn_of_synchronized_strangers(findings)
+    _warn_of_layers_that_stay_synchronized(findings)
     with _restored_on_error(targets):
         for layer, cls in targets.items():
             change_class(layer, cls)
@@ -96,11 +94,11 @@ def convert_sync_batchnorm(
                 vars(layer)["skip_nonfinite"] = True
         _name_layers(module)
     forget_compiled_code(module)
-    told = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
+    text = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
-        print(told)
+        print(text)
     if not targets:
-        warnings.warn(f"{told}; conversion_report tells why", stacklevel=2)
+        warnings.warn(f"{text}; conversion_report tells why", stacklevel=2)
     return module
 
 
@@ -232,10 +230,10 @@ def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _warn_of_synchronized_strangers(findings: Iterable[Finding]) -> None:
-    strangers = [finding for finding in findings if finding.reason == BY_ITSELF]
-    if strangers:
-        where = ", ".join(where_is(finding.module, finding.names[0]) for finding in strangers)
+def _warn_of_layers_that_stay_synchronized(findings: Iterable[Finding]) -> None:
+    layers = [finding for finding in findings if finding.reason == BY_ITSELF]
+    if layers:
+        where = ", ".join(where_is(finding.module, finding.names[0]) for finding in layers)
         warnings.warn(
             f"module: these layers go on to synchronize by themselves: {where}; tell register_converter what they are "
             "to become, or that they are to stay",

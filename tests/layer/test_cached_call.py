@@ -69,6 +69,7 @@ CHANGES = {
     "an activation": set_attribute("fused_activation", "relu"),
     "name_in_model": set_attribute("name_in_model", "other"),
     "evaluation": lambda layer: layer.eval(),
+    "frozen": bagua_syncbn.freeze_statistics,
     "alone": set_attribute("process_group", LOCAL),
     "one of DataParallel's replicas": lambda layer: vars(layer).update(_is_replica=True),
     "one of several replicas": set_attribute("_replica", SimpleNamespace(size=2)),
