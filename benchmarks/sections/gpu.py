@@ -65,8 +65,8 @@ def device_seconds(function: Function, calls: int) -> float:
     return begin.elapsed_time(end) / 1e3 / calls
 
 
-def make_ops(inputs: list[tuple[Tensor, Tensor]]) -> Workload:
-    """Our five ops, ATen's five kernels with the arguments of torch.nn.SyncBatchNorm, and a copy of the input."""
+def make_ops(inputs: list[tuple[Tensor, Tensor]], with_atens: bool) -> Workload:
+    """Our five ops, a copy of the input, and ATen's five kernels with the arguments of torch.nn.SyncBatchNorm."""
     x, dy = inputs[0]
     weight, bias = torch.randn(2, x.size(1), device=x.device).unbind()
     running, batches = (torch.zeros_like(bias), torch.ones_like(bias)), torch.tensor(0, device=x.device)
@@ -83,7 +83,7 @@ def make_ops(inputs: list[tuple[Tensor, Tensor]]) -> Workload:
         "backward_reduce": lambda x, dy: ops.batch_norm_backward_reduce(dy, x, *factors),
         "backward_elemt": lambda x, dy: ops.batch_norm_backward_elemt(dy, x, weight, mean, invstd, sums, count),
     }
-    if x.is_cuda:
+    if with_atens:
         calls |= {
             "aten stats": lambda x, dy: torch.batch_norm_stats(x, _EPS),
             "aten gather_stats": lambda x, dy: gather(x, mean[None], invstd[None], *running, _MOMENTUM, _EPS, wide),
@@ -95,7 +95,7 @@ def make_ops(inputs: list[tuple[Tensor, Tensor]]) -> Workload:
     return {name: lambda call=call: call(*next(following)) for name, call in calls.items()}
 
 
-def make_layers(inputs: list[tuple[Tensor, Tensor]]) -> Workload:
+def make_layers(inputs: list[tuple[Tensor, Tensor]], with_torchs: bool) -> Workload:
     """A step of our layer and of the function of torch.nn.SyncBatchNorm over one rank, both on the path of several."""
     device, channels = inputs[0][0].device, inputs[0][0].size(1)
     if not dist.is_initialized():
@@ -116,15 +116,15 @@ def make_layers(inputs: list[tuple[Tensor, Tensor]]) -> Workload:
         torch.autograd.grad(forward(x), (x, *parameters), dy)
 
     workload: Workload = {"layer": lambda: step(layer)}
-    return workload | ({"torch layer": lambda: step(torchs)} if device.type == "cuda" else {})
+    return workload | ({"torch layer": lambda: step(torchs)} if with_torchs else {})
 
 
 def measure(shape: Shape, layout: str, dtype: torch.dtype, job: dict[str, Any]) -> Case:
     torch.set_num_threads(1)
-    device = torch.device(job["device"])
+    device, on_gpu = torch.device(job["device"]), job["device"] == "cuda"
     inputs = make_inputs(shape, layout, dtype, device)
-    measured = time_workload(make_ops(inputs), job, device_seconds if device.type == "cuda" else host_seconds)
-    layers = time_workload(make_layers(inputs), job)
+    measured = time_workload(make_ops(inputs, on_gpu), job, device_seconds if on_gpu else host_seconds)
+    layers = time_workload(make_layers(inputs, on_gpu), job)
     name = str(dtype).removeprefix("torch.")
     return {"shape": shape, "layout": layout, "dtype": name, **measured, "layers": layers["microseconds"]}
 

@@ -16,7 +16,7 @@ pytest.importorskip("sklearn", reason="the benchmarks need scikit-learn: pip ins
 import benchmarks.__main__
 from benchmarks import docs_pictures, noise, peers, report
 from benchmarks.recorded import of_section
-from benchmarks.sections import SECTIONS, stored
+from benchmarks.sections import SECTIONS, gpu, stored
 from benchmarks.sections.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +86,19 @@ def test_tables_and_charts_of_a_run(smoke, tmp_path):
     assert [path.stem for path in drawn] == list(report.CHARTS)
     another = report.draw_all({**results, "date": "another"}, tmp_path / "another")
     assert all(path.read_text() != other.read_text() for path, other in zip(drawn, another, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run there")
+def test_torchs_kernels_for_cuda_take_these_arguments():
+    """Without a GPU they refuse the device, which they do after they have taken the arguments."""
+    inputs = [tuple(torch.randn(2, 2, 4, 3, 5).unbind())]
+    calls = gpu.make_ops(inputs, True) | gpu.make_layers(inputs, True)
+    dist.destroy_process_group()
+    refused = [call for name, call in calls.items() if name.startswith(("aten ", "torch "))]
+    assert len(refused) == 6
+    for call in refused:
+        with pytest.raises(NotImplementedError, match="Could not run 'aten::"):
+            call()
 
 
 def compare_naive():
