@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,16 +38,26 @@ def check_kernels_on(device: torch.device, dtype: torch.dtype) -> None:
     index = device.index or 0
     compared = ""
     if dtype in _TOLERANCES and cuda_problem(index) is None:
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode(0)  # comparing waits for the device
-        try:
+        with _synchronization_allowed():
             difference = find_difference(torch.ops.bagua_syncbn, device, dtype)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         if difference is not None:
             turn_off(index, f"on {torch.cuda.get_device_name(index)}, {difference}")
         compared = f", compared with ATen's for {dtype}"
     _log.info("kernels on cuda:%d%s: %s", index, compared, cuda_kernels(index))
+
+
+@contextmanager
+def _synchronization_allowed() -> Iterator[None]:
+    """Context in which the host may wait for the device, as comparing does."""
+    mode = torch.cuda.get_sync_debug_mode()
+    if not mode:  # setting it warns
+        yield
+        return
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> str | None:

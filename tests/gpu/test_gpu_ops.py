@@ -1,11 +1,13 @@
 """The ops on a CUDA device: ``pytest -m gpu``, with FAIL_WITHOUT_CUDA=1 where there must be one."""
 
 import ctypes
+import os
 import re
 import subprocess
 import sys
 from contextlib import contextmanager
 from itertools import cycle, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,8 +62,10 @@ torch.testing.assert_close(actual.cpu(), expected)
 """
 
 
-def test_a_device_whose_kernels_differ_is_served_by_torchs():
-    run = subprocess.run([sys.executable, "-c", DISAGREE], capture_output=True, text=True)
+def test_a_device_whose_kernels_differ_is_served_by_torchs(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(ops.__file__).parents[2])}
+    command = [sys.executable, "-c", DISAGREE]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     said = "ATen's kernels compute on cuda:0: on .*, batch_norm_elemt for torch.float32 differs"
     assert re.search(f"RuntimeWarning: .*{said}", run.stderr)

@@ -42,7 +42,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(fallback, "WANTED", "native")
     monkeypatch.setattr(fallback, "import_module", lambda name: library)
     monkeypatch.setattr(agreement, "_checked", set())
-    for name, result in (("get_sync_debug_mode", 0), ("set_sync_debug_mode", None), ("get_device_name", "H100")):
+    for name, result in (("get_sync_debug_mode", 0), ("get_device_name", "H100")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
     for name, function in ATEN.items():
         monkeypatch.setattr(torch, name, function)
