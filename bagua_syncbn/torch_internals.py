@@ -63,30 +63,6 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-# Hooks of calls have a name here where torch numbers them: a number in a copy or file may be that of another hook.
-
-
-def add_call_hooks(module: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Runs ``before(module, args)`` first in each call of ``module``, and ``after(module, args, output)`` at its end.
-
-    ``after`` also runs if an Exception ends the call.
-    """
-    module._forward_pre_hooks[name], module._forward_hooks[name] = before, after
-    module._forward_pre_hooks.move_to_end(name, last=False)
-    module._forward_hooks_always_called[name] = True
-
-
-def has_call_hooks(module: Any, name: str) -> bool:
-    """Whether ``module`` has the hooks of this name."""
-    return name in module._forward_pre_hooks
-
-
-def remove_call_hooks(module: Any, name: str) -> None:
-    """Undoes :func:`add_call_hooks`."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
-        hooks.pop(name, None)
-
-
 def forget_compiled_code(module: torch.nn.Module) -> None:
     """Makes the next call of a compiled model compile it anew, with its layers as they are now."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second

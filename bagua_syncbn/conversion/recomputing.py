@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..autograd import Recomputed
-from ..torch_internals import add_call_hooks, has_call_hooks, remove_call_hooks
 
 _Module = TypeVar("_Module", bound=nn.Module)
+# torch numbers hooks; a number in a copy or file may be that of another hook.
 _NAME = "bagua_syncbn.recompute_outputs"
 
 
@@ -67,23 +67,24 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     if not isinstance(module, nn.Module):
         expected = "a torch.nn.Module or None" if enabled else "a torch.nn.Module with enabled=False"
         raise TypeError(f"module: expected {expected}, got {type(module).__name__}")
-    if enabled:
-        add_call_hooks(module, _NAME, _enter, _leave)
-    else:
+    if not enabled:
         undo_recomputing(module)
+        return module
+    hooked: Any = module
+    hooked._forward_pre_hooks[_NAME], hooked._forward_hooks[_NAME] = _enter, _leave
+    hooked._forward_pre_hooks.move_to_end(_NAME, last=False)
+    hooked._forward_hooks_always_called[_NAME] = True
     return module
 
 
-def recomputes(module: nn.Module) -> bool:
+def recomputes(module: Any) -> bool:
     """Whether calls of ``module`` recompute outputs, by :func:`recompute_outputs`."""
-    return has_call_hooks(module, _NAME)
+    return _NAME in module._forward_pre_hooks
 
 
-def undo_recomputing(module: nn.Module) -> None:
-    remove_call_hooks(module, _NAME)
-
-
-# Hooks are functions, so that copies and files of a module keep them, and what they enter is kept here.
+def undo_recomputing(module: Any) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
+        hooks.pop(_NAME, None)
 
 
 class _Local(threading.local):

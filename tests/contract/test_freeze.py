@@ -18,7 +18,6 @@ from bagua_syncbn import (
     conversion_report,
     convert_sync_batchnorm,
     freeze_statistics,
-    fuse_activations,
     revert_sync_batchnorm,
     unfreeze_statistics,
 )
@@ -156,14 +155,6 @@ def test_an_unfrozen_layer_gets_the_mode_of_what_holds_it():
     assert unfreeze_statistics(freeze_statistics(layer).train()).training
 
 
-def test_modules_within_a_frozen_layer_train():
-    layer = convert_sync_batchnorm(BatchNormAct(3))
-    layer.drop = nn.Dropout()
-    freeze_statistics(nn.Sequential(layer)).train()
-    assert layer.drop.training
-    assert not layer.training
-
-
 def test_frozen_parameters_get_no_gradient_until_they_are_unfrozen():
     model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
     model[1].weight.requires_grad_(False)
@@ -190,16 +181,6 @@ def test_filters_choose_what_is_frozen_and_unfrozen():
     with pytest.warns(UserWarning, match="found no layer to freeze in Conv2d") as caught:
         freeze_statistics(nn.Conv2d(1, 1, 1))
     assert caught[0].filename == __file__
-
-
-def test_layers_fused_with_an_activation_and_masked_ones_are_frozen():
-    model = fuse_activations(convert_sync_batchnorm(nn.Sequential(trained(nn.BatchNorm2d(3)), nn.ReLU())))
-    freeze_statistics(model)
-    input = torch.randn(4, 3, 2, 2)
-    plain = revert_sync_batchnorm(unfreeze_statistics(copy.deepcopy(model))).eval()
-    torch.testing.assert_close(model.train()(input), plain(input))
-    output = model[0](input, lengths=torch.tensor([1, 2, 0, 2]), residual=input)
-    torch.testing.assert_close(output, (plain[0](input) + input).relu())
 
 
 def test_compiled_models_freeze():
