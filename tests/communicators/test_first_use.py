@@ -3,33 +3,16 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from own_groups import mean_over
+from own_groups import SECONDS, join, mean_over
 from torch import nn
 
 from bagua_syncbn import convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup
 from bagua_syncbn.communicators.jobs import MeetingError, meet
-
-SECONDS = 2.0  # the time-out of the job
-
-
-def join(store, world_size, rank):
-    """Begins a job of this time-out, with a store of the kind that is named."""
-    dist.barrier()
-    dist.destroy_process_group()
-    kind, place = store
-    timeout = timedelta(seconds=SECONDS)
-    if kind == "tcp":
-        keeper = dist.TCPStore("localhost", place, world_size, rank == 0, timeout, multi_tenant=True)
-    else:
-        keeper = dist.FileStore(place, world_size)
-        keeper.set_timeout(timeout)
-    dist.init_process_group("gloo", store=keeper, rank=rank, world_size=world_size, timeout=timeout)
 
 
 @pytest.fixture

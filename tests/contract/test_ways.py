@@ -2,11 +2,12 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CLASSES, WAYS, Case, call_of, check, positions_of, run_rank
+from cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, positions_of, run_rank
 
 from bagua_syncbn import merge_statistics, recalibrate_statistics
 from bagua_syncbn.communicators import LOCAL
@@ -46,6 +47,20 @@ def test_every_option_holds_by_every_way_in(pool, way):
 @pytest.mark.parametrize("way", [*(way for way in WAYS if way != "compiled"), SLOW])
 def test_every_option_holds_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))
+
+
+# Dtypes of input and parameters.
+DTYPES = [(torch.float64, None), *((dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16))]
+
+
+def test_replicas_take_each_dtype_and_layout_and_frozen_tensors(single_threaded):
+    replicas = partial(Case, (5,), way="replicas")
+    frozen = ("input",), ("weight", "bias"), ("input", "weight")
+    check(
+        None,
+        *(replicas(shape[1:], *dtypes, layout=layout) for shape, layout in SHAPES_IN_LAYOUTS for dtypes in DTYPES),
+        *(replicas((3, 4), torch.float64, frozen=names) for names in frozen),
+    )
 
 
 def batches_of(case, rank):

@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from own_groups import join
 from programs import is_odd, own_group
 from torch import nn
 
@@ -150,3 +152,38 @@ def test_two_threads_in_one_group_are_refused_by_name(pool, way):
         for end in ends:
             assert NAMED.search(end), end
         assert any("collective failed" in end or "same layers" in end for end in ends)
+
+
+FIRST_USE = re.compile(
+    f"{NAMED.pattern}|expected ranks 0, 1 to|expected the 2 ranks of a group|rank 1 has left the group"
+)
+
+
+def interrupt_first_uses(store):
+    """Interrupts the first use of a group on the last rank, at every 40th event. Then each rank may try once more."""
+    rank, shared_keys = dist.get_rank(), dist.FileStore(f"{store} of this test", 2)
+    join(("file", store), 2, rank)
+    x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.batch_norm(x.flatten(0, 1), None, None, training=True).unflatten(0, (2, 4))
+    for number in range(1, 600, 40):
+        message = ""
+        layer = bagua_syncbn.SyncBatchNorm(3, process_group=dist.new_group(timeout=timedelta(seconds=2)))
+        for attempt in range(2):
+            try:
+                with interrupted(number if is_odd() and not attempt else 0, PLACES[2:3]):
+                    torch.testing.assert_close(layer(x[rank]), expected[rank])
+                break
+            except KeyboardInterrupt:
+                continue
+            except RuntimeError as error:
+                message = str(error)
+        assert not message or FIRST_USE.search(message), message
+        shared_keys.set(f"{number} {rank}", "")
+        shared_keys.wait([f"{number} {1 - rank}"], timedelta(seconds=60))
+
+
+@pytest.mark.slow
+def test_an_interrupted_first_use_ends_by_name_and_in_time(pool, tmp_path):
+    pool.forget_job()
+    pool.run(interrupt_first_uses, 2, str(tmp_path / "store"), timeout=300)
+    pool.forget_job()

@@ -1,10 +1,14 @@
 """The groups that layers have to themselves: found, and forgotten as in a job where nobody has used any yet."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import group_spec, jobs, spec_of
+
+SECONDS = 2.0  # time-out of the job that join() begins
 
 
 def forget_groups():
@@ -25,3 +29,17 @@ def mean_over(process_group):
     layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
     layer(torch.full((2, 1), float(dist.get_rank())))
     return layer.running_mean.item()
+
+
+def join(store, world_size, rank):
+    """Begins a job with a short time-out, and a store of the kind that is named."""
+    dist.barrier()
+    dist.destroy_process_group()
+    kind, place = store
+    timeout = timedelta(seconds=SECONDS)
+    if kind == "tcp":
+        keeper = dist.TCPStore("localhost", place, world_size, rank == 0, timeout, multi_tenant=True)
+    else:
+        keeper = dist.FileStore(place, world_size)
+        keeper.set_timeout(timeout)
+    dist.init_process_group("gloo", store=keeper, rank=rank, world_size=world_size, timeout=timeout)
