@@ -98,6 +98,25 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
         assert (counted["fills"], counted["collectives"], counted["waits"]) == (0, 1, 0), counted
 
 
+@pytest.mark.parametrize("zero_masked", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_masks_together_with_an_activation_and_a_residual(layout, zero_masked):
+    input, residual, grad_output = torch.randn(3, 4, 6, 9, 11).double().unbind()
+    mask, weight, bias = torch.rand(4, 1, 9, 11) < 0.5, torch.randn(6).double(), torch.randn(6).double()
+    results = []
+    for device in ("cpu", "cuda"):
+        tensors = [
+            t.to(device).requires_grad_() for t in (*(laid_out(t, layout) for t in (input, residual)), weight, bias)
+        ]
+        x, r, w, b = tensors
+        options = {"activation": "silu", "residual": r, "mask": mask.to(device), "zero_masked": zero_masked}
+        output = bagua_syncbn.sync_batch_norm(x, None, None, w, b, **options)
+        gradients = torch.autograd.grad(output, tensors, laid_out(grad_output, layout).to(device))
+        results.append([t.detach().cpu() for t in (output, *gradients)])
+    for wanted, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_nothing_waits_for_the_device(nccl):
     layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None, process_group=nccl, device="cuda")
     input, grad_output = torch.randn(2, 4, 6, 9, 9, device="cuda").unbind()
