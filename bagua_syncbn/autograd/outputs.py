@@ -144,7 +144,7 @@ class _Recipe(_Remade):
         if self._input._version != self._input_version:
             raise RuntimeError(
                 f"{self._name}: expected an input that stays as it was until backward, from which recompute_outputs "
-                "makes the output anew; it was written to in place"
+                "recomputes the output; it was written to in place"
             )
         activation = self._activation or ops.IDENTITY
         values = self._input, *self._factors, None, activation.code, activation.parameter

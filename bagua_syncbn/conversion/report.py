@@ -80,7 +80,7 @@ def _within(wrapped: Finding, filter: Filter | None) -> Iterator[Finding]:
 
 
 def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Returns for each layer notes on activations that follow it, outputs that are made anew, and frozen statistics."""
+    """Returns for each layer notes on its activation, recomputed outputs and frozen statistics."""
     notes: dict[nn.Module, list[str]] = {}
     for name, part in model.named_modules():
         if is_frozen(part):
@@ -90,7 +90,7 @@ def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
         if recomputes(part):
             for layer in part.modules():
                 if isinstance(layer, SyncBatchNorm):
-                    notes.setdefault(layer, []).append("outputs are made anew")
+                    notes.setdefault(layer, []).append("outputs are recomputed")
     for pair in pairs_in(model):
         obstacle = "" if pair.obstacle is None else f": {pair.obstacle}"
         notes.setdefault(pair.layer, []).append(f"{where_is(pair.activation, pair.name)} works by itself{obstacle}")

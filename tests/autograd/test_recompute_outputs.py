@@ -1,4 +1,4 @@
-"""Outputs that are made anew in backward: the same gradients bit for bit, and nothing stored that need not be."""
+"""Outputs that backward recomputes: the same gradients bit for bit, and nothing stored that need not be."""
 
 import copy
 import gc

@@ -141,7 +141,7 @@ CASES = {
     "three uneven batches, weighted": Case(ddp, (1, 3, 2), cross_entropy_of_all),
     "four batches, one of them empty": Case(model, (2, 0, 3, 1), cross_entropy_of_all),
     "frozen statistics": Case(lambda: freeze_statistics(model(nn.BatchNorm1d(8)))),
-    "activations and outputs made anew": Case(lambda: recompute_outputs(fuse_activations(model()))),
+    "fused activations and recomputed outputs": Case(lambda: recompute_outputs(fuse_activations(model()))),
     "outputs in a dict, none of a parameter": Case(Wrapped, loss=of_scores),
     "an unused parameter that is looked for": Case(
         lambda: DistributedDataParallel(Wrapped(), find_unused_parameters=True), loss=of_scores

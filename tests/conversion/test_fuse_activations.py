@@ -263,7 +263,7 @@ def test_repr_and_report_name_the_fused_activations():
     assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
     assert "SyncBatchNorm2d: synchronized already; computes SiLU at '1'" in str(conversion_report(model))
     recompute_outputs(model)
-    assert "outputs are made anew; computes SiLU at '1'" in str(conversion_report(model))
+    assert "outputs are recomputed; computes SiLU at '1'" in str(conversion_report(model))
     assert "; SiLU at '0.1' works by itself" in str(conversion_report(nn.Sequential(pair())))
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got list"):
         fuse_activations([])

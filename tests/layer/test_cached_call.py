@@ -92,7 +92,7 @@ SELECTIVE = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs
 
 AROUND = {
     "checkpoint": lambda layer, input: checkpoint(layer, input, use_reentrant=False),
-    "outputs made anew": lambda layer, input: bagua_syncbn.recompute_outputs(nn.Sequential(layer))(input),
+    "recomputed outputs": lambda layer, input: bagua_syncbn.recompute_outputs(nn.Sequential(layer))(input),
     "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
     "vmap": lambda layer, input: torch.func.vmap(layer)(input[None])[0],
     "forward-mode differentiation": lambda layer, input: dual(layer, input),
