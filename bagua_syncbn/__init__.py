@@ -1,23 +1,22 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
-from .accumulation import accumulate_statistics
-from .autograd import Repeatable
 from .communicators import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
-    freeze_statistics,
     fuse_activations,
     patch_torch_converter,
     recompute_outputs,
     register_converter,
     revert_sync_batchnorm,
-    unfreeze_statistics,
 )
 from .functional import sync_batch_norm
-from .masks import masked
-from .merging import merge_statistics
-from .recalibration import recalibrate_statistics
+from .statistics.accumulation import accumulate_statistics
+from .statistics.freezing import freeze_statistics, unfreeze_statistics
+from .statistics.masks import masked
+from .statistics.merging import merge_statistics
+from .statistics.recalibration import recalibrate_statistics
+from .step import Repeatable
 from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .verification import measure_batch_noise, verify_synchronization

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .autograd import (
+from .checks import check_tensors, check_tracer, checked_options, is_distributed
+from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
+from .options import NO_MASKS, Masks, Options, Tensors
+from .statistics.masks import masking_of
+from .step import (
     Call,
     call_in_first_run,
     evaluated_batch_norm,
@@ -23,10 +27,6 @@ from .autograd import (
     synchronized_batch_norm,
     this_thread,
 )
-from .checks import check_tensors, check_tracer, checked_options, is_distributed
-from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
-from .masks import masking_of
-from .options import NO_MASKS, Masks, Options, Tensors
 from .sync import FIXED_STATISTICS, name_of, sync_of, tell_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
@@ -171,7 +171,7 @@ def _batch_norm(
 ) -> Tensor:
     input, weight, bias, residual = tensors
     if is_distributed(input):
-        from .sharded import on_shards  # not above, because it imports torch.distributed.tensor
+        from .step.sharded import on_shards  # not above, because it imports torch.distributed.tensor
 
         return on_shards(_batch_norm, tensors, buffers, options, training, process_group, layer, masks)
     check_tensors(input, weight, bias, residual, buffers)

@@ -8,14 +8,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .cached_call import CachedCall, remember_call
 from .checks import check_dimensions, check_eps_mode
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
 from .options import Masks, options_of
+from .step.cached import CachedCall, remember_call
+from .step.tracing import Proxy, as_one_node
 from .sync import tell_peers
-from .tracing import Proxy, as_one_node
 
 
 class BatchNorm(_BatchNorm):

@@ -4,7 +4,6 @@ This package imports the layer; the layer does not import this package.
 """
 
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
-from .freezing import freeze_statistics, unfreeze_statistics
 from .fusing import fuse_activations
 from .patching import patch_torch_converter
 from .recomputing import recompute_outputs
@@ -14,11 +13,9 @@ from .report import conversion_report
 __all__ = [
     "conversion_report",
     "convert_sync_batchnorm",
-    "freeze_statistics",
     "fuse_activations",
     "patch_torch_converter",
     "recompute_outputs",
     "register_converter",
     "revert_sync_batchnorm",
-    "unfreeze_statistics",
 ]

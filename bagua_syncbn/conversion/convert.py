@@ -15,11 +15,11 @@ from torch import nn
 from ..communicators import EVERYONE, GroupSpec, spec_of
 from ..models import Filter, check_module, where_is
 from ..ops.activations import Activation
+from ..statistics.freezing import is_frozen
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .findings import BY_ITSELF, Finding, examine
-from .freezing import is_frozen
 from .fusing import FusedActivation, unfuse
 from .recomputing import undo_recomputing
 from .registry import groups_of

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import ops
-from ..autograd import is_in_region, is_repetition
 from ..communicators import LOCAL
 from ..functional import batch_norm
 from ..options import options_of
+from ..step import is_in_region, is_repetition
+from ..step.tracing import Proxy, as_one_node
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import unseen_by_selective_checkpointing
-from ..tracing import Proxy, as_one_node
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):

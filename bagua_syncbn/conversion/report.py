@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..models import Filter, is_data_parallel, is_left_out, modules_with_names, where_is
+from ..statistics.freezing import is_frozen
 from ..sync_batchnorm import SyncBatchNorm
 from .findings import Action, Finding, examine
-from .freezing import is_frozen
 from .fusing import FusedActivation, pairs_in
 from .recomputing import recomputes
 from .registry import is_candidate

@@ -26,8 +26,8 @@ from bagua_syncbn import (
     sync_batch_norm,
     torch_internals,
 )
-from bagua_syncbn.autograd import checkpointing
 from bagua_syncbn.communicators import LOCAL
+from bagua_syncbn.step import checkpointing
 
 SPLITS = (2, 5)
 

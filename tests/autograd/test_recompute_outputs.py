@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from user_layers import BatchNormAct
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
-from bagua_syncbn.autograd import this_thread
 from bagua_syncbn.ops import activations
+from bagua_syncbn.step import this_thread
 from bagua_syncbn.torch_internals import saving_hooks
 from benchmarks.sections.stored import Storages
 

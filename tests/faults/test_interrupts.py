@@ -21,7 +21,7 @@ import bagua_syncbn
 from bagua_syncbn.communicators import shared
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-PLACES = "sync/protocol.py", "sync/", "communicators/", "autograd/function.py", "functional.py"
+PLACES = "sync/protocol.py", "sync/", "communicators/", "step/function.py", "functional.py"
 NAMED = re.compile(
     "expected one that works, got one that failed before|collective failed in the (forward|backward) of Sync"
     "|expected all ranks of a group to call the same layers|expected one call at a time"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,10 +25,8 @@ from ..torch_internals import (
     raise_if_under_unknown_checkpoint,
     unseen_by_selective_checkpointing,
 )
-from .outputs import this_thread
-
-if TYPE_CHECKING:
-    from .function import Call
+from .call import Call
+from .recomputation import this_thread
 
 _Result = TypeVar("_Result")
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from .communicators import spec_of
-from .conversion.freezing import is_frozen
-from .models import check_module
-from .ops import Moments
-from .sync import sum_over_ranks, tell_peers
+from ..communicators import spec_of
+from ..models import check_module
+from ..ops import Moments
+from ..sync import sum_over_ranks, tell_peers
+from .freezing import is_frozen
 
 # Weight of a rank that has counted no batch: invisible beside that of any batch, and the same for all where none has.
 _NO_BATCH = 2.0**-600

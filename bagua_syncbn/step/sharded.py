@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from . import ops
-from .checks import check_dimensions
-from .communicators import Replica, spec_of
-from .options import Masks, Options, Tensors
+from .. import ops
+from ..checks import check_dimensions
+from ..communicators import Replica, spec_of
+from ..options import Masks, Options, Tensors
 
 
 def on_shards(

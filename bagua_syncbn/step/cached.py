@@ -3,21 +3,20 @@
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from . import ops
-from .autograd import Call, cached_batch_norm, is_plain, this_thread
-from .checks import checked_options
-from .communicators import Communicator
-from .options import ATTRIBUTES, Options, options_of
-from .sync import Sync, sync_of, tell_peers
-from .torch_internals import guard_of, has_transforms, level_of_duals, unwrapped
-
-if TYPE_CHECKING:
-    from .sync_batchnorm import SyncBatchNorm
-
+from .. import ops
+from ..checks import checked_options
+from ..communicators import Communicator
+from ..options import ATTRIBUTES, Options, options_of
+from ..sync import Sync, sync_of, tell_peers
+from ..torch_internals import guard_of, has_transforms, level_of_duals, unwrapped
+from .call import Call
+from .checkpointing import is_plain
+from .function import cached_batch_norm
+from .recomputation import this_thread
 
 _Facts = tuple[object, ...]
 
@@ -57,7 +56,7 @@ class CachedCall:
         self._facts, self._given, self._guard, self._communicator = facts, given, guard, communicator
         self._options, self._buffers, self._sync = options, buffers, sync
 
-    def run(self, layer: "SyncBatchNorm", input: Tensor) -> Tensor | None:
+    def run(self, layer: Any, input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
         # is_plain(), but for what the guard sees. The guard aborts the process where it asks for strides that a tensor
         # does not have: nested ones, and what vmap makes of them.
@@ -79,7 +78,7 @@ class CachedCall:
         return type(None), ()  # copies and files hold None
 
 
-def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
+def remember_call(layer: Any, input: Tensor) -> None:
     """Caches the call that ``layer`` has just made, if it was in training over several ranks."""
     communicator = layer._group_spec.made() if layer.training else None
     if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
@@ -103,7 +102,7 @@ def remember_call(layer: "SyncBatchNorm", input: Tensor) -> None:
     vars(layer)["_cached_call"] = CachedCall(facts, are_given, guard, communicator, options, buffers, sync)
 
 
-def _look_at(layer: "SyncBatchNorm", input: Tensor) -> tuple[_Facts, Sequence[Tensor | None]]:
+def _look_at(layer: Any, input: Tensor) -> tuple[_Facts, Sequence[Tensor | None]]:
     """Returns the facts of a call, and its tensors: input, weight, bias, running mean and variance, counter.
 
     Both are empty if a parameter or buffer is not where modules have them, as in a parametrized layer.

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import ops
-from .communicators import LOCAL, spec_of
+from .. import ops
+from ..communicators import LOCAL, spec_of
+from ..models import check_module, where_is
+from ..options import Options, options_of
+from ..sync import sum_over_ranks, tell_peers
+from ..sync_batchnorm import SyncBatchNorm
+from ..verification.unchanged import forward_of, unchanged
 from .masks import masking_of
 from .merging import layers_with_statistics, merged_over_ranks
-from .models import check_module, where_is
-from .options import Options, options_of
-from .sync import sum_over_ranks, tell_peers
-from .sync_batchnorm import SyncBatchNorm
-from .verification.unchanged import forward_of, unchanged
 
 _NAME = "recalibrate_statistics"
 

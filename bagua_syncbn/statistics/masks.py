@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from .checks import check_is_tensor
-from .ops import Masking
-from .options import Masks
-from .torch_internals import is_transforming
+from ..checks import check_is_tensor
+from ..ops import Masking
+from ..options import Masks
+from ..torch_internals import is_transforming
 
 
 def masking_of(layer: nn.Module | None, input: Tensor, masks: Masks) -> Masking | None:

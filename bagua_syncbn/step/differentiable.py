@@ -11,7 +11,7 @@ more intermediate tensors of the input's size than the training step in ``functi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..sync import FIXED_STATISTICS, tell_peers
 from ..torch_internals import is_grads_batch
-
-if TYPE_CHECKING:
-    from .function import Call
+from .call import Call
 
 
 def differentiable_batch_norm(

@@ -26,7 +26,7 @@ from .. import ops
 from ..communicators.replicas import Replica
 from ..options import Options
 from ..torch_internals import is_transformed
-from .outputs import note_output
+from .recomputation import note_output
 
 
 def replicated_batch_norm(

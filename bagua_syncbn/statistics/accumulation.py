@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from . import ops
-from .sync_batchnorm import SyncBatchNorm
+from .. import ops
+from ..sync_batchnorm import SyncBatchNorm
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Statistics of models: masks, and running statistics accumulated, frozen, merged or recalibrated."""
