@@ -23,10 +23,6 @@ class Masking(NamedTuple):
     positions: Tensor  # which count, as the ops take it: bool (N, *), contiguous, or int64 lengths (N)
     zeroes: bool  # whether positions that do not count are 0 in the output
 
-    def clear_(self, values: Tensor) -> None:
-        """Sets ``values`` (N, C, \\*) to 0 at the positions that do not count."""
-        values.masked_fill_(~of_positions(self.positions, values), 0)
-
     def clear(self, values: Tensor) -> Tensor:
         """Returns ``values`` (N, C, \\*) with 0 at the positions that do not count."""
         return values.where(of_positions(self.positions, values), 0)

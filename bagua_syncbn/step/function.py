@@ -85,9 +85,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(input, weight, *kept, mean, invstd, count, clamped)
         after = () if activation is None and residual is None else call.after(residual)
         output: Tensor = call.sync.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
-        if masking is not None and masking.zeroes:
-            masking.clear_(output)
-        return output
+        # Not in place: a selective checkpoint may have kept the output of the op.
+        return output if masking is None else masking.clear_outputs(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -153,9 +153,7 @@ class _Recipe(_Remade):
         except RuntimeError as error:
             ops.raise_torchs(error)
             raise
-        if self._masking is not None and self._masking.zeroes:
-            self._masking.clear_(made)
-        return made
+        return made if self._masking is None else self._masking.clear_outputs(made)
 
 
 class _Activated(_Remade):
