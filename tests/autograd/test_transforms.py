@@ -10,10 +10,11 @@ from formula import EPS, draw, normalize
 from observed import MESSAGE, collectives
 from own_groups import communicator_of
 from torch import nn
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
+from bagua_syncbn.ops.activations import ACTIVATIONS
 
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)
@@ -126,14 +127,23 @@ def test_batched_gradients_equal_each_by_itself(length, training, options):
         assert batches[0].requires_grad == create_graph
 
 
-@pytest.mark.parametrize("mask", [None, draw(5, 1, 2, seed=3) > -1])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradcheck_with_gradients_in_batches(options, mask):
-    """torch's own tests of its layers ask for it."""
-    layer, input = SyncBatchNorm(3, dtype=torch.float64, **options), draw(5, 3, 2, seed=1).requires_grad_()
-    checked = {"check_batched_grad": True, "fast_mode": True}
-    assert torch.autograd.gradcheck(lambda x, *_: layer(x, mask=mask), (input, *layer.parameters()), **checked)
-    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x, mask=mask), (input, *layer.parameters()), **checked)
+@pytest.mark.parametrize("mask", [None, draw(5, 1, 2, seed=3) > -1], ids=["all", "masked"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("options", [*OPTIONS, *({"activation": name} for name in (*ACTIVATIONS[1:], None))], ids=str)
+def test_derivatives_equal_numerical_ones(options, training, mask):
+    """First and second ones, backward, forward and in batches: gradcheck of torch's own tests of its layers."""
+    layer = SyncBatchNorm(3, **{"eps": EPS} | options).double().train(training)
+    scale = torch.tensor([0.2, 2, 3]).view(-1, 1)  # of the variances, the first below EPS
+    tensors = [draw(5, 3, 2, seed=1) * scale, draw(3, seed=2), draw(3, seed=3), draw(5, 3, 2, seed=4)]
+    tensors = [tensor.requires_grad_() for tensor in (tensors if "activation" in options else tensors[:3])]
+
+    def call(input, weight, bias, residual=None):
+        parameters = {"weight": weight, "bias": bias}
+        return functional_call(layer, parameters, (input, residual), {"mask": mask})
+
+    checked = {"check_batched_grad": True, "fast_mode": "activation" in options}
+    assert torch.autograd.gradcheck(call, tensors, check_forward_ad=True, **checked)
+    assert torch.autograd.gradgradcheck(call, tensors, check_fwd_over_rev=True, **checked)
 
 
 @pytest.mark.ranks(2)

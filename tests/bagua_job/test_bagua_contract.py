@@ -1,5 +1,7 @@
 """The contract once more, over Bagua's communicator."""
 
+# ruff: noqa: F401 - pytest runs what is imported
+
 from test_accumulation import test_ranks_with_uneven_and_empty_micro_batches
 from test_contract import (
     test_ranks_equal_one_process,
@@ -13,17 +15,3 @@ from test_fused import test_fused_ranks_equal_the_formula_in_one_process
 from test_recomputation import test_checkpoints_equal_plain_steps_with_each_option
 from test_recompute_outputs import test_recomputed_outputs_are_the_same_bits_over_ranks
 from test_transforms import test_transforms_over_ranks_equal_one_process
-
-__all__ = [
-    "test_checkpoints_equal_plain_steps_with_each_option",
-    "test_forwards_in_a_backward_pass_equal_one_process",
-    "test_fused_ranks_equal_the_formula_in_one_process",
-    "test_ranks_equal_one_process",
-    "test_ranks_equal_one_process_in_drawn_cases",
-    "test_ranks_equal_one_process_with_each_option",
-    "test_ranks_with_masks_equal_one_process",
-    "test_ranks_with_uneven_and_empty_micro_batches",
-    "test_recomputed_outputs_are_the_same_bits_over_ranks",
-    "test_third_derivatives_equal_one_process",
-    "test_transforms_over_ranks_equal_one_process",
-]

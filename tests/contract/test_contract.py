@@ -1,5 +1,7 @@
 """The contract: W ranks give the output, the gradients and the running statistics of one process on all batches."""
 
+import itertools
+
 import pytest
 import torch
 from cases import Case, check
@@ -73,46 +75,29 @@ def test_ranks_equal_one_process_with_each_option(pool, splits):
     check(pool, *(Case(splits, **{"shape": (3, 4, 2), "steps": 3, "dtype": torch.float64} | case) for case in OPTIONS))
 
 
-def masked_cases(splits):
+MASKED = [{}, {"momentum": None}, {"eps_mode": "clamp", "eps": 2.0}, {"skip_nonfinite": True}, {"activation": "relu"}]
+MASKED.append({"activation": "gelu", "eps_mode": "clamp", "eps": 2.0})
+
+
+def masked_cases(splits, zero_masked):
     """Masks of all kinds in all layouts, and with all options that change what is counted."""
-    for shape, layout in SHAPES[::2]:
-        for masks in ("random", "padded rank", "lengths"):
-            if masks != "lengths" or len(shape) > 1:
-                yield Case(splits, shape, torch.float64, layout=layout, masks=masks)
-    for masks in ("random", "lengths"):
-        yield Case(splits, (3, 9), torch.float64, masks=masks, order=2)
-        for options in ({"momentum": None}, {"eps_mode": "clamp", "eps": 2.0}, {"skip_nonfinite": True}):
-            yield Case(splits, (3, 9), torch.float64, options=options, masks=masks)
-        yield Case(splits, (3, 9), torch.float64, options={"activation": "gelu"}, masks=masks, residual=True)
+    given = {"dtype": torch.float64, "zero_masked": zero_masked, "evaluates": zero_masked, "steps": 2 + zero_masked}
+    for (shape, layout), masks in itertools.product(SHAPES[::2], ("random", "padded rank", "lengths")):
+        if masks != "lengths" or len(shape) > 1:
+            options = {"activation": "gelu"} if zero_masked else {}
+            yield Case(splits, shape, layout=layout, options=options, residual=zero_masked, masks=masks, **given)
+    for masks, options, order in itertools.product(("random", "lengths"), MASKED, (1, 2)):
+        yield Case(splits, (3, 9), options=options, residual="activation" in options, masks=masks, order=order, **given)
+    for way in ("own F.batch_norm", "recomputed", *["compiled"] * (len(splits) == 1)):
+        for masks, options in (("random", MASKED[-2]), ("lengths", MASKED[-1])):
+            yield Case(splits, (3, 2, 5), options=options, masks=masks, way=way, **given)
 
 
+@pytest.mark.parametrize("zero_masked", [False, True])
 @pytest.mark.parametrize("splits", [(5,), (2, 3), (4, 1), (2, 0, 2)], ids=str)
-def test_ranks_with_masks_equal_one_process(pool, splits):
-    check(pool, *masked_cases(splits))
-
-
-def padded_cases(splits):
-    """NaN in the padding of input, residual and gradient, in training and evaluation, in derivatives of derivatives."""
-    for way in ("forward", "own F.batch_norm", "recomputed", *["compiled"] * (len(splits) == 1)):
-        for activation in (None, "relu", "gelu"):
-            order = 1 if way in ("compiled", "recomputed") else 2
-            for residual, eps_mode in ((way != "own F.batch_norm", "plus"), (False, "clamp")):
-                yield Case(
-                    splits, (3, 2, 5) if way == "own F.batch_norm" else (3, 9), torch.float64, way=way,
-                    options={"activation": activation, "eps": 0.5, "eps_mode": eps_mode}, residual=residual,
-                    masks="random" if eps_mode == "plus" else "lengths", zero_masked=True,
-                    evaluates=True, steps=3, order=order,
-                )  # fmt: skip
-    for layout, activation in (("contiguous", "gelu"), ("channels_last", "relu"), ("channels_last", None)):
-        yield Case(
-            splits, (3, 4, 5), torch.float64, layout=layout, options={"activation": activation}, residual=True,
-            masks="random", zero_masked=True, evaluates=True, steps=3,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("splits", [(4,), (2, 3)], ids=str)
-def test_what_padding_holds_goes_nowhere(pool, splits):
-    check(pool, *padded_cases(splits))
+def test_ranks_with_masks_equal_one_process(pool, splits, zero_masked):
+    """Where the output is zero at masked positions, input, residual and gradient are NaN there."""
+    check(pool, *masked_cases(splits, zero_masked))
 
 
 @settings(max_examples=60)

@@ -93,29 +93,18 @@ def count(name):
     return forward, backward, peak / x.nbytes
 
 
-def complain(name, counted):
-    """Returns what differs from what is expected, in words that say what to do."""
-    case, problems = CASES[name], []
-    forward, backward, peak = counted
+def check(name, counted):
+    case, (forward, backward, peak) = CASES[name], counted
     for which, expected, got in (("forward", case.forward, forward), ("backward", case.backward, backward)):
-        values = {
-            "dispatched ops": (expected.ops, len(got.ops), got.ops),
-            "collectives": (len(expected.payload), got.collectives, [op for op in got.ops if "c10d" in op]),
-            "bytes on the wire": (sum(expected.payload), got.payload, ""),
-            "waits for collectives": (len(expected.payload), got.waits, ""),
-            "reads by the host": (expected.reads, got.reads, got.ops),
-        }
+        collectives = len(expected.payload)
+        wanted = expected.ops, collectives, collectives, sum(expected.payload), expected.reads
+        found = len(got.ops), got.collectives, got.waits, got.payload, got.reads
+        told = "dispatched ops, collectives, waits for them, bytes on the wire and reads by the host"
+        assert found == wanted, f"{name}, {which}: {told}, by {got.ops}"
         if native():
-            values["allocations of the size of the input"] = (expected.large, got.large, "")
-        problems += [_say(name, which, what, *value) for what, value in values.items() if value[0] != value[1]]
-    if native() and int(peak) != case.peak:
-        problems.append(_say(name, "step", "peak memory in sizes of the input", case.peak, int(peak), ""))
-    return problems
-
-
-def _say(name, which, what, expected, got, detail):
-    advice = "it costs more than it did" if got > expected else "well done: lower what test_counts.py expects"
-    return f"{name}, {which}: expected {expected} {what}, got {got}; {advice} {detail}".rstrip()
+            assert got.large == expected.large, f"{name}, {which}: allocations of the size of the input"
+    if native():
+        assert int(peak) == case.peak, f"{name}: peak memory in sizes of the input"
 
 
 def native():
@@ -126,7 +115,7 @@ def native():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_count_grows(pool, name, world_size):
     for counted in pool.run(count, world_size, name):
-        assert not complain(name, counted)
+        check(name, counted)
 
 
 # Calls of this package's functions, from the layer to the wait for the answer of each collective, and back.

@@ -2,13 +2,11 @@
 
 import math
 import threading
-from functools import partial
 
 import pytest
 import torch
 from cases import Case, check, compare, run_rank
 from test_contract import GRID
-from test_semantics import few_values
 
 from bagua_syncbn import SyncBatchNorm, ops
 
@@ -22,24 +20,17 @@ def test_ranks_equal_one_process(large, case):
 
 
 def test_ranks_equal_one_process_with_each_option(large):
-    case = partial(Case, (3, 0, 2), (3, 4, 2), steps=3)
-    average = case(options={"momentum": None}), case(options={"momentum": None}, dtype=torch.float16)
-    check(large, *average, case(options={"track_running_stats": False}), case(dtype=torch.float64), case(order=2))
-    check(large, case(frozen=("input", "weight", "bias")), case(way="accumulated"), case(masks="random"))
+    average, untracked = {"momentum": None}, {"track_running_stats": False}
+    check(large, *(Case((3, 0, 2), (3, 4, 2), steps=3, **given) for given in (
+        {"options": average}, {"options": average, "dtype": torch.float16}, {"options": average, "way": "compiled"},
+        {"options": untracked}, {"dtype": torch.float64}, {"order": 2}, {"frozen": ("input", "weight", "bias")},
+        {"way": "accumulated"}, {"masks": "random"},
+    )))  # fmt: skip
 
 
 @pytest.mark.slow
 def test_eight_ranks_equal_one_process(large):
     check(large, Case((1, 0, 3, 2, 2, 5, 0, 4), (5, 3), steps=3, options={"momentum": None}))
-
-
-@pytest.mark.parametrize("counts", [(0, 0), (1, 0)])
-def test_fewer_than_two_values_in_the_group(large, counts):
-    large.run(few_values, 2, counts, None)
-
-
-def test_compiled_calls_add_up_in_one_graph(large):
-    check(large, Case((4, 5), (3,), options={"momentum": None}, way="compiled"))
 
 
 # Sums held against the gather.

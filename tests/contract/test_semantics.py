@@ -33,9 +33,9 @@ def few_values(counts, momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
-def test_fewer_than_two_values_in_the_group_leave_the_buffers(pool, counts, momentum):
-    pool.run(few_values, 2, counts, momentum)
+@pytest.mark.parametrize("counts", [(0,), (0, 0), (1, 0), (0, 1)])
+def test_fewer_than_two_values_in_the_group_leave_the_buffers(groups, counts, momentum):
+    groups.run(few_values, len(counts), counts, momentum)
 
 
 @pytest.mark.ranks(2)

@@ -24,6 +24,7 @@ OPTIONS = {
     "frozen": {"frozen": ("statistics",)},
     "mask": {"masks": "random"},
     "zero_masked": {"masks": "lengths", "zero_masked": True},
+    "zero_masked activation": {"masks": "random", "zero_masked": True, "options": {"activation": "gelu"}},
 }
 
 
@@ -31,7 +32,7 @@ def cases(way, splits, evaluates=True):
     for name, options in OPTIONS.items():
         if way != "replicas" or "masks" not in options:  # which take none
             # A step more where the last one in training is spoiled.
-            steps, residual = 2 + evaluates + (name == "skip_nonfinite"), name == "activation" and way not in CLASSES
+            steps, residual = 2 + evaluates + (name == "skip_nonfinite"), "activation" in name and way not in CLASSES
             given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual}
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 

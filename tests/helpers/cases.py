@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tolerances import TOLERANCES, assert_close
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn.data_parallel import DataParallelWithCallback
@@ -118,16 +118,12 @@ class BySuper(nn.BatchNorm2d):
         return super().forward(input)
 
 
-class ByFunction(nn.BatchNorm2d):
-    """As timm writes it: torch's forward, with F.batch_norm."""
+class ByFunction(BatchNormAct):
+    """As timm writes it: torch's forward, with F.batch_norm; here with nothing after it."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        factor = self.momentum
-        if self.training:
-            self.num_batches_tracked.add_(1)
-            factor = 1 / float(self.num_batches_tracked) if factor is None else factor
-        statistics = self.running_mean, self.running_var
-        return F.batch_norm(input, *statistics, self.weight, self.bias, self.training, factor or 0.0, self.eps)
+    def __init__(self, channels: int, **options: Any) -> None:
+        super().__init__(channels, **options)
+        self.act = nn.Identity()
 
 
 CLASSES = {"super": BySuper, "own F.batch_norm": ByFunction}

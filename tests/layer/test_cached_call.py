@@ -95,6 +95,7 @@ AROUND = {
     "recomputed outputs": lambda layer, input: bagua_syncbn.recompute_outputs(nn.Sequential(layer))(input),
     "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
     "vmap": lambda layer, input: torch.func.vmap(layer)(input[None])[0],
+    "vmap of nested tensors": lambda layer, input: torch.func.vmap(layer)(STRANGE["nested, jagged"]()),
     "forward-mode differentiation": lambda layer, input: dual(layer, input),
     "selective checkpoint": lambda layer, input: checkpoint(layer, input, use_reentrant=False, context_fn=SELECTIVE),
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
@@ -274,13 +275,3 @@ def test_a_nested_parameter_after_a_usual_one_is_refused(name):
     setattr(layer, name, nn.Parameter(STRANGE["nested"]()))
     with pytest.raises(RuntimeError):
         layer(x)
-
-
-@pytest.mark.ranks(2)
-def test_wrappers_of_transforms_after_a_usual_input_are_seen():
-    layer, x = SyncBatchNorm(CHANNELS), torch.randn(4, CHANNELS)
-    layer(x)
-    torch.testing.assert_close(torch.func.grad(lambda x: layer(x).square().sum())(x).shape, x.shape)
-    for batch in (torch.randn(2, 4, CHANNELS), STRANGE["nested, jagged"]()):
-        with pytest.raises(RuntimeError):
-            torch.func.vmap(layer)(batch)

@@ -75,25 +75,6 @@ def test_eval_takes_buffers_of_any_dtype(dtype, buffer_dtype):
         assert_close(output, reference(input.double()), "output")
 
 
-def test_empty_batch_leaves_buffers_and_counter():
-    layer = SyncBatchNorm2d(3)
-    input = torch.empty(0, 3, 4, 4, requires_grad=True)
-    output = layer(input)
-    output.sum().backward()
-    assert output.shape == input.grad.shape == (0, 3, 4, 4)
-    assert layer.weight.grad.tolist() == [0, 0, 0]
-    assert layer.num_batches_tracked == 0
-    assert layer.running_var.tolist() == [1, 1, 1]
-
-
-def test_functional_needs_no_layer():
-    input = torch.randn(6, 3, 2, dtype=torch.float64)
-    running_mean, running_var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    output = sync_batch_norm(input, running_mean, running_var)
-    torch.testing.assert_close(output, torch.nn.functional.batch_norm(input, None, None, training=True))
-    torch.testing.assert_close(running_mean, input.mean((0, 2)) * 0.1)
-
-
 def test_ranks_that_were_launched_together_and_not_joined_are_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     _warn_if_launched_with_others.cache_clear()
