@@ -20,7 +20,7 @@ from bagua_syncbn import ops
 
 from ..batches import Shape, layouts, make_batch
 from ..one_rank import OneRankGroup
-from ..recorded import Case, Results, across_cases, of_section, shape_of, table
+from ..recorded import Case, Results, of_section, shape_of, table
 from ..timing import Function, Workload, host_seconds, time_workload
 from .ops import MOVED, copy_ratios
 
@@ -133,19 +133,14 @@ def _together(case: Case, side: str) -> float:
     return sum(median(case["microseconds"][f"{side}{op}"]) for op in (*MOVED, "gather_stats"))
 
 
-def _against(case: Case) -> list[float]:
-    """Returns the ratios of ours to ATen's five kernels and of a layer's step to torch's; none on CPU."""
-    if "aten stats" not in case["microseconds"]:
-        return []
-    layers = [median(case["layers"][name]) for name in ("layer", "torch layer")]
-    return [_together(case, "") / _together(case, "aten "), layers[0] / layers[1]]
-
-
 def gpu_table(results: Results) -> str:
     """Each op over copying as many bytes as it must move; our ops over ATen's; a step over torch's."""
 
     def row(case: Case) -> list[str]:
-        shown = [median(copy_ratios(case, op)) for op in MOVED] + _against(case)
+        shown = [median(copy_ratios(case, op)) for op in MOVED]
+        if "aten stats" in case["microseconds"]:
+            layer, torchs = (median(case["layers"][name]) for name in ("layer", "torch layer"))
+            shown += [_together(case, "") / _together(case, "aten "), layer / torchs]
         size = math.prod(case["shape"]) * getattr(torch, case["dtype"]).itemsize
         rate = 2 * size / median(case["microseconds"]["copy"]) / 1e3
         cells = [f"{value:.2f}" for value in shown] + [""] * (len(MOVED) + 2 - len(shown))
@@ -155,19 +150,4 @@ def gpu_table(results: Results) -> str:
     return table(header, map(row, of_section(results, "gpu")))
 
 
-def gpu_summary_table(results: Results) -> str:
-    """By layout and dtype: geometric mean over the inputs (smallest to largest)."""
-    kinds: dict[tuple[str, str], list[Case]] = {}
-    for case in of_section(results, "gpu"):
-        kinds.setdefault((case["layout"], case["dtype"]), []).append(case)
-
-    def row(kind: tuple[str, str]) -> list[str]:
-        copies = [median(copy_ratios(case, op)) for case in kinds[kind] for op in MOVED]
-        against = [list(column) for column in zip(*filter(None, map(_against, kinds[kind])), strict=True)]
-        return [*kind, across_cases(copies), *map(across_cases, against or [[], []])]
-
-    header = ["layout", "dtype", "an op / copying as many bytes", "ops / ATen's", "step / torch's"]
-    return table(header, map(row, kinds))
-
-
-TABLES = {"gpu": gpu_table, "gpu_summary": gpu_summary_table}
+TABLES = {"gpu": gpu_table}

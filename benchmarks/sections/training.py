@@ -22,9 +22,7 @@ from ..timing import digits, start_together
 
 BATCH_SIZE = 64  # all ranks together
 BOUT = 10  # steps of one peer before the next has its turn
-# The loss counts as reached when the mean over as many steps as a bout has is down to it.
-TARGET = 0.1
-MOST_STEPS = 300
+BOUTS = 15
 
 
 class Block(nn.Module):
@@ -73,11 +71,10 @@ class Trainer:
                 warnings.simplefilter("ignore", FutureWarning)
                 self._model = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
         self.seconds: list[float] = []
-        self.losses: list[float] = []
 
     def train(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Trains one step on each of this rank's batches, and appends the means over the ranks."""
-        seconds, losses = [], []
+        """Trains one step on each of this rank's batches, and appends the mean times over the ranks."""
+        seconds = []
         start_together()
         for images, labels in batches:
             start = time.perf_counter()
@@ -85,27 +82,12 @@ class Trainer:
             loss = F.cross_entropy(self._model(images), labels)
             loss.backward()
             self._optimizer.step()
-            losses.append(loss.detach())
             if loss.is_cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        measured = torch.stack([torch.tensor(seconds), torch.stack(losses).cpu()]).to(losses[0].device)
+        measured = torch.tensor(seconds, device=loss.device)
         dist.all_reduce(measured)
-        mean_seconds, mean_losses = (measured / dist.get_world_size()).tolist()
-        self.seconds += mean_seconds
-        self.losses += mean_losses
-
-    @property
-    def done(self) -> bool:
-        return len(self.losses) >= MOST_STEPS or steps_to_target(self.losses) is not None
-
-
-def steps_to_target(losses: list[float]) -> int | None:
-    """Returns the number of steps after which the mean loss of the last ones is down to the target; None if never."""
-    for end in range(BOUT, len(losses) + 1):
-        if sum(losses[end - BOUT : end]) / BOUT <= TARGET:
-            return end
-    return None
+        self.seconds += (measured / dist.get_world_size()).tolist()
 
 
 def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -136,15 +118,12 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
     batches = {name: load_batches(seed, device) for name in makers}
     # Warms up what all have in common; a step's first time is otherwise that of whoever comes first.
     Trainer(makers["local"], seed, device).train([next(load_batches(seed, device)) for _ in range(3)])
-    turn = 0
-    while running := [name for name, trainer in trainers.items() if not trainer.done]:
-        for name in running[:: (-1) ** turn]:
+    for turn in range(BOUTS):
+        for name in list(trainers)[:: (-1) ** turn]:
             trainers[name].train([next(batches[name]) for _ in range(BOUT)])
-        turn += 1
     return {
         "seed": seed,
         "milliseconds": {name: [digits(1e3 * value) for value in t.seconds] for name, t in trainers.items()},
-        "losses": {name: [digits(value) for value in t.losses] for name, t in trainers.items()},
     }
 
 
@@ -157,33 +136,19 @@ def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
     return times
 
 
-def seconds_to_target(case: Case, name: str) -> float | None:
-    """Returns the time of the steps until the loss was down to the target; None if it never was."""
-    steps = steps_to_target(case["losses"][name])
-    return None if steps is None else sum(case["milliseconds"][name][:steps]) / 1e3
-
-
 def training_table(results: Results) -> str:
-    """Training on digits: step over that of the layer that does not synchronize, with quartiles, and time to a loss."""
-    runs, times = of_section(results, "training"), step_times(results)
-    names = list(dict.fromkeys(name for own in times.values() for name in own))
-    synchronized = [name for name in names if name != "local"]
+    """Training on digits: a step over that of the layer that does not synchronize, with quartiles."""
+    times = step_times(results)
+    names = [name for name in dict.fromkeys(name for own in times.values() for name in own) if name != "local"]
 
     def step(ranks: int, name: str) -> str:
         low, middle, high = (time / median(times[ranks]["local"]) for time in quartiles(times[ranks][name]))
         return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
-    def seconds(ranks: int, name: str) -> str:
-        reached = [seconds_to_target(case, name) for case in runs if case["ranks"] == ranks]
-        known = [value for value in reached if value is not None]
-        return f"{median(known):.3g}" if len(known) == len(reached) else "not in every run"
-
     def row(ranks: int) -> list[str]:
-        steps = [step(ranks, name) for name in synchronized]
-        return [marked(ranks, results), *steps, *(seconds(ranks, name) for name in names)]
+        return [marked(ranks, results), *(step(ranks, name) for name in names)]
 
-    header = ["ranks", *(f"{name} / local" for name in synchronized)]
-    return table([*header, *(f"seconds to {TARGET:g}, {name}" for name in names)], map(row, times))
+    return table(["ranks", *(f"{name} / local" for name in names)], map(row, times))
 
 
 TABLES = {"training": training_table}
