@@ -152,9 +152,10 @@ inline void check_backward_reduce(const Tensor& grad_output, const Tensor& input
 
 inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 const std::optional<Tensor>& fault) {
+                                 const std::optional<Tensor>& fault, const std::optional<Tensor>& grad_input) {
   check_input(input);
   check_like_input(grad_output, "grad_output", input);
+  if (grad_input) check_like_input(*grad_input, "grad_input", input);
   check_channels_of_input({{"weight", weight}, {"mean", mean}, {"invstd", invstd}}, input);
   const int64_t words = sums.numel() - 2 * input.size(1);
   const bool fits = words >= 0 && words <= kMostWords && words % 2 == 0;

@@ -1,4 +1,4 @@
-r"""The six ops, which compute and know nothing of ranks: those of ``torch.ops.bagua_syncbn``.
+r"""The five ops, which compute and know nothing of ranks: those of ``torch.ops.bagua_syncbn``.
 
 Shapes and dtypes. ``input`` is (N, C, \*), of one of the dtypes in ``dtypes.py``. The *accumulate dtype* is float64 for
 float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
@@ -25,8 +25,8 @@ float64 input and float32 for all others; ``mean``, ``invstd`` and everything th
 ``batch_norm_backward_elemt``   to the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``; with an
                                 activation, from ``g`` made of ``grad_output`` and ``input`` once more, without a
                                 residual. The K words that follow the 2C sums are pairs ``(w, w**2)``, added up: where
-                                those of the ranks differed, the gradient is NaN and ``fault`` says so.
-                                ``batch_norm_backward_elemt_`` puts it in the place of ``grad``
+                                those of the ranks differed, the gradient is NaN and ``fault`` says so. ``grad_input``,
+                                if given, receives it, and may be ``grad_output``; the result is empty then
 ==============================  =====================================================================================
 
 ``activation`` is the code of one in ``activations.py``; 0 is none, as ``None`` is no ``residual`` and no ``mask``.
@@ -74,7 +74,6 @@ batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
 batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
-batch_norm_backward_elemt_ = torch.ops.bagua_syncbn.batch_norm_backward_elemt_.default
 
 __all__ = [
     "ATEN_DTYPES",
@@ -98,7 +97,6 @@ __all__ = [
     "activation_recorded_by",
     "add_up_stats",
     "batch_norm_backward_elemt",
-    "batch_norm_backward_elemt_",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",

@@ -19,12 +19,11 @@ from . import reference
 from .backward_elemt import means_of_sums
 from .dtypes import ATEN_DTYPES
 from .layout import laid_out_as
-from .reference import batch_norm_backward_elemt_, batch_norm_gather_stats
+from .reference import batch_norm_gather_stats
 from .words import COUNT_BASE, fill, parts_of, words_of_row
 
 __all__ = [
     "batch_norm_backward_elemt",
-    "batch_norm_backward_elemt_",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",
@@ -114,13 +113,17 @@ def batch_norm_backward_elemt(
     fault: Tensor | None = None,
     call: int = 0,
     *through: Any,
+    grad_input: Tensor | None = None,
 ) -> Tensor:
     if _has_more(through) or not _takes(input, grad_output, weight, mean, invstd):
-        merged = sums, count, ranks, fault, call
-        return reference.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, *merged, *through)
+        arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call, *through
+        return reference.batch_norm_backward_elemt(*arguments, grad_input=grad_input)
     means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
     # ATen divides sums by a count of 32 bits, which the values of all ranks may exceed: it gets means, and 1.
     one = torch.ones(1, dtype=torch.int32, device=input.device)
     mean, invstd, weight = mean.contiguous(), invstd.contiguous(), _parameter(weight, mean)
     dx = torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, *means, one)
-    return laid_out_as(input, dx)
+    if grad_input is None:
+        return laid_out_as(input, dx)
+    grad_input.copy_(dx)
+    return dx.new_empty(0)

@@ -1,6 +1,4 @@
-"""``batch_norm_backward_elemt``: the gradient of the input, from the sums of all ranks; also in place."""
-
-from typing import Any
+"""``batch_norm_backward_elemt``: the gradient of the input, from the sums of all ranks."""
 
 import torch
 from torch import Tensor
@@ -12,8 +10,8 @@ from .masking import of_positions
 from .words import record
 
 
-def _shapes(grad_output: Tensor, input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
+def _shapes(grad_output: Tensor, input: Tensor, *_: object, grad_input: Tensor | None = None) -> Tensor:
+    return torch.empty_like(input) if grad_input is None else input.new_empty(0)
 
 
 def means_of_sums(
@@ -36,7 +34,7 @@ def means_of_sums(
 @defines(
     "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count, int ranks=1, Tensor(a!)? fault=None, int call=0, Tensor? mask=None, "
-    "Tensor? bias=None, int activation=0, float parameter=0.) -> Tensor",
+    "Tensor? bias=None, int activation=0, float parameter=0., *, Tensor(b!)? grad_input=None) -> Tensor",
     _shapes,
 )
 def batch_norm_backward_elemt(
@@ -54,6 +52,8 @@ def batch_norm_backward_elemt(
     bias: Tensor | None = None,
     activation: int = 0,
     parameter: float = 0.0,
+    *,
+    grad_input: Tensor | None = None,
 ) -> Tensor:
     if mask is not None and activation:
         raise RuntimeError("mask: expected None with an activation, got a tensor")
@@ -68,14 +68,7 @@ def batch_norm_backward_elemt(
     if mask is not None:
         # Where a position does not count, nothing passes through the statistics.
         dx = dx.where(of_positions(mask, input), dy * scale)
-    return like_input(input, dx)
-
-
-@defines(
-    "batch_norm_backward_elemt_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks=1, Tensor(b!)? fault=None, int call=0) -> ()",
-    lambda *_: None,
-)
-def batch_norm_backward_elemt_(grad: Tensor, input: Tensor, *rest: Any) -> None:
-    # By the op, so that each device has its kernel.
-    grad.copy_(torch.ops.bagua_syncbn.batch_norm_backward_elemt.default(grad, input, *rest))
+    if grad_input is None:
+        return like_input(input, dx)
+    grad_input.copy_(dx)
+    return input.new_empty(0)

@@ -1,6 +1,6 @@
 """The ops in plain torch, for any device: the definitions that native kernels are tested against."""
 
-from .backward_elemt import batch_norm_backward_elemt, batch_norm_backward_elemt_
+from .backward_elemt import batch_norm_backward_elemt
 from .backward_reduce import batch_norm_backward_reduce
 from .definition import per_channel
 from .elemt import batch_norm_elemt
@@ -11,7 +11,6 @@ from .words import parts_of
 
 __all__ = [
     "batch_norm_backward_elemt",
-    "batch_norm_backward_elemt_",
     "batch_norm_backward_reduce",
     "batch_norm_elemt",
     "batch_norm_gather_stats",

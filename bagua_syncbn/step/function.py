@@ -131,7 +131,7 @@ class _SyncBatchNorm(torch.autograd.Function):
                     grad_input = sync.elementwise.batch_norm_backward_elemt(*arguments, **again)
                 else:
                     grad_input = grad
-                    ops.batch_norm_backward_elemt_(*arguments)
+                    ops.batch_norm_backward_elemt(*arguments, grad_input=grad)
                 sync.check(number)
         except RuntimeError as error:
             ops.raise_torchs(error)

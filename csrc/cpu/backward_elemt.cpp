@@ -1,6 +1,5 @@
 // batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. It goes through an activation
-// first; or, with a mask, it passes through the statistics only where a position counts. batch_norm_backward_elemt_
-// puts it in the place of the gradient of the output.
+// first; or, with a mask, it passes through the statistics only where a position counts.
 
 #include <limits>
 
@@ -11,21 +10,18 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// `activation`, which is cheap, may be null.
-Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                      const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks,
-                      int64_t call, const std::optional<Tensor>& fault, bool in_place, const std::optional<Mask>& mask,
-                      const Activation* activation) {
-  const Laid laid = lay_out(input);
+// Writes to `grad_input`, laid out as the input, which may be `grads`. `activation`, which is cheap, may be null.
+void backward_elemt(const Tensor& grads, const Laid& laid, const std::optional<Tensor>& weight, const Tensor& mean,
+                    const Tensor& invstd, const Tensor& sums, const Tensor& count, int64_t ranks, int64_t call,
+                    const std::optional<Tensor>& fault, const std::optional<Mask>& mask, const Activation* activation,
+                    Tensor grad_input) {
   const Geometry& g = laid.geometry;
-  const Tensor grads = laid_out_like(grad_output, laid);
-  Tensor grad_input = in_place ? grads : allocate_like(laid.tensor);
   const ChannelArray<double> totals(sums);
   bool same = true;
   for (int64_t w = 2 * g.channels; w < sums.numel(); w += 2) same &= same_word(totals[w], totals[w + 1], ranks);
   if (!same) record_fault<double>(record_of(fault), {Fault::kSum, call}, nullptr, 0, 0);
-  if (input.numel() == 0) return with_strides_of(grad_input, laid, input);
-  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
+  if (laid.tensor.numel() == 0) return;
+  dispatch_floating(scalar_type(laid.tensor), "input", [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     using A = Accumulate<T>;
     const ChannelArray<A> invstds(invstd);
@@ -54,7 +50,6 @@ Tensor backward_elemt(const Tensor& grad_output, const Tensor& input, const std:
           loop.grad_columns(dy + o, x + o, dx + o, valid, rows, g.channels, factors, act);
         });
   });
-  return with_strides_of(grad_input, laid, input);
 }
 
 }  // namespace
@@ -63,31 +58,29 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
                                  int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
                                  const std::optional<Tensor>& positions, const std::optional<Tensor>& bias,
-                                 int64_t activation, double parameter) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
+                                 int64_t activation, double parameter, std::optional<Tensor> into) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault, into);
   if (activation != 0) check_act(input, weight, bias, std::nullopt, activation);
   const std::optional<Mask> mask = mask_without_act(positions, input, activation);
-  const auto make = [&](const Tensor& dy, const Activation* before) {
-    return backward_elemt(dy, input, weight, mean, invstd, sums, count, ranks, call, fault, false, mask, before);
-  };
-  if (activation == 0) return make(grad_output, nullptr);
+  const Laid laid = lay_out(input);
+  const Tensor grad_input = into ? laid_out_like(*into, laid) : allocate_like(laid.tensor);
   const Activation act{bias, std::nullopt, activation, parameter};
-  if (is_cheap(activation)) return make(grad_output, &act);
-  return make(gradient_through(grad_output, input, weight, mean, invstd, act), nullptr);
-}
-
-void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
-                                const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
-  check_backward_elemt(grad, input, weight, mean, invstd, sums, count, fault);
-  const Tensor result =
-      backward_elemt(grad, input, weight, mean, invstd, sums, count, ranks, call, fault, true, std::nullopt, nullptr);
-  if (result.const_data_ptr() != grad.const_data_ptr()) torch::stable::copy_(grad, result);
+  const auto make = [&](const Tensor& dy, const Activation* before) {
+    backward_elemt(laid_out_like(dy, laid), laid, weight, mean, invstd, sums, count, ranks, call, fault, mask, before,
+                   grad_input);
+  };
+  if (activation == 0 || is_cheap(activation)) {
+    make(grad_output, activation == 0 ? nullptr : &act);
+  } else {
+    make(gradient_through(grad_output, input, weight, mean, invstd, act), nullptr);
+  }
+  if (!into) return with_strides_of(grad_input, laid, input);
+  if (grad_input.get() != into->get()) torch::stable::copy_(*into, grad_input);
+  return allocate_vector(0, scalar_type(input), input);
 }
 
 }  // namespace bagua_syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
   m.impl("batch_norm_backward_elemt", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt));
-  m.impl("batch_norm_backward_elemt_", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_elemt_));
 }

@@ -58,6 +58,10 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
     (_with("backward_reduce", (3, lambda x, c: c[1:])), f"invstd: {ELEMENTS}"),
     (_with("backward_reduce", (4, lambda x, c: c.int())), "weight: expected float16, bfloat16"),
     (_with("backward_elemt", (0, lambda x, c: x[1:])), SIZES),
+    (
+        lambda ops, x, c: ops.batch_norm_backward_elemt(x, x, c, c, c, c.repeat(2), COUNT, grad_input=x.half()),
+        "grad_input: expected the dtype of input",
+    ),
     (_with("backward_elemt", (2, lambda x, c: c[1:])), f"weight: {ELEMENTS}"),
     (_with("backward_elemt", (3, lambda x, c: c[1:])), f"mean: {ELEMENTS}"),
     (_with("backward_elemt", (4, lambda x, c: c[1:])), f"invstd: {ELEMENTS}"),

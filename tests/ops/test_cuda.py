@@ -31,7 +31,7 @@ def test_the_gradient_is_written_where_it_is_asked_for(emulated, layout):
     for own in ("contiguous", "channels_last"):
         x, grad = laid_out(input, own), laid_out(grad_output, layout)
         expected = emulated.batch_norm_backward_elemt(grad_output, input, None, ones, ones, sums, count)
-        emulated.batch_norm_backward_elemt_(grad, x, None, ones, ones, sums, count)
+        emulated.batch_norm_backward_elemt(grad, x, None, ones, ones, sums, count, grad_input=grad)
         assert torch.equal(grad, expected)
         emulated.batch_norm_backward_reduce(grad_output, x, ones, ones, None, None, None, None, 1, 0.0, grad)
         assert torch.equal(grad, grad_output.where(input > 1, 0))
@@ -112,7 +112,6 @@ def test_all_must_be_on_one_device(emulated):
             [x, x, c, c, c, torch.ones(6), count, 1, None, 0, mask, c],
             (0, *range(2, 7), 10, 11),
         ),
-        emulated.batch_norm_backward_elemt_: ([x, x, c, c, c, torch.ones(6), count], range(2, 7)),
     }
     for op, (arguments, places) in calls.items():
         for place in places:
@@ -149,7 +148,6 @@ def test_each_op_is_one_kernel_and_nothing_is_copied_filled_or_read_in_between(e
             (emulated.batch_norm_backward_elemt, gradient),
             (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, mask)),
             (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, None, c, 1, 0.0)),
-            (emulated.batch_norm_backward_elemt_, gradient),
         ]
         for op, arguments in calls:
             library.count_launches()

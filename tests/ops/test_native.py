@@ -118,7 +118,7 @@ def bits(ops, threads):
             results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, residual, code, 0.3))
             reduced = (dy, x, mean, invstd, mean, None, mean)
             results += [*ops.batch_norm_backward_reduce(*reduced, residual, code, 0.3, grad), grad]
-            ops.batch_norm_backward_elemt_(grad, x, mean, mean, invstd, sums, count)
+            ops.batch_norm_backward_elemt(grad, x, mean, mean, invstd, sums, count, grad_input=grad)
             results += ops.batch_norm_backward_reduce(*reduced, None, code, 0.3)
             factors = (mean, mean, invstd, sums, count)
             results.append(ops.batch_norm_backward_elemt(dy, x, *factors, bias=mean, activation=code, parameter=0.3))

@@ -178,15 +178,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   return {sums, grad_weight, grad_bias};
 }
 
-namespace {
-
-// Makes the gradient of the input from `dy`, in `dx`: both are laid out as the input.
-void make_input_gradient(const Tensor& dy, Tensor dx, const Laid& laid, const std::optional<Tensor>& weight,
-                         const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                         int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
-                         const std::optional<Tensor>& bias, const Mask* mask, const Options& options,
-                         const Context& context) {
-  if (laid.tensor.numel() == 0) return;
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
+                                 const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                                 int64_t activation, double parameter, std::optional<Tensor> into) {
+  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault, into);
+  check_act(input, weight, bias, std::nullopt, activation);
+  const std::optional<Mask> where = mask_without_act(mask, input, activation);
+  const Laid laid = lay_out(input);
+  const Context context(input);
+  const Tensor dy = laid_out_like(grad_output, laid);
+  Tensor grad_input = into ? laid_out_like(*into, laid) : allocate_like(laid.tensor);
   const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums), biases(bias);
   const BackwardElemtArguments arguments{means,
                                          invstds,
@@ -198,39 +201,14 @@ void make_input_gradient(const Tensor& dy, Tensor dx, const Laid& laid, const st
                                          call,
                                          record_of(fault),
                                          biases};
-  check_cuda(backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(),
-                            dtype_of(laid.tensor), laid.geometry, arguments, mask, options, context.stream()));
-}
-
-}  // namespace
-
-Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
-                                 const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                                 int64_t activation, double parameter) {
-  check_backward_elemt(grad_output, input, weight, mean, invstd, sums, count, fault);
-  check_act(input, weight, bias, std::nullopt, activation);
-  const std::optional<Mask> where = mask_without_act(mask, input, activation);
-  const Laid laid = lay_out(input);
-  const Context context(input);
-  const Tensor dy = laid_out_like(grad_output, laid);
-  const Tensor grad_input = allocate_like(laid.tensor);
-  make_input_gradient(dy, grad_input, laid, weight, mean, invstd, sums, count, ranks, fault, call, bias,
-                      where ? &*where : nullptr, options_of(std::nullopt, activation, parameter), context);
-  return with_strides_of(grad_input, laid, input);
-}
-
-void batch_norm_backward_elemt_(Tensor grad, const Tensor& input, const std::optional<Tensor>& weight,
-                                const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                int64_t ranks, const std::optional<Tensor>& fault, int64_t call) {
-  check_backward_elemt(grad, input, weight, mean, invstd, sums, count, fault);
-  const Laid laid = lay_out(input);
-  const Context context(input);
-  const Tensor dx = laid_out_like(grad, laid);
-  make_input_gradient(dx, dx, laid, weight, mean, invstd, sums, count, ranks, fault, call, std::nullopt, nullptr, {},
-                      context);
-  if (dx.get() != grad.get()) torch::stable::copy_(grad, dx);
+  if (input.numel() > 0) {
+    check_cuda(backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),
+                              dtype_of(input), laid.geometry, arguments, where ? &*where : nullptr,
+                              options_of(std::nullopt, activation, parameter), context.stream()));
+  }
+  if (!into) return with_strides_of(grad_input, laid, input);
+  if (grad_input.get() != into->get()) torch::stable::copy_(*into, grad_input);
+  return allocate_vector(0, scalar_type(input), input);
 }
 
 namespace {
@@ -265,5 +243,4 @@ STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CUDA, m) {
   BAGUA_SYNCBN_REGISTER(batch_norm_elemt);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_reduce);
   BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt);
-  BAGUA_SYNCBN_REGISTER(batch_norm_backward_elemt_);
 }
