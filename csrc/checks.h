@@ -98,17 +98,16 @@ inline int64_t* record_of(const std::optional<Tensor>& fault) {
 // Words at the end of a row of statistics, if there is a `speaker`: its layer and terms, of 24 bits each, and the call.
 inline Words words_of_row(std::optional<int64_t> speaker, int64_t call) {
   if (!speaker) return {};
-  check(*speaker >= 0 && *speaker < kCountBase * kCountBase, "speaker", "an integer of 48 bits", *speaker);
-  check(call >= 0 && call < kCountBase, "call", "an integer of 24 bits", call);
+  check(*speaker >= 0 && *speaker < kWord * kWord, "speaker", "an integer of 48 bits", *speaker);
+  check(call >= 0 && call < kWord, "call", "an integer of 24 bits", call);
   return {3,
-          {static_cast<int32_t>(*speaker / kCountBase), static_cast<int32_t>(*speaker % kCountBase),
-           static_cast<int32_t>(call)}};
+          {static_cast<int32_t>(*speaker / kWord), static_cast<int32_t>(*speaker % kWord), static_cast<int32_t>(call)}};
 }
 
 // Words at the end of sums, if there is a `fingerprint`: each of its three parts of 12 bits, and the square of it.
 inline Words words_of_sums(std::optional<int64_t> fingerprint) {
   if (!fingerprint) return {};
-  check(*fingerprint >= 0 && *fingerprint < kCountBase << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
+  check(*fingerprint >= 0 && *fingerprint < kWord << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
   Words words{6, {}};
   for (int part = 0; part < 3; ++part) {
     const auto word = static_cast<int32_t>((*fingerprint >> (12 * part)) & 0xfff);

@@ -60,33 +60,33 @@ inline Vec<double> stored(Vec<double> v, double) {
   return v;
 }
 
-typedef uint16_t Words __attribute__((vector_size(kBytes / 2)));
-typedef uint32_t DoubleWords __attribute__((vector_size(kBytes)));
+typedef uint16_t Bits16 __attribute__((vector_size(kBytes / 2)));
+typedef uint32_t Bits32 __attribute__((vector_size(kBytes)));
 
 inline Vec<float> widen(const BFloat16Bits* p) {
   // A bfloat16 is the upper half of a float.
-  return (Vec<float>)(__builtin_convertvector(load_bytes<Words>(p), DoubleWords) << 16);
+  return (Vec<float>)(__builtin_convertvector(load_bytes<Bits16>(p), Bits32) << 16);
 }
-inline Words stored(Vec<float> v, BFloat16Bits) {
-  const DoubleWords bits = (DoubleWords)v;
-  const DoubleWords rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-  const DoubleWords quiet_nan = (bits >> 16) | 0x40;                       // rounding could carry a NaN to infinity
-  return __builtin_convertvector(v == v ? rounded : quiet_nan, Words);
+inline Bits16 stored(Vec<float> v, BFloat16Bits) {
+  const Bits32 bits = (Bits32)v;
+  const Bits32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const Bits32 quiet_nan = (bits >> 16) | 0x40;                       // rounding could carry a NaN to infinity
+  return __builtin_convertvector(v == v ? rounded : quiet_nan, Bits16);
 }
 
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
 inline Vec<float> widen(const HalfBits* p) {
   return (Vec<float>)_mm512_cvtph_ps(load_bytes<__m256i>(p));
 }
-inline Words stored(Vec<float> v, HalfBits) {
-  return (Words)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+inline Bits16 stored(Vec<float> v, HalfBits) {
+  return (Bits16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #elif BAGUA_SYNCBN_VECTOR_BYTES == 32
 inline Vec<float> widen(const HalfBits* p) {
   return (Vec<float>)_mm256_cvtph_ps(load_bytes<__m128i>(p));
 }
-inline Words stored(Vec<float> v, HalfBits) {
-  return (Words)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+inline Bits16 stored(Vec<float> v, HalfBits) {
+  return (Bits16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
 // Calls: within the loops they would be most of the code.
@@ -95,10 +95,10 @@ __attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
   for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
   return v;
 }
-__attribute__((noinline)) Words stored(Vec<float> v, HalfBits) {
-  Words words;
-  for (int i = 0; i < kWidth<float>; ++i) words[i] = c10::detail::fp16_ieee_from_fp32_value(v[i]);
-  return words;
+__attribute__((noinline)) Bits16 stored(Vec<float> v, HalfBits) {
+  Bits16 bits;
+  for (int i = 0; i < kWidth<float>; ++i) bits[i] = c10::detail::fp16_ieee_from_fp32_value(v[i]);
+  return bits;
 }
 #endif
 

@@ -1,8 +1,4 @@
-// Layout of what ranks send, and what is wrong with what they sent.
-//
-// Forward: [mean (C) | var (C) | low | high | words], count = low + high * 2^24: two words because a float32 holds
-// every integer only up to 2^24. Backward: [sum_dy (C) | sum_dy_xmu (C) | words]. The words are integers that say who
-// speaks; those of a sum are pairs (w, w^2).
+// Layout of what ranks send, see bagua_syncbn/ops/words.py, and what is wrong with what they sent.
 #pragma once
 
 #include <cmath>
@@ -12,7 +8,7 @@
 
 namespace bagua_syncbn {
 
-constexpr int64_t kCountBase = int64_t(1) << 24;
+constexpr int64_t kWord = int64_t(1) << 24;     // above each word: float32 holds every integer up to it
 constexpr int64_t kMaxHigh = int64_t(1) << 29;  // counts up to 2^53, which float64 holds exactly
 
 // Words of a sum, and of a row of statistics, at most.
@@ -49,14 +45,14 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size, int64_t
 
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_count(A* packed, int64_t channels, int64_t count, const Words& words) {
-  packed[2 * channels] = static_cast<A>(count % kCountBase);
-  packed[2 * channels + 1] = static_cast<A>(count / kCountBase);
+  packed[2 * channels] = static_cast<A>(count % kWord);
+  packed[2 * channels + 1] = static_cast<A>(count / kWord);
   pack_words(packed + 2 * channels + 2, words);
 }
 
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE int64_t unpack_count(const A* packed, int64_t channels) {
-  return static_cast<int64_t>(packed[2 * channels]) + static_cast<int64_t>(packed[2 * channels + 1]) * kCountBase;
+  return static_cast<int64_t>(packed[2 * channels]) + static_cast<int64_t>(packed[2 * channels + 1]) * kWord;
 }
 
 // Whether `value` is an integer from 0 to `most`.
@@ -84,7 +80,7 @@ BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int6
   for (int64_t w = 0; w < kMostGatheredWords; ++w) {
     if (w < words) same &= own[2 + w] == expected[2 + w];
   }
-  const bool counts = is_integer(own[0], kCountBase - 1) && is_integer(own[1], kMaxHigh);
+  const bool counts = is_integer(own[0], kWord - 1) && is_integer(own[1], kMaxHigh);
   return !same ? Fault::kWords : !counts ? Fault::kCount : Fault::kNone;
 }
 
@@ -104,7 +100,7 @@ BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int6
 // the square of the mean.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE bool same_word(A sum, A squares, int64_t ranks) {
-  if (!is_integer(sum, kCountBase) || !is_integer(squares, kCountBase)) return false;
+  if (!is_integer(sum, kWord) || !is_integer(squares, kWord)) return false;
   const auto word = static_cast<int64_t>(sum);
   return static_cast<int64_t>(squares) * ranks == word * word;
 }

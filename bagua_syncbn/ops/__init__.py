@@ -5,10 +5,8 @@ float64 input and float32 for all others; ``mean``, ``invstd`` and everything th
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
-                                ``[mean (C) | var (C) | low | high | words (K)]``: mean and biased variance of each
-                                channel, the number of values per channel, ``count = low + high * 2**24``, in two words
-                                because a float32 stops counting at ``2**24``, and the words for ``speaker`` and
-                                ``call``
+                                ``[mean (C) | var (C) | count (2) | words (K)]``: mean and biased variance of each
+                                channel, and the number of values per channel
 ``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, to ``mean`` (C), ``invstd`` (C) and
                                 ``count`` (int64 scalar) of all ranks together; updates the running statistics in place,
                                 with ``skip_nonfinite`` only if they stay finite. Where the words differ between rows,
@@ -36,11 +34,8 @@ input (N, C, \*, L), of which the first so many places along L count. ``batch_no
 ``batch_norm_backward_elemt``, which takes no activation then, gives ``grad_output * invstd * weight``: nothing passes
 through the statistics.
 
-Words are integers that the dtype holds exactly, the same on all ranks. A row of statistics ends in ``layer``, ``terms``
-and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then its size is odd. Sums end in
-``a, a**2, b, b**2, c, c**2`` if there is a ``fingerprint = a + b * 2**12 + c * 2**24``. Each is one integer, and what
-few calls need comes last, since the host spends half a microsecond on every argument that is given, and a tenth on one
-that is not.
+What ranks send, counts and words included, is laid out in ``ops/words.py``. Few calls need the last arguments of an op:
+the host spends half a microsecond on every argument that is given, and a tenth on one that is not.
 
 ``fault`` is an int64 tensor of 8 values in the memory of the host, pinned for a device that writes to it; the first
 fault stays until the host clears it:
@@ -61,59 +56,17 @@ from .agreement import check_kernels, check_kernels_on
 from .definition import accumulate_dtype, per_channel, reduced_dims
 from .dtypes import ATEN_DTYPES, DTYPES, HALF_DTYPES
 from .fallback import EXPERIMENTAL, cuda_kernels
+from .large_groups import SUMMED_REST, add_up_stats
 from .layout import laid_out_as
 from .masking import Masking, of_positions
 from .memory import raise_torchs
-from .merge import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
+from .moments import Moments
 from .native import KERNELS, prefer_native, recompute_is_cheaper
-from .summing import SUMMED_REST, Moments, add_up_stats
-from .words import PARTS, WORDS, parts_of, words_of_row
+from .running_stats import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
+from .words import PARTS, WORD, WORDS, parts_of, words_of_row
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 batch_norm_elemt = torch.ops.bagua_syncbn.batch_norm_elemt.default
 batch_norm_backward_reduce = torch.ops.bagua_syncbn.batch_norm_backward_reduce.default
 batch_norm_backward_elemt = torch.ops.bagua_syncbn.batch_norm_backward_elemt.default
-
-__all__ = [
-    "ATEN_DTYPES",
-    "DTYPES",
-    "EXPERIMENTAL",
-    "HALF_DTYPES",
-    "IDENTITY",
-    "KERNELS",
-    "NO_BUFFERS",
-    "PARTS",
-    "SUMMED_REST",
-    "WORDS",
-    "Activation",
-    "Buffers",
-    "Masking",
-    "MergedStats",
-    "Moments",
-    "StatisticsAccumulator",
-    "accumulate_dtype",
-    "activation_of",
-    "activation_recorded_by",
-    "add_up_stats",
-    "batch_norm_backward_elemt",
-    "batch_norm_backward_reduce",
-    "batch_norm_elemt",
-    "batch_norm_gather_stats",
-    "batch_norm_stats",
-    "check_kernels",
-    "check_kernels_on",
-    "clear_clamped",
-    "cuda_kernels",
-    "laid_out_as",
-    "merge_stats",
-    "of_positions",
-    "parts_of",
-    "per_channel",
-    "prefer_native",
-    "raise_torchs",
-    "recompute_is_cheaper",
-    "reduced_dims",
-    "reference",
-    "words_of_row",
-]

@@ -20,15 +20,7 @@ from .backward_elemt import means_of_sums
 from .dtypes import ATEN_DTYPES
 from .layout import laid_out_as
 from .reference import batch_norm_gather_stats
-from .words import COUNT_BASE, fill, parts_of, words_of_row
-
-__all__ = [
-    "batch_norm_backward_elemt",
-    "batch_norm_backward_reduce",
-    "batch_norm_elemt",
-    "batch_norm_gather_stats",
-    "batch_norm_stats",
-]
+from .words import WORD, fill, parts_of, words_of_row
 
 
 def _takes(input: Tensor, *values: Tensor | None) -> bool:
@@ -64,7 +56,7 @@ def batch_norm_stats(input: Tensor, speaker: int | None = None, call: int = 0, m
     # The kernels of torch.batch_norm_stats, which would give the inverse deviation; without buffers it moves none.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
-    numbers = [count % COUNT_BASE, count // COUNT_BASE, *words_of_row(speaker, call)]
+    numbers = [count % WORD, count // WORD, *words_of_row(speaker, call)]
     return torch.cat([mean, var, _tensor_of(numbers, mean)])
 
 

@@ -4,20 +4,10 @@ import torch
 from torch import Tensor
 
 from .definition import defines
-from .words import COUNT_BASE, record, words_in
+from .moments import merge_dtype, mixture
+from .words import WORD, record, words_in
 
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
-
-
-def merge_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype in which statistics on ``device`` are merged."""
-    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-
-
-def mixture(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance (C) of sets of which each has its row (R, C), and its part (R, 1) of all values."""
-    mean = (shares * means).sum(0)
-    return mean, (shares * (variances + (means - mean).square())).sum(0)
 
 
 def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, like: Tensor) -> Tensor:
@@ -31,7 +21,7 @@ def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, 
 def _faults_of_rows(low: Tensor, high: Tensor, words: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns whether something is wrong with a row, and what, as ``fault`` has it."""
     differs = (words != words[0]).any(1)
-    is_count = (low == low.floor()) & (low >= 0) & (low < COUNT_BASE)
+    is_count = (low == low.floor()) & (low >= 0) & (low < WORD)
     is_count &= (high == high.floor()) & (high >= 0) & (high <= _MAX_HIGH)
     wrong = differs | ~is_count.squeeze(1)
     rank = (2 * differs + wrong).argmax().view(1)
@@ -69,7 +59,7 @@ def batch_norm_gather_stats(
     is_wrong, what = _faults_of_rows(low, high, said)
     record(fault, is_wrong, what)
 
-    counts = (low.to(torch.int64) + high.to(torch.int64) * COUNT_BASE).masked_fill(is_wrong, 0)
+    counts = (low.to(torch.int64) + high.to(torch.int64) * WORD).masked_fill(is_wrong, 0)
     total = counts.sum()
     shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
     mean, var = (moment.masked_fill(is_wrong, torch.nan) for moment in mixture(means, variances, shares))

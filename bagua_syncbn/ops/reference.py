@@ -8,14 +8,3 @@ from .gather_stats import batch_norm_gather_stats
 from .masking import of_positions
 from .stats import batch_norm_stats
 from .words import parts_of
-
-__all__ = [
-    "batch_norm_backward_elemt",
-    "batch_norm_backward_reduce",
-    "batch_norm_elemt",
-    "batch_norm_gather_stats",
-    "batch_norm_stats",
-    "of_positions",
-    "parts_of",
-    "per_channel",
-]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .definition import accumulate_dtype, defines, per_channel, reduced_dims
 from .masking import of_positions
-from .words import COUNT_BASE, WORDS, fill, words_of_row
+from .words import WORD, WORDS, fill, words_of_row
 
 
 def _shapes(input: Tensor, speaker: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
@@ -27,7 +27,7 @@ def batch_norm_stats(input: Tensor, speaker: int | None = None, call: int = 0, m
         moments = torch.var_mean(input.to(packed.dtype), reduced_dims(input), correction=0)
         var.copy_(moments[0])
         mean.copy_(moments[1])
-    fill(packed[2 * channels :][:2], [count % COUNT_BASE, count // COUNT_BASE])
+    fill(packed[2 * channels :][:2], [count % WORD, count // WORD])
     return packed
 
 
@@ -45,5 +45,5 @@ def _masked_stats(input: Tensor, mask: Tensor, mean: Tensor, var: Tensor, low: T
     shift = average(deviation)  # what rounding has left
     mean.copy_(center + shift)
     var.copy_(average(deviation.square()) - shift.square())
-    low.copy_(count % COUNT_BASE)
-    high.copy_(count // COUNT_BASE)
+    low.copy_(count % WORD)
+    high.copy_(count // WORD)

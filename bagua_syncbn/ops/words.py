@@ -1,8 +1,15 @@
-"""Words: integers that follow statistics and sums, by which ranks find out whether they all make the same call.
+"""What ranks send: layout, and words, integers by which they find out whether they all make the same call.
 
-The dtype holds each exactly. A row of statistics ends in ``layer``, ``terms`` and ``call``, of 24 bits each, if there
-is a ``speaker = layer * 2**24 + terms``; only then its size is odd. Sums end in ``a, a**2, b, b**2, c, c**2`` if there
-is a ``fingerprint = a + b * 2**12 + c * 2**24``.
+Forward, a row of statistics: ``[mean (C) | var (C) | low | high | words]``, the biased variance, and the number of
+values per channel as ``low + high * 2**24``, since a float32 holds every integer only up to ``2**24``. The words are
+``layer``, ``terms`` and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then the
+size of a row is odd.
+
+Backward, sums: ``[sum_g (C) | sum_g_xmu (C) | words]``. The words are ``a, a**2, b, b**2, c, c**2`` if there is a
+``fingerprint = a + b * 2**12 + c * 2**24``: added up over ranks, the mean of the squares is the square of the mean only
+where all are equal.
+
+``csrc/packed_stats.h`` has the same, and ``large_groups.py`` the row that is added up in large groups.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +19,7 @@ from torch import Tensor
 
 WORDS = 3  # that are gathered: layer, terms, call
 PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
-# The worth of one in the high word of a packed count. Every integer up to it is exact in float32.
-COUNT_BASE = 2**24
+WORD = 2**24  # above each word: float32 holds every integer up to it
 
 
 def words_in(gathered: Tensor) -> int:
@@ -23,7 +29,7 @@ def words_in(gathered: Tensor) -> int:
 
 def words_of_row(speaker: int | None, call: int) -> list[int]:
     """Returns the words that a row of statistics ends in."""
-    return [] if speaker is None else [*divmod(speaker, COUNT_BASE), call]
+    return [] if speaker is None else [*divmod(speaker, WORD), call]
 
 
 def parts_of(fingerprint: int | None) -> list[int]:

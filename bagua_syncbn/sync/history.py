@@ -8,9 +8,10 @@ from weakref import ref
 
 import torch
 
+from .. import ops
 from ..communicators import Communicator
 from ..torch_internals import group_named
-from .signatures import WORD, CallSignature, SharedOptions, describe_compiled, word_of
+from .signatures import CallSignature, SharedOptions, describe_compiled, word_of
 
 
 class CallHistory:
@@ -54,7 +55,7 @@ class CallHistory:
         self.step, self.last = known[1], signature
         self.next = self.after_step.get(self.step)
         self.calls += 1
-        self.number = self.calls % (WORD - 1) + 1
+        self.number = self.calls % (ops.WORD - 1) + 1
 
     def _learn(self, signature: CallSignature) -> tuple[CallSignature, int]:
         last, step = self.last, self.step

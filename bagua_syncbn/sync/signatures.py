@@ -19,9 +19,6 @@ from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
 
-# Each integer of a header fits float32, which holds every integer up to 2**24.
-WORD = 2**24
-
 # In place of the options: a rank that makes no call, because it has raised an error.
 RAISED = 0
 
@@ -36,7 +33,7 @@ def hash_of(*values: float | str | None) -> int:
 
 def word_of(text: str) -> int:
     """Returns a word for ``text``, above 0."""
-    return zlib.crc32(text.encode()) % (WORD - 1) + 1
+    return zlib.crc32(text.encode()) % (ops.WORD - 1) + 1
 
 
 def exact_bits(ranks: int) -> int:
@@ -55,7 +52,7 @@ class SharedOptions(NamedTuple):
 
     def word(self, direction: int) -> int:
         """Returns what stands for them in a header."""
-        return hash_of(direction, *self.constants()) % (WORD - 1) + 1
+        return hash_of(direction, *self.constants()) % (ops.WORD - 1) + 1
 
     def constants(self) -> tuple[float | str | None, ...]:
         """Returns all without nesting, as torch.compile hands values to a function that it does not trace."""
@@ -123,8 +120,8 @@ class CallSignature:
         self, key: tuple[int, int], kind: int, text: str, message: tuple[bool, int, torch.dtype], is_backward: bool
     ) -> None:
         self.key, self.kind, self.text, self.message, self.is_backward = key, kind, text, message, is_backward
-        self.speaker = key[0] * WORD + key[1]
-        self.compiled_speaker = kind * WORD + key[1]
+        self.speaker = key[0] * ops.WORD + key[1]
+        self.compiled_speaker = kind * ops.WORD + key[1]
         self.backward = self.derivative = self
 
 

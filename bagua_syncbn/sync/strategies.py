@@ -17,7 +17,6 @@ from .faults import record_for, record_on
 from .history import history_in, note_compilation
 from .protocol import RankSync
 from .signatures import (
-    WORD,
     SharedOptions,
     adds_up_stats,
     exact_bits,
@@ -73,7 +72,7 @@ class CompiledSync(CompiledLocalSync):
         note_compilation(getattr(communicator, "name", None), kind, *shared.constants())
         self.communicator, self._record = communicator, record_on(input.device)
         self._adds_up = adds_up_stats(input, communicator)
-        speaker = word_of(kind) * WORD
+        speaker = word_of(kind) * ops.WORD
         self._speaker = speaker + shared.word(0)
         self._fingerprint = hash_of(speaker + shared.word(1), 0, 0) & exact_bits(communicator.size)
 

@@ -18,7 +18,7 @@ struct Merge {
   }
 };
 
-struct Part {
+struct CountedMoments {
   double count = 0;
   Moments moments;
 

@@ -43,14 +43,14 @@ int64_t compact(const T* x, const uint8_t* valid, int64_t n, T* out) {
 
 // Adds the values of a span, `rows` rows of n values.
 template <typename T>
-void add_all(Part& part, const T* x, int64_t rows, int64_t n, int64_t stride) {
+void add_all(CountedMoments& part, const T* x, int64_t rows, int64_t n, int64_t stride) {
   const int64_t count = rows * n;
   part.add(count, loops<T>().moments(x, nullptr, rows, n, stride, std::min(kSample, n), count));
 }
 
 // Adds those of a span, `rows` rows of n values, that count. The bytes of a row follow those of the one before.
 template <typename T>
-void add_masked(Part& part, const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride) {
+void add_masked(CountedMoments& part, const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride) {
   const int64_t count = count_of(valid, rows * n);
   if (count == 0) return;
   if (count == rows * n) return add_all(part, x, rows, n, stride);
@@ -67,7 +67,7 @@ void add_masked(Part& part, const T* x, const uint8_t* valid, int64_t rows, int6
 template <typename T>
 void planar_stats(const T* x, const Geometry& g, const std::optional<Mask>& mask, double* mean, double* m2) {
   const PlanarParts parts(g);
-  std::vector<Part> results(g.channels * parts.count());
+  std::vector<CountedMoments> results(g.channels * parts.count());
   const int64_t stride = g.channels * g.inner;
   parallel_over(results.size(), g.rows() / parts.count(), [&](int64_t begin, int64_t end) {
     Made made;
@@ -84,9 +84,9 @@ void planar_stats(const T* x, const Geometry& g, const std::optional<Mask>& mask
     }
   });
   for (int64_t c = 0; c < g.channels; ++c) {
-    Part all;
+    CountedMoments all;
     for (int64_t p = 0; p < parts.count(); ++p) {
-      const Part& part = results[c * parts.count() + p];
+      const CountedMoments& part = results[c * parts.count() + p];
       all.add(part.count, part.moments);
     }
     mean[c] = all.moments.mean;

@@ -55,20 +55,20 @@ inline Vec<float> polynomial(const float (&c)[n], Vec<float> x) {
 }
 
 // 2^k, for k from -126 to 127.
-inline Vec<float> power_of_two(Mask<float> k) {
+inline Vec<float> power_of_two(LaneMask<float> k) {
   return (Vec<float>)((k + 127) << 23);
 }
 
 // x = k * log(2) + r, with |r| at most half of log(2), for |x| below 2^15; and exp(r) - 1.
 struct Reduced {
-  Mask<float> k;
+  LaneMask<float> k;
   Vec<float> whole, expm1;  // k once more, as floats
 
   explicit Reduced(Vec<float> x) {
     const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23, to which an integer is added exactly
     const Vec<float> shifted = fused_multiply_add(x, broadcast(1.44269504f), round);
     whole = shifted - round;
-    k = (Mask<float>)shifted - (Mask<float>)round;
+    k = (LaneMask<float>)shifted - (LaneMask<float>)round;
     const Vec<float> part = fused_multiply_add(whole, broadcast(-0.693359375f), x);
     const Vec<float> r = fused_multiply_add(whole, broadcast(2.12194440e-4f), part);  // log(2) in two parts
     expm1 = fused_multiply_add(r * r, polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r), r);
@@ -88,7 +88,7 @@ inline Vec<float> clamp(Vec<float> x, float low, float high) {  // a NaN stays o
 
 inline Vec<float> exp_of(Vec<float> x) {
   const Reduced reduced(clamp(x, -104.0f, 89.0f));  // from below all of float's numbers to above
-  const Mask<float> half = reduced.k >> 1;
+  const LaneMask<float> half = reduced.k >> 1;
   return (reduced.expm1 + 1.0f) * power_of_two(half) * power_of_two(reduced.k - half);
 }
 
@@ -111,7 +111,7 @@ inline Vec<float> times_sigmoid(Vec<float> a, Vec<float> x) {
 }
 
 inline Vec<float> magnitude(Vec<float> x) {
-  return (Vec<float>)((Mask<float>)x & 0x7fffffff);
+  return (Vec<float>)((LaneMask<float>)x & 0x7fffffff);
 }
 
 inline Vec<float> sigmoid_slope(Vec<float> x) {
@@ -131,7 +131,7 @@ inline Vec<float> tanh_of(Vec<float> x) {
   const Vec<float> small =
       x + x * square * polynomial({-0.33333284f, 0.1333149f, -0.053743497f, 0.020650586f, -5.717045e-3f}, square);
   const Vec<float> large = 1.0f - 2.0f / (exp_between(a + a) + 1.0f);
-  const Vec<float> with_sign = (Vec<float>)((Mask<float>)large | ((Mask<float>)x & ~0x7fffffff));
+  const Vec<float> with_sign = (Vec<float>)((LaneMask<float>)large | ((LaneMask<float>)x & ~0x7fffffff));
   return a < 0.625f ? small : with_sign;
 }
 

@@ -16,7 +16,7 @@ struct VectorOf<double> {
 template <typename A>
 using Vec = typename VectorOf<A>::type;
 template <typename A>
-using Mask = typename VectorOf<A>::mask;
+using LaneMask = typename VectorOf<A>::mask;
 
 template <typename A>
 constexpr int kWidth = kBytes / sizeof(A);
@@ -72,15 +72,15 @@ inline Vec<A> broadcast(A value) {
 
 // All bits set in the lanes below n.
 template <typename A>
-inline Mask<A> lanes_below(int64_t n) {
-  Mask<A> index;
+inline LaneMask<A> lanes_below(int64_t n) {
+  LaneMask<A> index;
   for (int i = 0; i < kWidth<A>; ++i) index[i] = i;
-  return (Mask<A>)(index < (decltype(index[0] + 0))n);
+  return (LaneMask<A>)(index < (decltype(index[0] + 0))n);
 }
 
 template <typename A>
-inline Vec<A> keep(Mask<A> mask, Vec<A> v) {
-  return (Vec<A>)((Mask<A>)v & mask);
+inline Vec<A> keep(LaneMask<A> mask, Vec<A> v) {
+  return (Vec<A>)((LaneMask<A>)v & mask);
 }
 
 // The n < kWidth values at p, and zeros.

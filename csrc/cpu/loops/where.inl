@@ -20,7 +20,7 @@ struct Whole {
     return v;
   }
   template <typename A>
-  inline Mask<A> lanes(const uint8_t* valid) const;
+  inline LaneMask<A> lanes(const uint8_t* valid) const;
 };
 
 // How the first `count` < kWidth lanes of a vector are.
@@ -41,42 +41,42 @@ struct Part {
     return keep<A>(lanes_below<A>(count), v);
   }
   template <typename A>
-  inline Mask<A> lanes(const uint8_t* valid) const;
+  inline LaneMask<A> lanes(const uint8_t* valid) const;
 };
 
 // As integers of the width of A; `_part`, n < kWidth of them, and zeros. What GCC makes of its own conversion goes
 // through memory.
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
-inline Mask<float> widen_bytes(const uint8_t* p, float) {
-  return (Mask<float>)_mm512_cvtepu8_epi32(load_bytes<__m128i>(p));
+inline LaneMask<float> widen_bytes(const uint8_t* p, float) {
+  return (LaneMask<float>)_mm512_cvtepu8_epi32(load_bytes<__m128i>(p));
 }
-inline Mask<double> widen_bytes(const uint8_t* p, double) {
-  return (Mask<double>)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
+inline LaneMask<double> widen_bytes(const uint8_t* p, double) {
+  return (LaneMask<double>)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
 }
-inline Mask<float> widen_bytes_part(const uint8_t* p, int64_t n, float) {
-  return (Mask<float>)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask_below(n), p));
+inline LaneMask<float> widen_bytes_part(const uint8_t* p, int64_t n, float) {
+  return (LaneMask<float>)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask_below(n), p));
 }
-inline Mask<double> widen_bytes_part(const uint8_t* p, int64_t n, double) {
-  return (Mask<double>)_mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8(mask_below(n), p));
+inline LaneMask<double> widen_bytes_part(const uint8_t* p, int64_t n, double) {
+  return (LaneMask<double>)_mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8(mask_below(n), p));
 }
 #elif BAGUA_SYNCBN_VECTOR_BYTES == 32
-inline Mask<float> widen_bytes(const uint8_t* p, float) {
-  return (Mask<float>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+inline LaneMask<float> widen_bytes(const uint8_t* p, float) {
+  return (LaneMask<float>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 }
-inline Mask<double> widen_bytes(const uint8_t* p, double) {
-  return (Mask<double>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bytes<int32_t>(p)));
+inline LaneMask<double> widen_bytes(const uint8_t* p, double) {
+  return (LaneMask<double>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bytes<int32_t>(p)));
 }
 #else
 template <typename A>
-inline Mask<A> widen_bytes(const uint8_t* p, A) {
-  Mask<A> lanes;
+inline LaneMask<A> widen_bytes(const uint8_t* p, A) {
+  LaneMask<A> lanes;
   for (int i = 0; i < kWidth<A>; ++i) lanes[i] = p[i];
   return lanes;
 }
 #endif
 #if BAGUA_SYNCBN_VECTOR_BYTES < 64
 template <typename A>
-inline Mask<A> widen_bytes_part(const uint8_t* p, int64_t n, A) {
+inline LaneMask<A> widen_bytes_part(const uint8_t* p, int64_t n, A) {
   uint8_t buffer[kWidth<A>] = {};
   for (int64_t i = 0; i < n; ++i) buffer[i] = p[i];
   return widen_bytes(buffer, A());
@@ -85,22 +85,22 @@ inline Mask<A> widen_bytes_part(const uint8_t* p, int64_t n, A) {
 
 // All bits set where a position counts.
 template <typename A>
-inline Mask<A> lanes_at(const uint8_t* valid) {
+inline LaneMask<A> lanes_at(const uint8_t* valid) {
   return -widen_bytes(valid, A());
 }
 
 // All bits set where one of n < kWidth positions counts.
 template <typename A>
-inline Mask<A> lanes_part(const uint8_t* valid, int64_t n) {
+inline LaneMask<A> lanes_part(const uint8_t* valid, int64_t n) {
   return -widen_bytes_part(valid, n, A());
 }
 
 template <typename A>
-inline Mask<A> Whole::lanes(const uint8_t* valid) const {
+inline LaneMask<A> Whole::lanes(const uint8_t* valid) const {
   return lanes_at<A>(valid);
 }
 template <typename A>
-inline Mask<A> Part::lanes(const uint8_t* valid) const {
+inline LaneMask<A> Part::lanes(const uint8_t* valid) const {
   return lanes_part<A>(valid, count);
 }
 

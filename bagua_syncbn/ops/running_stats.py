@@ -1,23 +1,32 @@
-"""The merge of all ranks' statistics, with its two divisors, the ways in which eps keeps the deviation from zero.
+"""The statistics of all ranks together, and the buffers that they move, with the two ways in which eps bounds them.
 
 ``"plus"`` is ``sqrt(var + eps)``, torch's; ``"clamp"`` is ``sqrt(max(var, eps))``, with the derivative of ``max``:
 where ``eps`` replaces the variance, no gradient passes through it.
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .gather_stats import merge_dtype, mixture
-from .summing import Moments
-from .words import COUNT_BASE, words_in
-
-if TYPE_CHECKING:
-    from ..options import Options
+from .moments import Moments, merge_dtype, merge_rows
+from .words import WORD, words_in
 
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
+
+
+class MergeOptions(Protocol):
+    """The options of a call that its merge has to know."""
+
+    @property
+    def eps(self) -> float: ...
+    @property
+    def momentum(self) -> float | None: ...
+    @property
+    def eps_mode(self) -> str: ...
+    @property
+    def skip_nonfinite(self) -> bool: ...
 
 
 class Buffers(NamedTuple):
@@ -45,7 +54,7 @@ class StatisticsAccumulator:
         # torch.compile needs one graph for all batches.
         self.row = torch.zeros(1, 2 * channels + 2, dtype=merge_dtype(device), device=device)
         self._buffers = NO_BUFFERS
-        self._options: Options | None = None
+        self._options: MergeOptions | None = None
         # num_batches_tracked after the batches, where the layer counts them itself.
         self.counted: Tensor | None = None
 
@@ -60,9 +69,9 @@ class StatisticsAccumulator:
         """Returns the moments of all batches so far."""
         channels = self.row.size(1) // 2 - 1
         mean, var, low, high = self.row[0].split([channels, channels, 1, 1])
-        return Moments(mean, var, low + high * COUNT_BASE)
+        return Moments(mean, var, low + high * WORD)
 
-    def move_later(self, buffers: Buffers, options: "Options") -> None:
+    def move_later(self, buffers: Buffers, options: MergeOptions) -> None:
         """Takes what :meth:`move` is to move, and how."""
         self._buffers, self._options = Buffers(*buffers[:3]), options
 
@@ -74,18 +83,6 @@ class StatisticsAccumulator:
         """Moves the buffers, once, by the statistics of all batches together, and as the last one had it."""
         if self._options is not None:
             merge_stats(self.row, self._buffers, self._options)
-
-
-def merge_rows(rows: Tensor) -> Tensor:
-    """Returns (1, 2C + 2), the statistics of all sets together of which ``rows`` (R, 2C + 2) have one each.
-
-    Where a count is not a number, that of the result is none.
-    """
-    channels = rows.size(1) // 2 - 1
-    means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
-    counts = low + high * COUNT_BASE
-    total = counts.sum().view(1)
-    return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()
 
 
 def _checked(rows: Tensor) -> Tensor:
@@ -103,10 +100,10 @@ def _checked(rows: Tensor) -> Tensor:
 MergedStats: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def merge_stats(gathered: Tensor, buffers: Buffers, options: "Options", fault: Tensor | None = None) -> MergedStats:
+def merge_stats(gathered: Tensor, buffers: Buffers, options: MergeOptions, fault: Tensor | None = None) -> MergedStats:
     """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
     running_mean, running_var, counter, accumulator = buffers
-    eps, momentum, eps_mode, skip_nonfinite, _ = options
+    eps = options.eps
     if accumulator is not None:
         accumulator.add(gathered)
         accumulator.move_later(buffers, options)
@@ -116,11 +113,11 @@ def merge_stats(gathered: Tensor, buffers: Buffers, options: "Options", fault: T
         merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, fault)
         counter.copy_(whole)
         return merged
-    is_clamp = eps_mode != "plus"
+    is_clamp = options.eps_mode != "plus"
     added = 0.0 if is_clamp else eps
-    arguments = gathered, running_mean, running_var, counter, momentum, added, fault
+    arguments = gathered, running_mean, running_var, counter, options.momentum, added, fault
     # To be given one more argument takes an op half a microsecond.
-    mean, invstd, count = _gather_stats(*arguments, True) if skip_nonfinite else _gather_stats(*arguments)
+    mean, invstd, count = _gather_stats(*arguments, True) if options.skip_nonfinite else _gather_stats(*arguments)
     if not is_clamp:
         return mean, invstd, count, None
     limit = eps**-0.5 if eps else math.inf

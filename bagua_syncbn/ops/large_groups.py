@@ -1,42 +1,16 @@
 """Statistics of many ranks by one sum, whose size does not grow with their number."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .words import COUNT_BASE, WORDS
+from .moments import Moments
+from .words import WORD, WORDS
 
 # Values of a message beside the 2C moments: the count, and words in parts that stay exact in sums over any job.
 SUMMED_REST = 1 + 4 * WORDS
 _PART = 2**12
-_LEAST = torch.finfo(torch.float64).tiny
-
-
-class Moments(NamedTuple):
-    """Mean and biased variance (C) of a set of values, and the weight of that set (1): how many values it has."""
-
-    mean: Tensor
-    var: Tensor
-    weight: Tensor
-
-    def as_sums(self) -> Tensor:
-        """Returns ``[n * mean (C) | n * (var + mean**2) (C) | n]``, which add up over sets."""
-        mean, var, weight = self
-        return torch.cat([weight * mean, weight * (var + mean.square()), weight])
-
-    @classmethod
-    def of_sums(cls, sums: Tensor) -> "Moments":
-        """Returns the moments of all sets together, whose :meth:`as_sums` were added up in float64; 0 for no value."""
-        weight = sums[-1:]
-        mean, square = (sums[:-1] / weight.clamp(min=_LEAST)).chunk(2)
-        return cls(mean, (square - mean.square()).clamp(min=0), weight)
-
-    def as_row(self) -> Tensor:
-        """Returns (1, 2C + 2), as ``batch_norm_stats`` has it. A weight that is not a number gives none."""
-        mean, var, count = self
-        return torch.cat([mean, var, count % COUNT_BASE, count.div(COUNT_BASE, rounding_mode="floor")]).unsqueeze(0)
 
 
 def add_up_stats(stats: Tensor, ranks: int, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -53,7 +27,7 @@ def add_up_stats(stats: Tensor, ranks: int, all_reduce: Callable[[Tensor], Tenso
     mean, var, low, high, words = stats.to(torch.float64).split([channels, channels, 1, 1, WORDS])
     parts = torch.cat([words % _PART, words.div(_PART, rounding_mode="floor")])
     said = torch.cat([parts, parts.square()])
-    total = all_reduce(torch.cat([Moments(mean, var, low + high * COUNT_BASE).as_sums(), said]))
+    total = all_reduce(torch.cat([Moments(mean, var, low + high * WORD).as_sums(), said]))
     sums, heard = total.split([2 * channels + 1, 4 * WORDS])
     # The mean of the squares is the square of the mean only where all parts are equal.
     differ = (heard != ranks * said).any()

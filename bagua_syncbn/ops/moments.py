@@ -1,0 +1,58 @@
+"""Mean and variance of sets of values, and of all sets together."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .words import WORD
+
+_LEAST = torch.finfo(torch.float64).tiny
+
+
+def merge_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype in which statistics on ``device`` are merged."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def mixture(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and variance (C) of sets of which each has its row (R, C), and its part (R, 1) of all values."""
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean).square())).sum(0)
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance (C) of a set of values, and the weight of that set (1): how many values it has."""
+
+    mean: Tensor
+    var: Tensor
+    weight: Tensor
+
+    def as_sums(self) -> Tensor:
+        """Returns ``[n * mean (C) | n * (var + mean**2) (C) | n]``, which add up over sets."""
+        mean, var, weight = self
+        return torch.cat([weight * mean, weight * (var + mean.square()), weight])
+
+    @classmethod
+    def of_sums(cls, sums: Tensor) -> "Moments":
+        """Returns the moments of all sets together, whose :meth:`as_sums` were added up in float64; 0 for no value."""
+        weight = sums[-1:]
+        mean, square = (sums[:-1] / weight.clamp(min=_LEAST)).chunk(2)
+        return cls(mean, (square - mean.square()).clamp(min=0), weight)
+
+    def as_row(self) -> Tensor:
+        """Returns (1, 2C + 2), as ``batch_norm_stats`` has it. A weight that is not a number gives none."""
+        mean, var, count = self
+        return torch.cat([mean, var, count % WORD, count.div(WORD, rounding_mode="floor")]).unsqueeze(0)
+
+
+def merge_rows(rows: Tensor) -> Tensor:
+    """Returns (1, 2C + 2), the moments of all sets together, given those of each set in a row of ``rows`` (R, 2C + 2).
+
+    A count that is not a number makes that of the result none.
+    """
+    channels = rows.size(1) // 2 - 1
+    means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
+    counts = low + high * WORD
+    total = counts.sum().view(1)
+    return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()
