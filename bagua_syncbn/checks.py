@@ -45,6 +45,7 @@ def check_tensors(
 ) -> None:
     """Raises for wrong tensors of this rank's call, before this rank joins a collective that other ranks wait in."""
     running_mean, running_var, num_batches_tracked, _ = buffers
+    check_is_tensor("input", input)
     if input.dtype not in ops.DTYPES:
         *names, last = (str(dtype).removeprefix("torch.") for dtype in ops.DTYPES)
         raise TypeError(f"input: expected a {', '.join(names)} or {last} tensor, got {input.dtype}")
@@ -73,12 +74,18 @@ def _check_is_local(name: str, tensor: Tensor) -> None:
 def check_is_tensor(name: str, value: Any) -> None:
     """Raises TypeError unless ``value``, of the argument ``name``, is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+        raise not_a_tensor(name, value)
+
+
+def not_a_tensor(name: str, value: Any) -> TypeError:
+    """Returns the error for an argument ``name`` that is no tensor."""
+    return TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
 def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
     if tensor is None:
         return
+    check_is_tensor(name, tensor)
     _check_is_local(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
@@ -112,6 +119,7 @@ def check_tracer(process_group: Any) -> None:
 def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:
     if num_batches_tracked is None:
         return
+    check_is_tensor("num_batches_tracked", num_batches_tracked)
     _check_is_local("num_batches_tracked", num_batches_tracked)
     if num_batches_tracked.is_complex() or num_batches_tracked.dtype == torch.bool:
         raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {num_batches_tracked.dtype}")

@@ -27,10 +27,28 @@ from .step import (
     synchronized_batch_norm,
     this_thread,
 )
-from .sync import FIXED_STATISTICS, name_of, sync_of, tell_peers
+from .sync import FIXED_STATISTICS, name_of, sync_of, tells_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
 
+def _peers_of_call(
+    input: Any = None,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: Any = True,
+    momentum: Any = None,
+    eps: Any = None,
+    process_group: Any = None,
+    layer: Any = None,
+    **_: Any,
+) -> tuple[Any, Any] | None:
+    """Returns group and layer of a call of :func:`sync_batch_norm`, whose arguments may be wrong."""
+    return (process_group, layer) if training else None
+
+
+@tells_peers(_peers_of_call)
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -148,32 +166,12 @@ def batch_norm(
     layer: nn.Module | None,
     masks: Masks = NO_MASKS,
 ) -> Tensor:
-    """Calls :func:`sync_batch_norm` with its arguments in records, and reports an error to the other ranks."""
-    if torch.compiler.is_compiling():
-        return _batch_norm(tensors, buffers, options, training, process_group, layer, masks)
-    try:
-        return _batch_norm(tensors, buffers, options, training, process_group, layer, masks)
-    except (TypeError, ValueError, RuntimeError) as error:
-        if training:
-            tell_peers(process_group, layer, error)
-        ops.raise_torchs(error)
-        raise
-
-
-def _batch_norm(
-    tensors: Tensors,
-    buffers: ops.Buffers,
-    options: Options,
-    training: bool,
-    process_group: Any,
-    layer: nn.Module | None,
-    masks: Masks,
-) -> Tensor:
+    """Calls :func:`sync_batch_norm` with its arguments in records. Callers tell their peers of errors."""
     input, weight, bias, residual = tensors
     if is_distributed(input):
         from .step.sharded import on_shards  # not above, because it imports torch.distributed.tensor
 
-        return on_shards(_batch_norm, tensors, buffers, options, training, process_group, layer, masks)
+        return on_shards(batch_norm, tensors, buffers, options, training, process_group, layer, masks)
     check_tensors(input, weight, bias, residual, buffers)
     if input.is_cuda and not torch.compiler.is_compiling():
         ops.check_kernels(input)

@@ -1,5 +1,7 @@
 """Layers: they hold parameters, buffers and options, and leave computation to :mod:`.functional`."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -8,14 +10,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .checks import check_dimensions, check_eps_mode
+from .checks import check_dimensions, check_eps_mode, not_a_tensor
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
 from .options import Masks, options_of
 from .step.cached import CachedCall, remember_call
 from .step.tracing import Proxy, as_one_node
-from .sync import tell_peers
+from .sync import raise_for_all
+from .tracing import TraceError
 
 
 class BatchNorm(_BatchNorm):
@@ -35,6 +38,27 @@ class Frozen(NamedTuple):
     """Mode that was last asked for."""
     parameters: tuple[str, ...] = ()
     """Names of the parameters that required gradients."""
+
+
+def _telling_peers(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns ``forward`` of a class of layers; if a call raises, also for its arguments, the other ranks raise too."""
+
+    @functools.wraps(forward)
+    def telling(layer: "SyncBatchNorm", *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return forward(layer, *args, **kwargs)
+        except Exception as error:
+            if isinstance(args, Proxy):  # torch.fx traces the layer itself
+                name = type(layer).__name__
+                raise TraceError(f"{name} is one node of a graph; trace a model that contains it") from None
+            # Replicas run in threads, in which no process group may be used.
+            raise_for_all(error, (layer._group_spec, layer) if layer.training and not layer._is_replica else None)
+            raise
+
+    # In place of __wrapped__, by which torch.fx would take the code of this function for that of the other.
+    telling.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    del telling.__wrapped__
+    return telling
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -169,6 +193,8 @@ class SyncBatchNorm(_BatchNorm):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._has_getattr = cls.__getattr__ is not nn.Module.__getattr__
+        if inspect.isfunction(vars(cls).get("forward")):
+            cls.forward = _telling_peers(cls.forward)  # type: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":
@@ -208,6 +234,7 @@ class SyncBatchNorm(_BatchNorm):
 
     _check_input_dim = staticmethod(check_dimensions)
 
+    @_telling_peers
     def forward(
         self,
         input: Tensor,
@@ -217,11 +244,13 @@ class SyncBatchNorm(_BatchNorm):
         lengths: Tensor | None = None,
         zero_masked: bool = False,
     ) -> Tensor:
-        if isinstance(input, Proxy):
+        if not isinstance(input, Tensor):
+            if not isinstance(input, Proxy):
+                raise not_a_tensor("input", input)
             options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
             given = {name: value for name, value in options.items() if value is not None and value is not False}
             return as_one_node(self, input, (input,), given)
-        _check_dimensions(self, input)
+        self._check_input_dim(input)
         is_plain = residual is mask is lengths is None and not is_dynamo_compiling()
         cached = self._cached_call if is_plain else None
         if cached is not None and (output := cached.run(self, input)) is not None:
@@ -297,15 +326,6 @@ class SyncBatchNorm(_BatchNorm):
 
 
 # Functions and not methods, because classes that get converted may have methods of any name.
-
-
-def _check_dimensions(layer: SyncBatchNorm, input: Tensor) -> None:
-    try:
-        layer._check_input_dim(input)
-    except ValueError as error:
-        if layer.training:
-            tell_peers(layer._group_spec, layer, error)
-        raise
 
 
 def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Tensor:

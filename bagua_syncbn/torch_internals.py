@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.fx.proxy import TraceError
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
 pytree: Any = _pytree
@@ -30,6 +31,10 @@ _selective_modes = tuple(
 )
 _takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _seen = nullcontext()
+
+# Exceptions that end a forward pass and are no errors: a checkpoint has all the tensors that it repeats for, or
+# torch.fx traces.
+NO_ERRORS: tuple[type[Exception], ...] = (TraceError, getattr(checkpoint, "_StopRecomputationError", TraceError))
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..communicators import spec_of
 from ..models import check_module
 from ..ops import Moments
-from ..sync import sum_over_ranks, tell_peers
+from ..sync import sum_over_ranks, tells_peers
 from .freezing import is_frozen
 
 # Weight of a rank that has counted no batch: invisible beside that of any batch, and the same for all where none has.
 _NO_BATCH = 2.0**-600
 
 
+@tells_peers(lambda module=None, process_group=None, **_: (process_group, module))
 def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
     r"""Makes the running statistics of each rank those of all ranks together, in one collective for the whole model.
 
@@ -74,23 +75,19 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         ...     torch.save(model.state_dict(), "model.pt")
     """
     spec = spec_of(process_group)
-    try:
-        check_module(module)
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"weight: expected a finite number above 0, got {weight}")
-        layers = layers_with_statistics(module)
-        if not layers:
-            warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=2)
-        if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
-            warn(
-                "merge_statistics: expected ranks to keep running statistics of their own, got DistributedDataParallel "
-                "which gives them those of rank 0 in each forward pass; make it with broadcast_buffers=False",
-                stacklevel=2,
-            )
-        own = [_moments_of(name, layer, weight) for name, layer in layers.items()]
-    except (TypeError, ValueError) as error:
-        tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
-        raise
+    check_module(module)
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"weight: expected a finite number above 0, got {weight}")
+    layers = layers_with_statistics(module)
+    if not layers:
+        warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
+    if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
+        warn(
+            "merge_statistics: expected ranks to keep running statistics of their own, got DistributedDataParallel "
+            "which gives them those of rank 0 in each forward pass; make it with broadcast_buffers=False",
+            stacklevel=3,
+        )
+    own = [_moments_of(name, layer, weight) for name, layer in layers.items()]
     communicator = spec.communicator()
     if communicator.size == 1:
         return

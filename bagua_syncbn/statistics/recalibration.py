@@ -14,7 +14,7 @@ from .. import ops
 from ..communicators import LOCAL, spec_of
 from ..models import check_module, where_is
 from ..options import Options, options_of
-from ..sync import sum_over_ranks, tell_peers
+from ..sync import sum_over_ranks, tells_peers
 from ..sync_batchnorm import SyncBatchNorm
 from ..verification.unchanged import forward_of, unchanged
 from .masks import masking_of
@@ -23,6 +23,7 @@ from .merging import layers_with_statistics, merged_over_ranks
 _NAME = "recalibrate_statistics"
 
 
+@tells_peers(lambda module=None, *_, process_group=None, **__: (process_group, module))
 def recalibrate_statistics(
     module: nn.Module,
     batches: Iterable[Any],
@@ -78,21 +79,17 @@ def recalibrate_statistics(
         >>> bagua_syncbn.recalibrate_statistics(averaged, loader, device="cuda")
     """
     spec = spec_of(process_group)
-    try:
-        layers = _checked_layers(module)
-        run = forward_of(module, forward, device)
-        if not layers:
-            warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=2)
-        communicator = spec.communicator()
-        # The ranks meet before the pass too: a rank that raises in it can tell only those that expect a message of it.
-        nothing = torch.empty(0, dtype=torch.float64, device=_device_of(layers))
-        sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
-        shown = _with_progress(batches) if communicator.rank == 0 else batches
-        with _alone_in_training(module, layers):
-            accumulators = _run(run, shown, layers)
-    except Exception as error:
-        tell_peers(spec, module if isinstance(module, nn.Module) else None, error)
-        raise
+    layers = _checked_layers(module)
+    run = forward_of(module, forward, device)
+    if not layers:
+        warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
+    communicator = spec.communicator()
+    # The ranks meet before the pass too: a rank that raises in it can tell only those that expect a message of it.
+    nothing = torch.empty(0, dtype=torch.float64, device=_device_of(layers))
+    sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
+    shown = _with_progress(batches) if communicator.rank == 0 else batches
+    with _alone_in_training(module, layers):
+        accumulators = _run(run, shown, layers)
     own = [accumulator.moments() for accumulator in accumulators]
     merged = merged_over_ranks(_NAME, module, layers, own, communicator)
     _set_statistics(layers, merged)
@@ -163,7 +160,7 @@ def _set_statistics(layers: dict[str, Any], merged: Sequence[ops.Moments]) -> No
         raise ValueError("batches: expected at least one that reaches a layer, on some rank, got none")
     kept = [name for name, count in zip(layers, counts, strict=True) if count < 2]
     if kept:
-        warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=3)
+        warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=4)
     for layer, moments, count in zip(layers.values(), merged, counts, strict=True):
         if count >= 2:
             options = options_of(layer) if isinstance(layer, SyncBatchNorm) else Options()

@@ -11,7 +11,7 @@ from .. import ops
 from ..checks import checked_options
 from ..communicators import Communicator
 from ..options import ATTRIBUTES, Options, options_of
-from ..sync import Sync, sync_of, tell_peers
+from ..sync import Sync, sync_of
 from ..torch_internals import guard_of, has_transforms, level_of_duals, unwrapped
 from .call import Call
 from .checkpointing import is_plain
@@ -67,12 +67,7 @@ class CachedCall:
         if not same or not self._guard(*compress(tensors, self._given)):
             return None
         weight, bias = tensors[1:3]
-        try:
-            return cached_batch_norm(input, weight, bias, None, Call(self._options, self._buffers, self._sync, layer))
-        except RuntimeError as error:
-            tell_peers(self._communicator, layer, error)
-            ops.raise_torchs(error)
-            raise
+        return cached_batch_norm(input, weight, bias, None, Call(self._options, self._buffers, self._sync, layer))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and files hold None

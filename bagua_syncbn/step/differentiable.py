@@ -172,5 +172,5 @@ def _no_vmap(call: Call) -> RuntimeError:
         "the statistics of a group, because its collectives cannot be batched; call it once for each sample of the "
         "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
-    tell_peers(call.sync.communicator, None, refusal)
+    tell_peers(call.sync.communicator, call.layer, refusal)
     return refusal

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..sync import FIXED_STATISTICS, name_of
+from ..sync import FIXED_STATISTICS, name_of, raise_for_all
 from ..torch_internals import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
 from .call import Call
 from .checkpointing import is_repetition
@@ -93,23 +93,23 @@ class _SyncBatchNorm(torch.autograd.Function):
         input, weight, bias, residual, mean, invstd, count, clamped = ctx.saved_tensors
         needs, call = ctx.needs_input_grad, ctx.call
         sync, number, masking = call.sync, call.number, call.masking
-        # create_graph=True, is_grads_batched=True
-        if torch.is_grad_enabled() or (not sync.is_traced and is_transformed(grad_output)):
-            tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
-            return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
-        ctx.recipe = None  # all operations that save the output ran before
-        if masking is not None and masking.zeroes:
-            # No gradient passes through a zero, whatever input and residual hold there.
-            grad_output, input = masking.clear(grad_output), masking.clear(input)
-            residual = None if residual is None else masking.clear(residual)
-        if not sync.is_traced and grad_output.stride() != input.stride():
-            grad_output = ops.laid_out_as(input, grad_output)
-        is_fixed = sync is FIXED_STATISTICS
-        grad, through = grad_output, ()
-        again: dict[str, Any] = {}
-        if call.options.activation is not None:
-            grad, through, again = _through_activation(grad_output, input, bias, residual, call)
         try:
+            # create_graph=True, is_grads_batched=True
+            if torch.is_grad_enabled() or (not sync.is_traced and is_transformed(grad_output)):
+                tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
+                return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
+            ctx.recipe = None  # all operations that save the output ran before
+            if masking is not None and masking.zeroes:
+                # No gradient passes through a zero, whatever input and residual hold there.
+                grad_output, input = masking.clear(grad_output), masking.clear(input)
+                residual = None if residual is None else masking.clear(residual)
+            if not sync.is_traced and grad_output.stride() != input.stride():
+                grad_output = ops.laid_out_as(input, grad_output)
+            is_fixed = sync is FIXED_STATISTICS
+            grad, through = grad_output, ()
+            again: dict[str, Any] = {}
+            if call.options.activation is not None:
+                grad, through, again = _through_activation(grad_output, input, bias, residual, call)
             # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
             # holds is not, so nothing else decides whether to communicate.
             fingerprint = sync.fingerprint(number) if needs[0] else None
@@ -133,8 +133,8 @@ class _SyncBatchNorm(torch.autograd.Function):
                     grad_input = grad
                     ops.batch_norm_backward_elemt(*arguments, grad_input=grad)
                 sync.check(number)
-        except RuntimeError as error:
-            ops.raise_torchs(error)
+        except Exception as error:
+            raise_for_all(error, (sync.communicator, call.layer))
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
         return grad_input, grad_weight, grad_bias, grad_residual, None, None, None, None, None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
-__all__ = ["Proxy", "as_one_node"]
+__all__ = ["Proxy", "TraceError", "as_one_node"]
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -15,13 +15,7 @@ def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Map
 
     A tracer makes one node of a layer whose module's name begins with ``torch.nn``, and traces into any other layer.
     Synchronized layers cannot be traced into: they branch on the input, and their calls depend on the job.
-
-    Raises:
-        TraceError: the traced root is ``layer`` itself.
     """
     tracer: Any = proxy.tracer
-    path = tracer.path_of_module(layer)
-    if not path:
-        raise TraceError(f"{type(layer).__name__} is one node of a graph; trace a model that contains it")
-    node: Tensor = tracer.create_proxy("call_module", path, tuple(args), dict(kwargs))
+    node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), tuple(args), dict(kwargs))
     return node

@@ -1,7 +1,7 @@
 """How ranks talk in a step, knowing nothing of masks, layouts and kernels. Read ``protocol`` first."""
 
 from .faults import check_ranks
-from .probes import tell_peers
+from .probes import raise_for_all, tell_peers, tells_peers
 from .protocol import RankSync
 from .signatures import name_of
 from .strategies import FIXED_STATISTICS, LocalSync, Sync, sync_of
@@ -14,7 +14,9 @@ __all__ = [
     "Sync",
     "check_ranks",
     "name_of",
+    "raise_for_all",
     "sum_over_ranks",
     "sync_of",
     "tell_peers",
+    "tells_peers",
 ]

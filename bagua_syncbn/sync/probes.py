@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,13 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
-from ..torch_internals import is_capturing, unseen_by_selective_checkpointing
+from ..torch_internals import NO_ERRORS, is_capturing, unseen_by_selective_checkpointing
 from .faults import differ_text
 from .history import CallHistory, history_in
 from .signatures import RAISED, CallSignature, describe, exact_bits, kind_of, name_of, word_of
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 _TEXT = 480  # bytes in which a rank says what it does
 
@@ -62,19 +67,61 @@ class PendingError(NamedTuple):
     texts: AsyncCollective | None  # on CPU, where all ranks send them as soon as they differ
 
 
-def tell_peers(process_group: Any, layer: nn.Module | None, error: Exception) -> None:
+def tells_peers(
+    peers_of: Callable[..., tuple[Any, Any] | None],
+) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
+    """Decorator for a function in which ranks meet: if a call of it raises on one rank, the other ranks raise too.
+
+    It covers calls with wrong arguments, which raise before the body of the function runs.
+
+    Args:
+        peers_of: called with the arguments of a call that raised; returns its process group and its layer or model, or
+            None if the call meets no rank.
+    """
+
+    def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+        @functools.wraps(function)
+        def telling(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                peers = None
+                with suppress(Exception):  # the arguments may be anything
+                    peers = peers_of(*args, **kwargs)
+                raise_for_all(error, peers)
+                raise
+
+        return telling
+
+    return decorate
+
+
+def raise_for_all(error: Exception, peers: tuple[Any, Any] | None) -> None:
+    """Handles the ``error`` of a call: its peers, a process group and a layer or model, are told, and raise too.
+
+    Raises torch's own error in place of ``error``, where that is of memory. Otherwise the caller raises ``error``.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if peers is not None:
+        tell_peers(*peers, error)
+    ops.raise_torchs(error)
+
+
+def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
     """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
 
     It waits for none of them. At its next call, each rank goes on if all of them have raised, else it raises too. Does
     nothing where no rank can be known to expect a message: before the first one, and where something traces.
     """
-    if torch.compiler.is_compiling() or is_tracing():
+    if torch.compiler.is_compiling() or is_tracing() or isinstance(error, NO_ERRORS):
         return
     # Nothing may take the place of the error.
     with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
         communicator = spec_of(process_group).made()
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
+            layer = layer if isinstance(layer, nn.Module) else None
             if word_of(kind_of(layer)) not in history.compiled:
                 _tell(communicator, history, f"{type(error).__name__} in {name_of(layer)}", error)
 

@@ -169,7 +169,7 @@ def test_a_rank_whose_gradients_come_in_batches_tells_its_peers():
     layer, input = SyncBatchNorm(3, dtype=torch.float64), shares()[0][0].requires_grad_()
     layer(input).sum().backward()
     grad_outputs, batched = draw(2, *input.shape, seed=2), dist.get_rank() == 1
-    told = "^sync_batch_norm: expected no torch.func.vmap" if batched else "rank 1: RuntimeError in sync_batch_norm"
+    told = "^sync_batch_norm: expected no torch.func.vmap" if batched else "rank 1: RuntimeError in SyncBatchNorm, call"
     with pytest.raises(RuntimeError, match=told):
         torch.autograd.grad(layer(input), input, grad_outputs if batched else grad_outputs[0], is_grads_batched=batched)
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import bagua_syncbn
+from bagua_syncbn import ops
 from bagua_syncbn.communicators import communicator_of
 from bagua_syncbn.sync.history import CallHistory, history_in
 
@@ -100,7 +101,7 @@ def message_of(function: Callable[[], Any]) -> str:
     """Returns the message of the error in which ``function`` ends, or "finished"."""
     try:
         function()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         return str(error)
     return "finished"
 
@@ -124,6 +125,37 @@ def run(base: str, program: str, change: Change | None, when: int, timeout: floa
         if prepare is not None:
             prepare(model)
         return message_of(run_steps)
+
+
+def _with(name: str, value: object) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a call of a layer with another value of an attribute."""
+
+    def call(layer: Any, x: Tensor) -> Tensor:
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        try:
+            return layer(x)  # type: ignore[no-any-return]
+        finally:
+            setattr(layer, name, before)
+
+    return call
+
+
+def _by_function(**options: Any) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a call of the function in place of a layer, which it names."""
+
+    def call(layer: Any, x: Tensor) -> Tensor:
+        given = {"process_group": layer.process_group, "layer": layer, **options}
+        return bagua_syncbn.sync_batch_norm(x, layer.running_mean, layer.running_var, **given)
+
+    return call
+
+
+class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
+    """A class with a forward of its own, which raises."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        raise KeyError("a forward of its own")
 
 
 def _other_buffer(layer: Any, x: Tensor) -> Tensor:
@@ -160,6 +192,18 @@ REFUSED = {
     "DTensor": _partial,
     "process_group: expected ranks": _replicated,
     "no more often than the first run": _repeated_too_often,
+    "got NoneType": lambda layer, x: layer(None),
+    "got list": lambda layer, x: layer(x.tolist()),
+    "got ndarray": lambda layer, x: layer(x.detach().numpy()),
+    "got str": lambda layer, x: layer("x"),
+    "missing 1 required positional argument: 'input'": lambda layer, x: layer(),
+    "unexpected keyword argument 'wat'": lambda layer, x: layer.forward(x, wat=1),
+    "a forward of its own": _with("__class__", SyncBatchNorm1d),
+    "Boolean value of Tensor": _with("momentum", torch.ones(2)),
+    "Tensor with more than one": _with("skip_nonfinite", torch.ones(2)),
+    "got float": _by_function(weight=1.0),
+    "got int": _by_function(num_batches_tracked=3),
+    "unexpected keyword argument 'what'": _by_function(what=1),
 }
 
 
@@ -171,6 +215,22 @@ def run_refused(kind: str, on_all: bool) -> list[str]:
             model.spoiled = {"b": REFUSED[kind]} if step == 1 and (on_all or is_odd()) else {}
             messages.append(message_of(lambda: model.run("abc<")))
     return [message for message in messages if message != "finished"]
+
+
+def run_failing_backward() -> list[str]:
+    """Two steps; in the second one the backward pass of ``c`` raises on the last rank."""
+    reduce = ops.batch_norm_backward_reduce
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("in a backward pass")
+
+    messages = []
+    with own_model() as model:
+        for step in range(2):
+            ops.batch_norm_backward_reduce = fail if step and is_odd() else reduce
+            messages.append(message_of(lambda: model.run("abc<")))
+    ops.batch_norm_backward_reduce = reduce
+    return messages
 
 
 def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:

@@ -292,6 +292,12 @@ def test_what_one_rank_is_refused_is_told_to_all(groups, kind):
     assert all("got one that failed before" in messages[-1] for messages in waiting)
 
 
+def test_an_error_in_backward_is_told_to_all(pool):
+    for first, told in pool.run(programs.run_failing_backward, 2):
+        assert first == "finished"
+        assert "in a backward pass" in told
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_all_ranks_are_refused_they_may_leave_out(pool, kind):
     for (message,) in pool.run(programs.run_refused, 2, kind, True):
