@@ -1,6 +1,8 @@
 """Checks of a call, made before its rank waits for another rank."""
 
 import sys
+from math import inf
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
 from .communicators import Replica, spec_of
-from .options import EPS_MODES, Options
+from .options import EPS_MODES, Options, Tensors
 from .torch_internals import is_exporting
 
 
@@ -21,7 +23,7 @@ def check_dimensions(input: Tensor) -> None:
 
 def check_eps_mode(eps_mode: str) -> None:
     """Raises ValueError unless ``eps_mode`` is "plus" or "clamp"."""
-    if eps_mode not in EPS_MODES:
+    if not isinstance(eps_mode, str) or eps_mode not in EPS_MODES:
         raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
 
 
@@ -29,21 +31,29 @@ def checked_options(options: Options, training: bool) -> Options:
     """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
 
     Raises:
-        ValueError: ``eps`` or ``eps_mode`` is wrong, or the activation is unknown.
+        TypeError, ValueError: an option is wrong, see :func:`~bagua_syncbn.sync_batch_norm`.
     """
-    check_eps_mode(options.eps_mode)
-    positive = training and options.eps_mode == "plus"
-    if options.eps < 0 or (positive and options.eps == 0):
-        expected = "a number above 0 in training" if positive else "a number of at least 0"
-        raise ValueError(f"eps: expected {expected}, got {options.eps}")
-    activation = ops.activation_of(options.activation)
-    return options if activation is options.activation else options._replace(activation=activation)
+    eps, momentum, eps_mode, skip_nonfinite, given = options
+    check_eps_mode(eps_mode)
+    if type(eps) is not float:
+        check_number("eps", eps)
+    is_positive = training and eps_mode == "plus"
+    if not 0 <= eps < inf or (is_positive and eps == 0):  # NaN is in no interval
+        bound = "above 0 in training" if is_positive else "of at least 0"
+        raise ValueError(f"eps: expected a finite number {bound}, got {eps}")
+    if momentum is not None:
+        if type(momentum) is not float:
+            check_number("momentum", momentum, "a number or None")
+        if not -inf < momentum < inf:
+            raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
+    check_flag("skip_nonfinite", skip_nonfinite)
+    activation = ops.activation_of(given)
+    return options if activation is given else options._replace(activation=activation)
 
 
-def check_tensors(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, buffers: ops.Buffers
-) -> None:
-    """Raises for wrong tensors of this rank's call, before this rank joins a collective that other ranks wait in."""
+def check_tensors(tensors: Tensors, buffers: ops.Buffers) -> None:
+    """Raises for wrong tensors of a call."""
+    input, weight, bias, residual = tensors
     running_mean, running_var, num_batches_tracked, _ = buffers
     check_is_tensor("input", input)
     if input.dtype not in ops.DTYPES:
@@ -56,8 +66,12 @@ def check_tensors(
     _check_vector("bias", bias, input)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
-    _check_counter(num_batches_tracked, input)
-    _check_residual(residual, input)
+    if running_mean is running_var is not None:
+        raise ValueError("running_mean, running_var: expected two tensors, got one as both")
+    if num_batches_tracked is not None:
+        _check_counter(num_batches_tracked, input)
+    if residual is not None:
+        _check_residual(residual, input)
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -66,46 +80,22 @@ def is_distributed(tensor: Tensor) -> bool:
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
-def _check_is_local(name: str, tensor: Tensor) -> None:
-    if is_distributed(tensor):
-        raise TypeError(f"{name}: expected a tensor of this rank, as input is, got {type(tensor).__name__}")
+def check_number(name: str, value: Any, expected: str = "a number") -> None:
+    """Raises TypeError unless ``value``, of the argument ``name``, is a number of Python or NumPy."""
+    if not isinstance(value, (float, int, Real)):
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value``, of the argument ``name``, is True or False."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def check_is_tensor(name: str, value: Any) -> None:
     """Raises TypeError unless ``value``, of the argument ``name``, is a tensor."""
     if not isinstance(value, Tensor):
-        raise not_a_tensor(name, value)
-
-
-def not_a_tensor(name: str, value: Any) -> TypeError:
-    """Returns the error for an argument ``name`` that is no tensor."""
-    return TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-
-
-def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
-    if tensor is None:
-        return
-    check_is_tensor(name, tensor)
-    _check_is_local(name, tensor)
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
-    if not is_tracing() and tensor.size() != input.shape[1:2]:  # a comparison would become part of the trace
-        raise RuntimeError(
-            f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
-        )
-    _check_device(name, tensor, input)
-
-
-def _check_residual(residual: Tensor | None, input: Tensor) -> None:
-    if residual is None:
-        return
-    check_is_tensor("residual", residual)
-    _check_is_local("residual", residual)
-    if residual.dtype != input.dtype:
-        raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
-    if not is_tracing() and residual.size() != input.size():
-        raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {list(residual.size())}")
-    _check_device("residual", residual, input)
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
 def check_tracer(process_group: Any) -> None:
@@ -116,18 +106,43 @@ def check_tracer(process_group: Any) -> None:
     raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
 
 
-def _check_counter(num_batches_tracked: Tensor | None, input: Tensor) -> None:
-    if num_batches_tracked is None:
+def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
+    """Raises unless ``tensor`` is None or holds one floating point number for each channel of ``input``."""
+    if tensor is None:
         return
+    check_is_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
+    _check_is_beside(name, tensor, input)
+    if is_tracing():  # comparisons would become part of the trace
+        return
+    if tensor.size() != input.shape[1:2]:
+        raise RuntimeError(
+            f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
+        )
+
+
+def _check_counter(num_batches_tracked: Tensor, input: Tensor) -> None:
     check_is_tensor("num_batches_tracked", num_batches_tracked)
-    _check_is_local("num_batches_tracked", num_batches_tracked)
     if num_batches_tracked.is_complex() or num_batches_tracked.dtype == torch.bool:
         raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {num_batches_tracked.dtype}")
+    _check_is_beside("num_batches_tracked", num_batches_tracked, input)
     if not is_tracing() and num_batches_tracked.numel() != 1:
         raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
-    _check_device("num_batches_tracked", num_batches_tracked, input)
 
 
-def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
+def _check_residual(residual: Tensor, input: Tensor) -> None:
+    check_is_tensor("residual", residual)
+    _check_is_beside("residual", residual, input)
+    if residual.dtype != input.dtype:
+        raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
+    if not is_tracing() and residual.size() != input.size():
+        raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {list(residual.size())}")
+
+
+def _check_is_beside(name: str, tensor: Tensor, input: Tensor) -> None:
+    """Raises unless ``tensor`` is a tensor of this rank on the device of ``input``."""
+    if is_distributed(tensor):
+        raise TypeError(f"{name}: expected a tensor of this rank, as input is, got {type(tensor).__name__}")
     if tensor.device != input.device:
         raise RuntimeError(f"{name}: expected it on {input.device}, where input is, got {tensor.device}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .checks import check_tensors, check_tracer, checked_options, is_distributed
+from .checks import check_flag, check_tensors, check_tracer, checked_options, is_distributed
 from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
 from .options import NO_MASKS, Masks, Options, Tensors
 from .statistics.masks import masking_of
@@ -133,16 +133,14 @@ def sync_batch_norm(
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: ``input`` is not of one of the four dtypes; it is a DTensor, and another tensor is not placed
-            accordingly, or there is a mask; another tensor is one and ``input`` is not; ``residual`` is of another
-            dtype; ``mask`` is not bool, or ``lengths`` not of integers; one of these three is no tensor; a parameter or
-            buffer is not floating point; ``num_batches_tracked`` is boolean or complex;
-            ``activation`` or ``process_group`` is of no known kind.
-        ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given;
-            a group of one rank has one value per channel in training; ``momentum`` is None without
-            ``num_batches_tracked``; ``eps`` is too small; ``eps_mode`` is neither of the two; ``activation`` is none of
-            those, or has a parameter that it does not take; ``mask`` or ``lengths`` does not fit ``input``, or both are
-            given; this rank is not in ``process_group``, or the ranks of that do not hold each value of a DTensor once.
+        TypeError: an argument is of another type or dtype than above; ``input`` is a DTensor, and another tensor is not
+            placed accordingly, or there is a mask; another tensor is a DTensor and ``input`` is not.
+        ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given, or
+            one tensor as both; a group of one rank has one value per channel in training; ``momentum`` is None without
+            ``num_batches_tracked``; ``eps``, ``momentum`` or the parameter of ``activation`` is not finite, or ``eps``
+            is too small; ``eps_mode`` or ``activation`` is unknown; ``mask`` or ``lengths`` does not fit ``input``, or
+            both are given; this rank is not in ``process_group``, or its ranks do not hold each value of a DTensor
+            once.
         RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, ``residual`` is
             not of the size of ``input``, or one of them is on another device; there is a mask in one of several
             replicas; :func:`torch.jit.trace` or ``torch.export`` runs in training over several ranks; a checkpoint
@@ -150,6 +148,7 @@ def sync_batch_norm(
 
     Each of these is raised before this rank waits for another one or writes to a buffer.
     """
+    check_flag("training", training)
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
     tensors = input, weight, bias, residual
@@ -172,7 +171,7 @@ def batch_norm(
         from .step.sharded import on_shards  # not above, because it imports torch.distributed.tensor
 
         return on_shards(batch_norm, tensors, buffers, options, training, process_group, layer, masks)
-    check_tensors(input, weight, bias, residual, buffers)
+    check_tensors(tensors, buffers)
     if input.is_cuda and not torch.compiler.is_compiling():
         ops.check_kernels(input)
     if training and isinstance(process_group, Replica):

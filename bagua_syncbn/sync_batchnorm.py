@@ -10,11 +10,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .checks import check_dimensions, check_eps_mode, not_a_tensor
+from .checks import check_dimensions, check_is_tensor, checked_options
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
-from .options import Masks, options_of
+from .options import Masks, Options, options_of
 from .step.cached import CachedCall, remember_call
 from .step.tracing import Proxy, as_one_node
 from .sync import raise_for_all
@@ -102,9 +102,9 @@ class SyncBatchNorm(_BatchNorm):
         - Output: as the input, in its memory format
 
     Raises:
-        TypeError, ValueError: ``process_group`` is of no known kind, or excludes this rank; ``activation`` is none that
-            there is.
-        ValueError: ``eps_mode`` is neither of the two.
+        TypeError, ValueError: ``eps``, ``momentum``, ``eps_mode``, ``skip_nonfinite``, ``activation`` or
+            ``process_group`` is wrong, as for :func:`~bagua_syncbn.sync_batch_norm`. Attributes that are set later are
+            checked in the next call.
         AttributeError: ``activation`` is set, and not ``fused_activation``.
 
     Example::
@@ -180,15 +180,14 @@ class SyncBatchNorm(_BatchNorm):
         activation: str | tuple[str, float] | nn.Module | None = None,
     ) -> None:
         spec = spec_of(process_group)
-        check_eps_mode(eps_mode)
-        activation = activation_of(activation)
+        options = checked_options(Options(eps, momentum, eps_mode, skip_nonfinite, activation), training=False)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self._group_spec = spec
         self.eps_mode = eps_mode
         self.skip_nonfinite = skip_nonfinite
-        self.fused_activation = activation
+        self.fused_activation = options.activation
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -245,13 +244,13 @@ class SyncBatchNorm(_BatchNorm):
         zero_masked: bool = False,
     ) -> Tensor:
         if not isinstance(input, Tensor):
-            if not isinstance(input, Proxy):
-                raise not_a_tensor("input", input)
-            options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
-            given = {name: value for name, value in options.items() if value is not None and value is not False}
-            return as_one_node(self, input, (input,), given)
+            if isinstance(input, Proxy):
+                options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+                given = {name: value for name, value in options.items() if value is not None and value is not False}
+                return as_one_node(self, input, (input,), given)
+            check_is_tensor("input", input)
         self._check_input_dim(input)
-        is_plain = residual is mask is lengths is None and not is_dynamo_compiling()
+        is_plain = residual is mask is lengths is None and zero_masked is False and not is_dynamo_compiling()
         cached = self._cached_call if is_plain else None
         if cached is not None and (output := cached.run(self, input)) is not None:
             return output

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..checks import check_flag
 from ..communicators import EVERYONE, GroupSpec, spec_of
 from ..models import Filter, check_module, where_is
 from ..ops.activations import Activation
@@ -76,6 +77,7 @@ def convert_sync_batchnorm(
         >>> model = bagua_syncbn.with_bagua(model, [optimizer])
     """
     spec: Any = spec_of(process_group)
+    check_flag("skip_nonfinite", skip_nonfinite)
     # All classes are found before any layer changes, so that a refused layer leaves the model unchanged.
     targets: dict[nn.Module, type[SyncBatchNorm]] = {}
     findings = examine(module, filter)

@@ -3,6 +3,7 @@
 The native kernels have the same list in ``csrc/activations.h``, in the same order.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -125,7 +126,10 @@ def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Act
     if len(parameters) > (default is not None):
         expected = "a name alone" if default is None else "a name and one parameter"
         raise ValueError(f"activation: expected {expected} for {name}, got {activation!r}")
-    return Activation(name, float(*parameters or (default or 0.0,)))
+    parameter = float(*parameters or (default or 0.0,))
+    if not math.isfinite(parameter):
+        raise ValueError(f"activation: expected a finite parameter for {name}, got {parameter}")
+    return Activation(name, parameter)
 
 
 def activation_recorded_by(node: Any) -> Activation | None:

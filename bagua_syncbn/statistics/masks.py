@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from ..checks import check_is_tensor
+from ..checks import check_flag, check_is_tensor
 from ..ops import Masking
 from ..options import Masks
 from ..torch_internals import is_transforming
@@ -23,6 +23,7 @@ def masking_of(layer: nn.Module | None, input: Tensor, masks: Masks) -> Masking 
         TypeError, ValueError, RuntimeError: ``mask`` or ``lengths`` is wrong, see :func:`.sync_batch_norm`.
     """
     mask, lengths, zero_masked = masks
+    check_flag("zero_masked", zero_masked)
     if mask is None and lengths is None:
         given: _ModelMask | None = getattr(layer, "_masking", None)
         if given is None:
@@ -167,6 +168,7 @@ def masked(
     """
     if (mask is None) == (lengths is None):
         raise ValueError("mask, lengths: expected one of them, got both or neither")
+    check_flag("zero_masked", zero_masked)
     if lengths is not None and rule is None:
         raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
     check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)

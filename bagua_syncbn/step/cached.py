@@ -63,8 +63,13 @@ class CachedCall:
         if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms() or input.is_nested:
             return None
         facts, tensors = _look_at(layer, input)
-        same = facts == self._facts and layer._group_spec.made() is self._communicator
-        if not same or not self._guard(*compress(tensors, self._given)):
+        try:
+            same = facts == self._facts
+        except (RuntimeError, ValueError):  # an option is a tensor or an array now, which the checks refuse by name
+            return None
+        if not same or layer._group_spec.made() is not self._communicator:
+            return None
+        if not self._guard(*compress(tensors, self._given)):
             return None
         weight, bias = tensors[1:3]
         return cached_batch_norm(input, weight, bias, None, Call(self._options, self._buffers, self._sync, layer))

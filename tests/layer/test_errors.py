@@ -15,10 +15,12 @@ from bagua_syncbn import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     accumulate_statistics,
+    convert_sync_batchnorm,
     masked,
     ops,
     sync_batch_norm,
 )
+from benchmarks.one_rank import Twin
 
 MESSAGES = [
     (lambda: SyncBatchNorm2d(3), torch.randn(4, 3, 5), ValueError, "4D input"),
@@ -34,7 +36,6 @@ MESSAGES = [
     ),
     (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.int64), TypeError, r"input: expected a float16.*int64"),
     (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.complex64), TypeError, r"input: .*complex64"),
-    (lambda: SyncBatchNorm(3, eps=-1e-5), torch.randn(4, 3), ValueError, r"eps: expected a number .* got -1e-05"),
     (lambda: SyncBatchNorm(3), torch.randn(4, 3, device="meta"), RuntimeError, r"expected it on meta.* got cpu"),
 ]
 
@@ -76,6 +77,74 @@ def test_one_value_per_channel_is_refused_in_training_only(shape):
     assert layer.eval()(torch.randn(shape)).shape == shape
 
 
+NAN = float("nan")
+ONES = torch.ones(2)
+
+# Options: a value, and the error.
+OPTIONS = [
+    ("eps", -1e-5, ValueError, "expected a finite number .*, got -1e-05"),
+    ("eps", NAN, ValueError, "expected a finite number .*, got nan"),
+    ("eps", float("inf"), ValueError, "expected a finite number .*, got inf"),
+    ("eps", "cpu", TypeError, "expected a number, got str"),
+    ("eps", None, TypeError, "expected a number, got NoneType"),
+    ("eps", [1e-5], TypeError, "expected a number, got list"),
+    ("momentum", NAN, ValueError, "expected a finite number or None, got nan"),
+    ("momentum", -float("inf"), ValueError, "expected a finite number or None, got -inf"),
+    ("momentum", "0.1", TypeError, "expected a number or None, got str"),
+    ("momentum", [0.1], TypeError, "expected a number or None, got list"),
+    ("momentum", ONES, TypeError, "expected a number or None, got Tensor"),
+    ("eps_mode", "times", ValueError, 'expected "plus" or "clamp", got \'times\''),
+    ("eps_mode", ONES, ValueError, 'expected "plus" or "clamp", got tensor'),
+    ("skip_nonfinite", "no", TypeError, "expected a bool, got str"),
+    ("skip_nonfinite", ONES, TypeError, "expected a bool, got Tensor"),
+    ("activation", ("leaky_relu", NAN), ValueError, "expected a finite parameter for leaky_relu, got nan"),
+    ("activation", nn.ELU(float("inf")), ValueError, "expected a finite parameter for elu, got inf"),
+    ("activation", "mish", ValueError, "expected one of relu, .*, got 'mish'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), OPTIONS)
+@pytest.mark.parametrize("way", ["given", "set", "set after a call", "in evaluation", "function"])
+def test_wrong_options_are_refused_when_given_or_set(name, value, error, message, way):
+    attribute = "fused_activation" if name == "activation" else name
+    layer = SyncBatchNorm(3, process_group=Twin())
+    for _ in range(2 * (way == "set after a call")):
+        layer(torch.randn(4, 3))
+    layer.train(way != "in evaluation")
+
+    def set_and_call():
+        setattr(layer, attribute, value)
+        layer(torch.randn(4, 3))
+
+    calls = {
+        "given": lambda: SyncBatchNorm(3, **{name: value}),
+        "function": lambda: sync_batch_norm(torch.randn(4, 3), None, None, process_group=Twin(), **{name: value}),
+    }
+    with pytest.raises(error, match=f"{name}: {message}"):
+        calls.get(way, set_and_call)()
+    assert layer.num_batches_tracked == 2 * (way == "set after a call")
+
+
+def test_an_eps_of_zero_is_refused_in_training_alone():
+    layer = SyncBatchNorm(3, eps=0.0)
+    with pytest.raises(ValueError, match=r"eps: expected a finite number above 0 in training, got 0.0"):
+        layer(torch.randn(4, 3))
+    assert layer.eval()(torch.randn(4, 3)).isfinite().all()
+    layer.eps_mode = "clamp"
+    assert layer.train()(torch.randn(4, 3)).isfinite().all()
+
+
+@pytest.mark.parametrize("call", [
+    lambda: SyncBatchNorm(3)(torch.randn(4, 3), zero_masked="no"),
+    lambda: sync_batch_norm(torch.randn(4, 3), None, None, zero_masked="no"),
+    lambda: masked(SyncBatchNorm(3), torch.ones(4, 1, dtype=torch.bool), zero_masked="no").__enter__(),
+    lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), skip_nonfinite="no"),
+])  # fmt: skip
+def test_flags_are_bools(call):
+    with pytest.raises(TypeError, match=": expected a bool, got str"):
+        call()
+
+
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"running_mean": torch.zeros(2)}, ValueError, "running_mean, running_var: expected both or neither"),
     ({"training": False}, ValueError, "running_mean, running_var: expected tensors with training=False"),
@@ -86,9 +155,8 @@ def test_one_value_per_channel_is_refused_in_training_only(shape):
     ),
     ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
     ({"num_batches_tracked": torch.tensor(False)}, TypeError, "num_batches_tracked: expected an integer or float"),
-    ({"eps": 0.0}, ValueError, "eps: expected a number above 0 in training, got 0.0"),
-    ({"eps": 0.0, "weight": torch.ones(2).half()}, ValueError, "eps: expected a number above 0"),
-    ({"eps": -0.1, "eps_mode": "clamp"}, ValueError, "eps: expected a number of at least 0, got -0.1"),
+    ({"running_mean": ONES, "running_var": ONES}, ValueError, "running_mean, running_var: expected two tensors"),
+    ({"training": "no"}, TypeError, "training: expected a bool, got str"),
     ({"num_batches_tracked": torch.zeros(2).long()}, RuntimeError, r"num_batches_tracked: .* element, got \[2\]"),
     (
         {"num_batches_tracked": torch.tensor(0, device="meta")},
