@@ -51,7 +51,7 @@ def checked_options(options: Options, training: bool) -> Options:
     return options if activation is given else options._replace(activation=activation)
 
 
-def check_tensors(tensors: Tensors, buffers: ops.Buffers) -> None:
+def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool) -> None:
     """Raises for wrong tensors of a call."""
     input, weight, bias, residual = tensors
     running_mean, running_var, num_batches_tracked, _ = buffers
@@ -68,6 +68,9 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers) -> None:
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     if running_mean is running_var is not None:
         raise ValueError("running_mean, running_var: expected two tensors, got one as both")
+    if training and running_mean is not None and running_var is not None and not is_tracing():
+        _check_is_written_once("running_mean", running_mean)
+        _check_is_written_once("running_var", running_var)
     if num_batches_tracked is not None:
         _check_counter(num_batches_tracked, input)
     if residual is not None:
@@ -90,6 +93,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raises TypeError unless ``value``, of the argument ``name``, is True or False."""
     if value is not True and value is not False:
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def check_callable(name: str, value: Any, expected: str) -> None:
+    """Raises TypeError unless ``value``, of the argument ``name``, is None or callable."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: expected {expected}, or None, got {type(value).__name__}")
 
 
 def check_is_tensor(name: str, value: Any) -> None:
@@ -120,6 +129,11 @@ def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
         raise RuntimeError(
             f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
         )
+
+
+def _check_is_written_once(name: str, buffer: Tensor) -> None:
+    if buffer.stride(0) == 0 and buffer.size(0) > 1:
+        raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
 
 
 def _check_counter(num_batches_tracked: Tensor, input: Tensor) -> None:

@@ -171,7 +171,7 @@ def batch_norm(
         from .step.sharded import on_shards  # not above, because it imports torch.distributed.tensor
 
         return on_shards(batch_norm, tensors, buffers, options, training, process_group, layer, masks)
-    check_tensors(tensors, buffers)
+    check_tensors(tensors, buffers, training)
     if input.is_cuda and not torch.compiler.is_compiling():
         ops.check_kernels(input)
     if training and isinstance(process_group, Replica):

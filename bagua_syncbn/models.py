@@ -11,10 +11,10 @@ from .communicators import bagua
 Filter = Callable[[str, nn.Module], bool]
 
 
-def check_module(module: object) -> None:
-    """Raises TypeError unless ``module`` is a module."""
+def check_module(module: object, name: str = "module") -> None:
+    """Raises TypeError unless ``module``, of the argument ``name``, is a module."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+        raise TypeError(f"{name}: expected a torch.nn.Module, got {type(module).__name__}")
 
 
 def check_filter(filter: object) -> None:

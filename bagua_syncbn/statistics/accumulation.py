@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..models import check_module
 from ..sync_batchnorm import SyncBatchNorm
 
 
@@ -42,6 +43,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
         ...         loss(model(batch)).backward()
         >>> optimizer.step()
     """
+    check_module(model, "model")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     if not layers:
         warnings.warn(f"accumulate_statistics: found no synchronized layer in {type(model).__name__}", stacklevel=3)

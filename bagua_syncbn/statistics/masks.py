@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from ..checks import check_flag, check_is_tensor
+from ..checks import check_callable, check_flag, check_is_tensor
+from ..models import check_module
 from ..ops import Masking
 from ..options import Masks
 from ..torch_internals import is_transforming
@@ -166,9 +167,11 @@ def masked(
         >>> with bagua_syncbn.masked(model, torch.arange(L) < lengths.view(-1, 1, 1)):
         ...     output = model(features)  # (N, C, L)
     """
+    check_module(model, "model")
+    check_callable("rule", rule, "a function of a mask or lengths and a shape")
+    check_flag("zero_masked", zero_masked)
     if (mask is None) == (lengths is None):
         raise ValueError("mask, lengths: expected one of them, got both or neither")
-    check_flag("zero_masked", zero_masked)
     if lengths is not None and rule is None:
         raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
     check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)

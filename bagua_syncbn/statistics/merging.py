@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checks import check_number
 from ..communicators import spec_of
 from ..models import check_module
 from ..ops import Moments
@@ -76,6 +77,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     """
     spec = spec_of(process_group)
     check_module(module)
+    check_number("weight", weight)
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError(f"weight: expected a finite number above 0, got {weight}")
     layers = layers_with_statistics(module)

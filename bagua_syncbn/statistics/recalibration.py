@@ -80,6 +80,8 @@ def recalibrate_statistics(
     """
     spec = spec_of(process_group)
     layers = _checked_layers(module)
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
     run = forward_of(module, forward, device)
     if not layers:
         warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import is_distributed
+from ..checks import check_callable, is_distributed
 
 
 @contextmanager
@@ -55,12 +55,11 @@ def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any
         TypeError: ``forward`` is not callable.
         ValueError: ``device`` is given together with ``forward``.
     """
+    check_callable("forward", forward, "a function of a batch")
     if forward is not None and device is not None:
         raise ValueError("device: expected None together with forward, which gets the batches as they come")
     if callable(forward):
         return forward
-    if forward is not None:
-        raise TypeError(f"forward: expected a function of a batch, or None, got {type(forward).__name__}")
 
     def run(batch: Any) -> Any:
         input = batch[0] if isinstance(batch, (list, tuple)) and batch else batch

@@ -1,6 +1,7 @@
 """Bad input raises on the rank that can know, names the argument, and leaves the buffers as they were."""
 
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from bagua_syncbn import (
     SyncBatchNorm3d,
     accumulate_statistics,
     convert_sync_batchnorm,
+    freeze_statistics,
     masked,
+    merge_statistics,
     ops,
+    recalibrate_statistics,
     sync_batch_norm,
 )
 from benchmarks.one_rank import Twin
@@ -118,7 +122,7 @@ def test_wrong_options_are_refused_when_given_or_set(name, value, error, message
 
     calls = {
         "given": lambda: SyncBatchNorm(3, **{name: value}),
-        "function": lambda: sync_batch_norm(torch.randn(4, 3), None, None, process_group=Twin(), **{name: value}),
+        "function": lambda: function(process_group=Twin(), **{name: value}),
     }
     with pytest.raises(error, match=f"{name}: {message}"):
         calls.get(way, set_and_call)()
@@ -134,14 +138,49 @@ def test_an_eps_of_zero_is_refused_in_training_alone():
     assert layer.train()(torch.randn(4, 3)).isfinite().all()
 
 
+NO_TENSOR = "expected a tensor, got float"
+NO_MODEL = "expected a torch.nn.Module, got NoneType"
+NO_FUNCTION = "expected a function .*, or None, got str"
+MODEL = nn.Sequential(SyncBatchNorm(3))
+
+
+def function(**arguments):
+    return sync_batch_norm(**{"input": torch.randn(4, 3), "running_mean": None, "running_var": None} | arguments)
+
+
+@pytest.mark.parametrize(("name", "message", "call"), [
+    *(
+        (name, NO_TENSOR, lambda name=name: function(**{name: 1.5}))
+        for name in signature(sync_batch_norm).parameters
+        if name.startswith(("input", "running", "weight", "bias", "num_batches", "residual", "mask", "lengths"))
+    ),
+    ("input", "expected a tensor, got list", lambda: SyncBatchNorm(3)([1.0])),
+    ("input", "expected a tensor, got NoneType", lambda: SyncBatchNorm2d(3)(None)),
+    ("model", NO_MODEL, lambda: accumulate_statistics(None).__enter__()),
+    ("model", NO_MODEL, lambda: masked(None, torch.ones(1, dtype=torch.bool)).__enter__()),
+    ("rule", NO_FUNCTION, lambda: masked(MODEL, torch.ones(1, dtype=torch.bool), rule="a").__enter__()),
+    ("weight", "expected a number, got str", lambda: merge_statistics(MODEL, weight="a")),
+    ("batches", "expected an iterable of batches, got NoneType", lambda: recalibrate_statistics(MODEL, None)),
+    ("forward", NO_FUNCTION, lambda: recalibrate_statistics(MODEL, [], forward="a")),
+    ("filter", NO_FUNCTION, lambda: freeze_statistics(MODEL, "a")),
+    ("running_mean", "expected memory for each element", lambda: function(
+        running_mean=torch.zeros(1).expand(3), running_var=torch.ones(3)
+    )),
+])  # fmt: skip
+def test_arguments_of_other_kinds_are_named(name, message, call):
+    with pytest.raises((TypeError, RuntimeError), match=f"^{name}: {message}"):
+        call()
+
+
 @pytest.mark.parametrize("call", [
     lambda: SyncBatchNorm(3)(torch.randn(4, 3), zero_masked="no"),
-    lambda: sync_batch_norm(torch.randn(4, 3), None, None, zero_masked="no"),
+    lambda: function(zero_masked="no"),
+    lambda: function(training=ONES.expand(2, 2)),
     lambda: masked(SyncBatchNorm(3), torch.ones(4, 1, dtype=torch.bool), zero_masked="no").__enter__(),
     lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), skip_nonfinite="no"),
 ])  # fmt: skip
 def test_flags_are_bools(call):
-    with pytest.raises(TypeError, match=": expected a bool, got str"):
+    with pytest.raises(TypeError, match=r"^\w+: expected a bool, got (str|Tensor)"):
         call()
 
 
@@ -156,7 +195,6 @@ def test_flags_are_bools(call):
     ({"weight": torch.ones(2, dtype=torch.int32)}, TypeError, "weight: expected a floating point tensor"),
     ({"num_batches_tracked": torch.tensor(False)}, TypeError, "num_batches_tracked: expected an integer or float"),
     ({"running_mean": ONES, "running_var": ONES}, ValueError, "running_mean, running_var: expected two tensors"),
-    ({"training": "no"}, TypeError, "training: expected a bool, got str"),
     ({"num_batches_tracked": torch.zeros(2).long()}, RuntimeError, r"num_batches_tracked: .* element, got \[2\]"),
     (
         {"num_batches_tracked": torch.tensor(0, device="meta")},
@@ -168,7 +206,7 @@ def test_flags_are_bools(call):
 ])  # fmt: skip
 def test_wrong_arguments_of_the_function_are_refused_by_name(arguments, error, message):
     with pytest.raises(error, match=message):
-        sync_batch_norm(torch.randn(4, 2), **{"running_mean": None, "running_var": None} | arguments)
+        function(**{"input": torch.randn(4, 2)} | arguments)
 
 
 @pytest.mark.ranks(2, new_job=True, timeout=60)
