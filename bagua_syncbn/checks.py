@@ -3,16 +3,19 @@
 import sys
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
 from .communicators import Replica, spec_of
 from .options import EPS_MODES, Options, Tensors
+from .sync import name_of
 from .torch_internals import is_exporting
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 def check_dimensions(input: Tensor) -> None:
@@ -51,8 +54,15 @@ def checked_options(options: Options, training: bool) -> Options:
     return options if activation is given else options._replace(activation=activation)
 
 
-def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool) -> None:
-    """Raises for wrong tensors of a call."""
+def named(error: _Error, layer: nn.Module | None) -> _Error:
+    """Returns ``error`` of a check, with the name of ``layer`` before its text."""
+    if layer is None or type(error) not in (TypeError, ValueError, RuntimeError):
+        return error
+    return type(error)(f"{name_of(layer)}: {error}").with_traceback(error.__traceback__)
+
+
+def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer: nn.Module | None) -> None:
+    """Raises for wrong tensors of a call of ``layer``."""
     input, weight, bias, residual = tensors
     running_mean, running_var, num_batches_tracked, _ = buffers
     check_is_tensor("input", input)
@@ -60,10 +70,10 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool) -> Non
         *names, last = (str(dtype).removeprefix("torch.") for dtype in ops.DTYPES)
         raise TypeError(f"input: expected a {', '.join(names)} or {last} tensor, got {input.dtype}")
     check_dimensions(input)
-    _check_vector("running_mean", running_mean, input)
-    _check_vector("running_var", running_var, input)
-    _check_vector("weight", weight, input)
-    _check_vector("bias", bias, input)
+    _check_vector("running_mean", running_mean, input, layer)
+    _check_vector("running_var", running_var, input, layer)
+    _check_vector("weight", weight, input, layer)
+    _check_vector("bias", bias, input, layer)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     if running_mean is running_var is not None:
@@ -115,7 +125,7 @@ def check_tracer(process_group: Any) -> None:
     raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
 
 
-def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
+def _check_vector(name: str, tensor: Tensor | None, input: Tensor, layer: nn.Module | None) -> None:
     """Raises unless ``tensor`` is None or holds one floating point number for each channel of ``input``."""
     if tensor is None:
         return
@@ -126,6 +136,8 @@ def _check_vector(name: str, tensor: Tensor | None, input: Tensor) -> None:
     if is_tracing():  # comparisons would become part of the trace
         return
     if tensor.size() != input.shape[1:2]:
+        if tensor.size() == (getattr(layer, "num_features", None),):
+            raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
         raise RuntimeError(
             f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
         )

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .checks import check_flag, check_tensors, check_tracer, checked_options, is_distributed
-from .communicators import EVERYONE, Communicator, GroupSpec, Replica, spec_of
+from .checks import check_flag, check_tensors, check_tracer, checked_options, is_distributed, named
+from .communicators import EVERYONE, LOCAL, Replica, spec_of
 from .options import NO_MASKS, Masks, Options, Tensors
 from .statistics.masks import masking_of
 from .step import (
@@ -27,7 +27,7 @@ from .step import (
     synchronized_batch_norm,
     this_thread,
 )
-from .sync import FIXED_STATISTICS, name_of, sync_of, tells_peers
+from .sync import FIXED_STATISTICS, sync_of, tells_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
 
@@ -171,28 +171,29 @@ def batch_norm(
         from .step.sharded import on_shards  # not above, because it imports torch.distributed.tensor
 
         return on_shards(batch_norm, tensors, buffers, options, training, process_group, layer, masks)
-    check_tensors(tensors, buffers, training)
-    if input.is_cuda and not torch.compiler.is_compiling():
-        ops.check_kernels(input)
-    if training and isinstance(process_group, Replica):
-        options = checked_options(options, training)
-        if masking_of(layer, input, masks) is not None:
-            raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
-        buffers = _moved_buffers(buffers, options, layer)
-        return replicated_batch_norm(input, weight, bias, residual, buffers, options, process_group)
+    is_replica = training and isinstance(process_group, Replica)
 
     def make() -> Call:
         return _call_of(input, buffers, options, training, process_group, layer, masks)
 
-    call = make() if torch.compiler.is_compiling() else call_in_first_run(layer, make)
+    try:
+        check_tensors(tensors, buffers, training, layer)
+        if input.is_cuda and not torch.compiler.is_compiling():
+            ops.check_kernels(input)
+        call = make() if is_replica or torch.compiler.is_compiling() else call_in_first_run(layer, make)
+        # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
+        tracks = buffers.running_mean is not None
+        if tracks and call.buffers.running_mean is None and hasattr(layer, "_track_running_stats_backup"):
+            raise RuntimeError(
+                "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
+                "move running statistics, where a repetition moves none"
+            )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise named(error, layer) from None
+    if is_replica:
+        return replicated_batch_norm(input, weight, bias, residual, call.buffers, call.options, process_group)
     if call.sync is FIXED_STATISTICS:
         return _evaluate(input, weight, bias, residual, call)
-    # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
-    if buffers.running_mean is not call.buffers.running_mean is None and hasattr(layer, "_track_running_stats_backup"):
-        raise RuntimeError(
-            "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
-            f"move running statistics, where a repetition moves none; got one around {type(layer).__name__}"
-        )
     if call.sync.communicator.size == 1:
         follows = call.options.activation is not None or residual is not None
         is_torchs = call.masking is None and call.buffers.accumulator is None and _is_torchs(call.options)
@@ -224,8 +225,12 @@ def _call_of(
         return Call(options, ops.Buffers(mean, var), FIXED_STATISTICS, layer, masking)
     check_tracer(process_group)
     buffers = _moved_buffers(buffers, options, layer)
+    if isinstance(process_group, Replica):
+        if masking is not None:
+            raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
+        return Call(options, buffers, sync_of(layer, input, options, False, LOCAL), layer)
     spec = spec_of(process_group)
-    communicator = spec.communicator() if torch.compiler.is_compiling() else _communicator_of(spec, layer)
+    communicator = spec.communicator()
     if communicator.size == 1:
         if spec is EVERYONE and not torch.compiler.is_compiling():
             _warn_if_launched_with_others()
@@ -246,15 +251,6 @@ def _moved_buffers(buffers: ops.Buffers, options: Options, layer: nn.Module | No
     return buffers._replace(accumulator=_accumulator_of(layer, buffers.running_mean))
 
 
-def _communicator_of(spec: GroupSpec, layer: nn.Module | None) -> Communicator:
-    """Returns the communicator of a call of ``layer``. Errors in making it name the layer."""
-    try:
-        return spec.communicator()
-    except (RuntimeError, ValueError) as error:
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        raise kind(f"forward of {name_of(layer)}: {error}") from error
-
-
 def _accumulator_of(layer: nn.Module | None, running_mean: Tensor) -> ops.StatisticsAccumulator | None:
     """Returns the accumulator of ``layer`` within accumulate_statistics; None elsewhere."""
     accumulator: ops.StatisticsAccumulator | None = getattr(layer, "_accumulator", None)
@@ -262,8 +258,8 @@ def _accumulator_of(layer: nn.Module | None, running_mean: Tensor) -> ops.Statis
         return None
     if running_mean is not getattr(layer, "running_mean", None):
         raise RuntimeError(
-            f"running_mean: expected the buffer of {type(layer).__name__} within accumulate_statistics, which moves it "
-            "when it is left; got another tensor"
+            "running_mean: expected the buffer of the layer within accumulate_statistics, which moves it at its end; "
+            "got another tensor"
         )
     if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(

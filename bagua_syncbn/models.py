@@ -51,11 +51,6 @@ def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> b
     return filter is not None and not any(filter(name, module) for name in names)
 
 
-def where_is(module: nn.Module, name: str) -> str:
-    """Returns the class of ``module`` and its name in the model, for messages."""
-    return f"{type(module).__name__} at {name!r}" if name else type(module).__name__
-
-
 def is_data_parallel(module: nn.Module) -> bool:
     """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
     if isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module):

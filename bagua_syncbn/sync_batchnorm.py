@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .checks import check_dimensions, check_is_tensor, checked_options
+from .checks import check_dimensions, check_is_tensor, checked_options, named
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
@@ -243,13 +243,16 @@ class SyncBatchNorm(_BatchNorm):
         lengths: Tensor | None = None,
         zero_masked: bool = False,
     ) -> Tensor:
-        if not isinstance(input, Tensor):
-            if isinstance(input, Proxy):
-                options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
-                given = {name: value for name, value in options.items() if value is not None and value is not False}
-                return as_one_node(self, input, (input,), given)
-            check_is_tensor("input", input)
-        self._check_input_dim(input)
+        try:
+            if not isinstance(input, Tensor):
+                if isinstance(input, Proxy):
+                    options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+                    given = {name: value for name, value in options.items() if value is not None and value is not False}
+                    return as_one_node(self, input, (input,), given)
+                check_is_tensor("input", input)
+            self._check_input_dim(input)
+        except (TypeError, ValueError) as error:
+            raise named(error, self) from None
         is_plain = residual is mask is lengths is None and zero_masked is False and not is_dynamo_compiling()
         cached = self._cached_call if is_plain else None
         if cached is not None and (output := cached.run(self, input)) is not None:

@@ -14,9 +14,10 @@ from torch import nn
 
 from ..checks import check_flag
 from ..communicators import EVERYONE, GroupSpec, spec_of
-from ..models import Filter, check_module, where_is
+from ..models import Filter, check_module
 from ..ops.activations import Activation
 from ..statistics.freezing import is_frozen
+from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import forget_compiled_code
 from .classes import class_before_conversion, full_name
@@ -154,12 +155,12 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fuse
     same class names ``cls`` as its ``local_class``.
     """
     if is_frozen(layer):
-        where = where_is(layer, layer.name_in_model or "")
+        where = name_of(layer)
         raise ValueError(f"module: expected layers that are not frozen, got {where}; call unfreeze_statistics first")
     for name, default, undone in (("fused_activation", None, fused), ("eps_mode", "plus", None)):
         value = vars(layer).get(name, default)
         if value not in (default, undone) and not hasattr(cls, name):
-            where = where_is(layer, layer.name_in_model or "")
+            where = name_of(layer)
             raise ValueError(
                 f"module: expected layers that {full_name(cls)} can stand for, got {where} with {name}={value!r}; set "
                 f"{name} to {default!r}, and have something else in the model do it where it matters"
@@ -235,7 +236,7 @@ def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
 def _warn_of_layers_that_stay_synchronized(findings: Iterable[Finding]) -> None:
     layers = [finding for finding in findings if finding.reason == BY_ITSELF]
     if layers:
-        where = ", ".join(where_is(finding.module, finding.names[0]) for finding in layers)
+        where = ", ".join(name_of(finding.module, finding.names[0]) for finding in layers)
         warnings.warn(
             f"module: these layers go on to synchronize by themselves: {where}; tell register_converter what they are "
             "to become, or that they are to stay",

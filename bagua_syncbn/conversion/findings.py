@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names, where_is
+from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
+from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .registry import class_after_conversion, groups_of, is_candidate
 
@@ -77,7 +78,7 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
 def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     """Returns the class that conversion gives ``layer``, None to leave it as it is; raises TypeError to refuse it."""
     if "forward" in vars(layer):
-        where = where_is(layer, name)
+        where = name_of(layer, name)
         raise TypeError(
             f"module: expected layers with the forward of their class, got {where} with one of its own; write it in a "
             "subclass, since a change of class does not reach it, or leave the layer out with filter"
@@ -95,14 +96,14 @@ def _is_closed(module: nn.Module, name: str) -> bool:
 def _error_if_closed(module: nn.Module, name: str) -> Exception | None:
     """Returns the error for a module that can no longer be converted, nor can its children; None for others."""
     if isinstance(module, torch.jit.ScriptModule):
-        where = where_is(module, name)
+        where = name_of(module, name)
         return TypeError(f"module: expected a model of Python modules, got a TorchScript {where}; convert, then script")
     if is_data_parallel(module):
-        where = where_is(module, name)
+        where = name_of(module, name)
         return RuntimeError(f"module: expected an unwrapped model, got data parallel {where}; convert first, then wrap")
     if getattr(module, "allow_single_element", False) is True and _holds_batch_norm(module):
         return ValueError(
-            f"module: expected allow_single_element=False, got True in {where_is(module, name)}: a rank with a single "
+            f"module: expected allow_single_element=False, got True in {name_of(module, name)}: a rank with a single "
             "element would not take part, and the other ranks would wait for it; a synchronized layer works with one "
             "element on a rank, so set it to False"
         )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..models import Filter, is_data_parallel, is_left_out, modules_with_names, where_is
+from ..models import Filter, is_data_parallel, is_left_out, modules_with_names
 from ..statistics.freezing import is_frozen
+from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .findings import Action, Finding, examine
 from .fusing import FusedActivation, pairs_in
@@ -86,12 +87,12 @@ def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
         if is_frozen(part):
             notes.setdefault(part, []).append("statistics frozen")
         if isinstance(part, FusedActivation):
-            notes.setdefault(part.layer, []).append(f"computes {where_is(part.activation, name)}")
+            notes.setdefault(part.layer, []).append(f"computes {name_of(part.activation, name)}")
         if recomputes(part):
             for layer in part.modules():
                 if isinstance(layer, SyncBatchNorm):
                     notes.setdefault(layer, []).append("outputs are recomputed")
     for pair in pairs_in(model):
         obstacle = "" if pair.obstacle is None else f": {pair.obstacle}"
-        notes.setdefault(pair.layer, []).append(f"{where_is(pair.activation, pair.name)} works by itself{obstacle}")
+        notes.setdefault(pair.layer, []).append(f"{name_of(pair.activation, pair.name)} works by itself{obstacle}")
     return notes

@@ -7,7 +7,7 @@ from weakref import ref
 from torch import nn
 
 from ..communicators import CallbackContext, Replicas
-from ..models import where_is
+from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 
 
@@ -36,7 +36,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             f"{len(structures)} with {sorted({len(structure) for structure in structures})} submodules"
         )
     replicas = Replicas(len(modules))
-    contexts = {name: CallbackContext(replicas, where_is(child, name)) for name, child in structures[0].items()}
+    contexts = {name: CallbackContext(replicas, name_of(child, name)) for name, child in structures[0].items()}
     for copy_id, structure in enumerate(structures):
         for name, child in structure.items():
             callback = getattr(child, "__data_parallel_replicate__", None)

@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names, where_is
+from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
+from ..sync import name_of
 from ..sync_batchnorm import Frozen, SyncBatchNorm
 from ..torch_internals import forget_compiled_code
 
@@ -125,7 +126,7 @@ def _layers_of(module: nn.Module, filter: Filter | None) -> dict[nn.Module, list
 
 
 def _check_that_it_can_be_frozen(layer: Any, name: str) -> None:
-    where = where_is(layer, name)
+    where = name_of(layer, name)
     if not isinstance(layer, SyncBatchNorm):
         raise TypeError(
             f"module: expected synchronized layers, got {where}; convert_sync_batchnorm first, or leave it out with "

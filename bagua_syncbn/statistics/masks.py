@@ -29,7 +29,7 @@ def masking_of(layer: nn.Module | None, input: Tensor, masks: Masks) -> Masking 
         given: _ModelMask | None = getattr(layer, "_masking", None)
         if given is None:
             return None
-        mask, lengths, zero_masked = given.for_call(layer, input)
+        mask, lengths, zero_masked = given.for_call(input)
         if mask is None and lengths is None:
             return None
     if mask is not None and lengths is not None:
@@ -114,8 +114,8 @@ class _ModelMask(NamedTuple):
     rule: Rule | None
     zero_masked: bool
 
-    def for_call(self, layer: nn.Module | None, input: Tensor) -> Masks:
-        """Returns mask, lengths and ``zero_masked`` for a call of ``layer``."""
+    def for_call(self, input: Tensor) -> Masks:
+        """Returns mask, lengths and ``zero_masked`` for a call with ``input``."""
         if self.lengths is not None:
             assert self.rule is not None
             return None, self.rule(self.lengths, input.shape), self.zero_masked
@@ -124,10 +124,9 @@ class _ModelMask(NamedTuple):
             return self.mask, None, self.zero_masked
         if self.rule is not None:
             return self.rule(self.mask, input.shape), None, self.zero_masked
-        name = getattr(layer, "name_in_model", None)
         raise RuntimeError(
-            f"mask: expected one that fits every layer within masked, got {list(self.mask.shape)} for "
-            f"{type(layer).__name__}{f' {name!r}' if name else ''} with an input of {list(input.shape)}; give a rule"
+            "mask: expected one that fits every layer within masked, got "
+            f"{list(self.mask.shape)} for an input of {list(input.shape)}; give a rule"
             + _hint(self.mask.shape, _size_of_mask(input.shape)).replace("; give", ", or")
         )
 

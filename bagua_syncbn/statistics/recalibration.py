@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ops
+from ..checks import named
 from ..communicators import LOCAL, spec_of
-from ..models import check_module, where_is
+from ..models import check_module
 from ..options import Options, options_of
-from ..sync import sum_over_ranks, tells_peers
+from ..sync import name_of, sum_over_ranks, tells_peers
 from ..sync_batchnorm import SyncBatchNorm
 from ..verification.unchanged import forward_of, unchanged
 from .masks import masking_of
@@ -104,7 +105,7 @@ def _checked_layers(module: nn.Module) -> dict[str, Any]:
     for name, layer in layers.items():
         if isinstance(layer, nn.SyncBatchNorm):
             raise TypeError(
-                f"module: expected layers that can normalize on one rank, got {where_is(layer, name)} of torch; "
+                f"module: expected layers that can normalize on one rank, got {name_of(layer, name)} of torch; "
                 "convert_sync_batchnorm makes it one of this package"
             )
     return layers
@@ -145,10 +146,13 @@ def _adding_to(accumulator: ops.StatisticsAccumulator) -> Callable[..., None]:
         input = args[0] if args else options["input"]
         if hasattr(input, "to_local"):  # a DTensor, which a layer on one rank takes only where nothing is sharded
             input = input.to_local()
-        layer._check_input_dim(input)
         masking = None
-        if isinstance(layer, SyncBatchNorm):
-            masking = masking_of(layer, input, (options.get("mask"), options.get("lengths"), False))
+        try:
+            layer._check_input_dim(input)
+            if isinstance(layer, SyncBatchNorm):
+                masking = masking_of(layer, input, (options.get("mask"), options.get("lengths"), False))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise named(error, layer) from None
         stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)
         with lock:
             accumulator.add(stats.unsqueeze(0))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..sync import FIXED_STATISTICS, name_of
+from ..sync import FIXED_STATISTICS
 from ..torch_internals import (
     is_in_backward,
     is_untouched,
@@ -105,7 +105,7 @@ class _Run:
         calls, number = self.calls.get(layer, []), self._repeated[layer]
         if number == len(calls):
             raise RuntimeError(
-                f"{name_of(layer)}: expected a repetition to call it no more often than the first run, which called it "
+                "expected a repetition to call it no more often than the first run, which called it "
                 f"{number} time(s), got one call more"
             )
         self._repeated[layer] += 1
@@ -129,7 +129,7 @@ def call_in_first_run(layer: nn.Module | None, make: Callable[[], Call]) -> Call
             with unseen_by_selective_checkpointing():  # a repetition skips it
                 call = make()
             if repetition is not None:
-                raise RuntimeError(f"{name_of(layer)}: expected a repetition to be refused as the first run was")
+                raise RuntimeError("expected a repetition to be refused as the first run was")
     finally:
         for run in first_runs:
             run.calls.setdefault(layer, []).append(call)

@@ -123,21 +123,23 @@ def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
             history = history_in(communicator)
             layer = layer if isinstance(layer, nn.Module) else None
             if word_of(kind_of(layer)) not in history.compiled:
-                _tell(communicator, history, f"{type(error).__name__} in {name_of(layer)}", error)
+                _tell(communicator, history, name_of(layer), error)
 
 
-def _tell(communicator: TorchCommunicator, history: CallHistory, what: str, error: BaseException) -> None:
+def _tell(communicator: TorchCommunicator, history: CallHistory, name: str, error: BaseException) -> None:
     device = history.device
     if device is None or history.failure is not None or not can_probe(device):
         return
-    history.failure = what = f"{what}, call {history.calls + 1}"  # first, because an interrupt may end what follows
+    what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
+    history.failure = what  # first, because an interrupt may end what follows
     if history.sending is not None:  # so that it is not known what the others expect
         leave(communicator, what, error)
         return
     try:
         probe = Probe(history.expected(), RAISED, history.number, communicator, device)
         answer = probe.begin(communicator)
-        texts = communicator.begin_all_gather(codes_of(f"{what}: {error}")) if device.type == "cpu" else None
+        said = f"{what}: {str(error).removeprefix(f'{name}: ')}"
+        texts = communicator.begin_all_gather(codes_of(said)) if device.type == "cpu" else None
         history.pending = PendingError(probe, answer, texts)
     except BaseException as interrupt:
         leave(communicator, what, interrupt)

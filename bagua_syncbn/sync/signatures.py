@@ -174,10 +174,15 @@ def kind_of(layer: nn.Module | None) -> str:
     return "sync_batch_norm" if layer is None else kind
 
 
-def name_of(layer: nn.Module | None) -> str:
-    """Returns what to call a layer, or a call without one, in a text for people."""
-    name = getattr(layer, "name_in_model", None)
-    return kind_of(layer) if name is None else f"{type(layer).__name__} {name!r}"
+def name_of(module: nn.Module | None, name: str | None = None) -> str:
+    """Returns the class of ``module`` and its ``name`` in the model, for messages.
+
+    Without ``name`` it takes the one that conversion gave a layer; None stands for a call without a layer.
+    """
+    name = getattr(module, "name_in_model", None) if name is None else name
+    if name is None:
+        return kind_of(module)
+    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
 
 
 def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:

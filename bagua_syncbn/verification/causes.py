@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..checks import is_distributed
 from ..conversion import conversion_report
 from ..conversion.findings import Finding
+from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import pytree
 from .ranks import Ranks, joined, tensors_in
@@ -66,7 +67,7 @@ def _random_modules(found: Comparison) -> list[str]:
     """Returns the modules without children that give another output in a second call with the same input."""
     random: list[str] = []
     model = alone(found.copy())
-    names = {module: called(module, name) for name, module in model.named_modules() if not list(module.children())}
+    names = {module: name_of(module, name) for name, module in model.named_modules() if not list(module.children())}
 
     def call_again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         again = tensors_in(module.forward(*args, **kwargs))
@@ -98,7 +99,7 @@ class LayerChecks:
             for name, layer in model.named_modules():
                 finding = findings.get(layer)
                 if isinstance(layer, _BatchNorm) or (finding is not None and finding.action == "skipped"):
-                    check = partial(self._check, called(layer, name), _how(layer, finding))
+                    check = partial(self._check, name_of(layer, name), _how(layer, finding))
                     hooks.callback(layer.register_forward_pre_hook(check, with_kwargs=True).remove)
             yield
 
@@ -150,8 +151,3 @@ def _how(layer: nn.Module, finding: Finding | None) -> str:
     if isinstance(layer, SyncBatchNorm):
         return f"it synchronizes with process_group={layer._group_spec!r}"
     return "it is not converted" if finding is None or finding.action == "converted" else finding.reason
-
-
-def called(module: nn.Module, name: str) -> str:
-    """Returns what to call ``module``, by its class and its name in the model."""
-    return f"{type(module).__name__} {name!r}" if name else type(module).__name__

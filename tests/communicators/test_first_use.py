@@ -68,7 +68,7 @@ def test_ranks_that_make_other_groups_or_stay_away_end_in_time_and_are_named(poo
         return
     told = [KINDS[kind][1] for kind in kinds]
     for message, group in zip(messages, told, strict=True):
-        assert "forward of SyncBatchNorm1d '0': process_group: expected ranks 0, 1 to make the first use of" in message
+        assert "SyncBatchNorm1d '0': process_group: expected ranks 0, 1 to make the first use of" in message
         assert group in message
     waited = [f"; rank {1 - rank} waits in the first use of {told[1 - rank]}" in messages[rank] for rank in range(2)]
     assert any(waited)

@@ -199,11 +199,11 @@ def test_compiled_models_freeze():
 
 
 REFUSED = {
-    "torch's": (lambda: nn.BatchNorm2d(3), TypeError, "expected synchronized layers, got BatchNorm2d at '1'; convert"),
+    "torch's": (lambda: nn.BatchNorm2d(3), TypeError, "expected synchronized layers, got BatchNorm2d '1'; convert"),
     "no running statistics": (
-        lambda: SyncBatchNorm2d(3, track_running_stats=False), ValueError, "none in SyncBatchNorm2d at '1'",
+        lambda: SyncBatchNorm2d(3, track_running_stats=False), ValueError, "none in SyncBatchNorm2d '1'",
     ),
-    "lazy": (lambda: converted(nn.LazyBatchNorm2d()), TypeError, "seen an input, got SyncLazyBatchNorm2d at '1'"),
+    "lazy": (lambda: converted(nn.LazyBatchNorm2d()), TypeError, "seen an input, got SyncLazyBatchNorm2d '1'"),
 }  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_recalibrated_is_refused_and_nothing_has_moved():
         recalibrate_statistics(model, [batch], forward=model, device="cpu")
     with pytest.raises(TypeError, match="forward: expected a function"):
         recalibrate_statistics(model, [batch], forward="model")
-    with pytest.raises(TypeError, match=r"got SyncBatchNorm at '0' of torch; convert"):
+    with pytest.raises(TypeError, match=r"got SyncBatchNorm '0' of torch; convert"):
         recalibrate_statistics(nn.Sequential(nn.SyncBatchNorm(3)), [batch])
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         recalibrate_statistics(model, [batch, batch[:1, :, :1, :1]])

@@ -230,7 +230,7 @@ def test_converting_too_late_says_so():
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_converting_a_scripted_model_says_so():
     scripted = torch.jit.script(nn.BatchNorm1d(2))
-    with pytest.raises(TypeError, match="RecursiveScriptModule at '0'; convert, then script"):
+    with pytest.raises(TypeError, match="RecursiveScriptModule '0'; convert, then script"):
         convert_sync_batchnorm(nn.Sequential(scripted))
 
 

@@ -175,7 +175,7 @@ def patch_class(model):
     return type("", (), {"remove": lambda _: setattr(nn.SiLU, "forward", forward)})()
 
 
-HOOKS = "SiLU at '1' works by itself: one of the two has hooks or was compiled"
+HOOKS = "SiLU '1' works by itself: one of the two has hooks or was compiled"
 # By what keeps the pair apart, with what the report says.
 APART = {
     "a hook on the layer": (lambda model: model[0].register_forward_hook(lambda *_: None), HOOKS),
@@ -261,9 +261,9 @@ def test_revert_puts_back_what_fusing_took_and_no_more():
 def test_repr_and_report_name_the_fused_activations():
     model = fuse_activations(pair())
     assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
-    assert "SyncBatchNorm2d: synchronized already; computes SiLU at '1'" in str(conversion_report(model))
+    assert "SyncBatchNorm2d: synchronized already; computes SiLU '1'" in str(conversion_report(model))
     recompute_outputs(model)
-    assert "outputs are recomputed; computes SiLU at '1'" in str(conversion_report(model))
-    assert "; SiLU at '0.1' works by itself" in str(conversion_report(nn.Sequential(pair())))
+    assert "outputs are recomputed; computes SiLU '1'" in str(conversion_report(model))
+    assert "; SiLU '0.1' works by itself" in str(conversion_report(nn.Sequential(pair())))
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got list"):
         fuse_activations([])

@@ -79,7 +79,7 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
     assert summary == "1 converted, 3 skipped, 2 refused"
     assert lines[0] == "converted  a.0, again  BatchNorm2d: becomes SyncBatchNorm2d"
     assert lines[2] == "skipped    b  BatchNormReLU: left out by filter"
-    assert "BatchNorm2d at 'c' with one of its own" in lines[3]
+    assert "BatchNorm2d 'c' with one of its own" in lines[3]
     assert "convert first, then wrap" in lines[4]
     assert "register_converter" in lines[5]
 
@@ -120,7 +120,7 @@ def test_a_layer_in_a_layer_is_reported_once_and_must_let_all_ranks_take_part():
     inner, refused = conversion_report(model).layers
     assert (inner.names, inner.action) == (["0.module"], "converted")
     assert (refused.names, refused.action) == (["1"], "refused")
-    with pytest.raises(ValueError, match="allow_single_element=False, got True in BatchNorm at '1'"):
+    with pytest.raises(ValueError, match="allow_single_element=False, got True in BatchNorm '1'"):
         convert_sync_batchnorm(model)
     model[1].allow_single_element = False
     assert type(convert_sync_batchnorm(model)[1].module) is SyncBatchNorm1d
@@ -152,7 +152,7 @@ def test_strangers_that_stay_synchronized_by_themselves_are_named():
     (_, stranger) = conversion_report(model).layers
     assert stranger.action == "skipped"
     assert "synchronizes by itself" in stranger.reason
-    with pytest.warns(UserWarning, match="synchronize by themselves: StrangeSyncBN at '1';") as caught:
+    with pytest.warns(UserWarning, match="synchronize by themselves: StrangeSyncBN '1';") as caught:
         convert_sync_batchnorm(model)
     assert caught[0].filename == __file__
     assert type(model[0]) is SyncBatchNorm2d

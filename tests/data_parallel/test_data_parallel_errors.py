@@ -44,7 +44,7 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
     assert len(module.freed) == (0 if after == "late" else 2)
     for error in module.freed:
         assert error.__cause__ is caught.value
-        assert "SynchronizedBatchNorm1d at '" in str(error)
+        assert "SynchronizedBatchNorm1d '" in str(error)
         assert "OwnError: 7" in str(error)
     module.script = lambda module, copy_id, input: module.late(input)
     assert model(torch.randn(6, 2)).shape == (6, 2)  # nothing is left behind
@@ -87,7 +87,7 @@ def other_order(module, copy_id, input):
     return second(first(input))
 
 
-CALLS = "at 'late': expected the same number of calls .* when replica 2 ended"
+CALLS = "'late': expected the same number of calls .* when replica 2 ended"
 LATER = r"call 3 of.*'early'|'early'.*call 3 of"
 
 
@@ -113,7 +113,7 @@ def test_recomputation_in_backward_is_refused(use_reentrant):
         return checkpoint(module.late, input, use_reentrant=use_reentrant)
 
     output = parallel(Steps(script), "cpu", 2)(torch.randn(4, 2, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"at 'late': expected calls during the forward pass.*checkpointing"):
+    with pytest.raises(RuntimeError, match=r"'late': expected calls during the forward pass.*checkpointing"):
         promptly(output.sum().backward)
 
 
@@ -128,7 +128,7 @@ def test_replicas_that_never_run(monkeypatch):
     monkeypatch.setattr(replicas, "TIMEOUT", 0.1)
     model = parallel(build(SynchronizedBatchNorm1d), "cpu", 2)
     first, _ = model.replicate(model.module, model.device_ids)
-    with pytest.raises(RuntimeError, match=r"at '0': .* got \[1, 0\] .* no more in 0.1 seconds"):
+    with pytest.raises(RuntimeError, match=r"'0': .* got \[1, 0\] .* no more in 0.1 seconds"):
         first(inputs_of(nn.BatchNorm1d, 2))
 
 

@@ -198,5 +198,5 @@ def test_a_rank_that_leaves_a_call_ends_at_once(context, tmp_path, how):
         _, traceback = leaving.communicate(timeout=SECONDS)
     assert other.is_alive()
     other.kill()
-    assert {"interrupted": "KeyboardInterrupt", "refused": "ValueError: expected 2D or 3D input"}[how] in traceback
+    assert {"interrupted": "KeyboardInterrupt", "refused": "expected 2D or 3D input"}[how] in traceback
     assert leaving.returncode == {"interrupted": -signal.SIGINT, "refused": 1}[how]

@@ -31,12 +31,12 @@ MESSAGES = [
     (lambda: SyncBatchNorm1d(3), torch.randn(4, 3, 5, 5), ValueError, "2D or 3D input"),
     (lambda: SyncBatchNorm3d(3), torch.randn(4, 3, 5, 5), ValueError, "5D input"),
     (lambda: SyncBatchNorm(3), torch.randn(3), ValueError, r"input: expected at least 2 dimensions, .* got 1"),
-    (lambda: SyncBatchNorm(3), torch.randn(4, 5), RuntimeError, r"running_mean: expected 5 elements.* got \[3\]"),
+    (lambda: SyncBatchNorm(3), torch.randn(4, 5), RuntimeError, "^SyncBatchNorm: expected 3 channels, got 5"),
     (
         lambda: SyncBatchNorm(3, track_running_stats=False),
         torch.randn(4, 5),
         RuntimeError,
-        r"weight: expected 5 elements.* got \[3\]",
+        "^SyncBatchNorm: expected 3 channels, got 5",
     ),
     (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.int64), TypeError, r"input: expected a float16.*int64"),
     (lambda: SyncBatchNorm(3), torch.ones(4, 3, dtype=torch.complex64), TypeError, r"input: .*complex64"),
@@ -83,6 +83,7 @@ def test_one_value_per_channel_is_refused_in_training_only(shape):
 
 NAN = float("nan")
 ONES = torch.ones(2)
+PLANES = torch.ones(2, 4, 3, 3)
 
 # Options: a value, and the error.
 OPTIONS = [
@@ -168,7 +169,7 @@ def function(**arguments):
     )),
 ])  # fmt: skip
 def test_arguments_of_other_kinds_are_named(name, message, call):
-    with pytest.raises((TypeError, RuntimeError), match=f"^{name}: {message}"):
+    with pytest.raises((TypeError, RuntimeError), match=f"^(SyncBatchNorm(2d)?: )?{name}: {message}"):
         call()
 
 
@@ -180,8 +181,23 @@ def test_arguments_of_other_kinds_are_named(name, message, call):
     lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), skip_nonfinite="no"),
 ])  # fmt: skip
 def test_flags_are_bools(call):
-    with pytest.raises(TypeError, match=r"^\w+: expected a bool, got (str|Tensor)"):
+    with pytest.raises(TypeError, match=r"^(SyncBatchNorm: )?\w+: expected a bool, got (str|Tensor)"):
         call()
+
+
+@pytest.mark.parametrize(("message", "call"), [
+    ("expected 4 channels, got 5", lambda layer: layer(torch.randn(2, 5, 3, 3))),
+    ("expected 4D input", lambda layer: layer(torch.randn(2, 4))),
+    ("input: expected a tensor, got list", lambda layer: layer([1.0])),
+    ("input: expected more than 1 value per channel", lambda layer: layer(torch.randn(1, 4, 1, 1))),
+    ("residual: expected torch.float32", lambda layer: layer(torch.randn(2, 4, 3, 3), torch.ones(2, 4, 3, 3).half())),
+    ("mask: expected a bool tensor", lambda layer: layer(torch.randn(2, 4, 3, 3), mask=torch.ones(3))),
+    ("eps: expected a finite number", lambda layer: (setattr(layer, "eps", NAN), layer(PLANES))),
+])  # fmt: skip
+def test_errors_of_a_call_name_the_layer(message, call):
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^SyncBatchNorm2d '1': {message}"):
+        call(model[1])
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
