@@ -2,12 +2,14 @@
 
 import inspect
 import warnings
+from operator import attrgetter
 
 import pytest
 import torch
 from tolerances import assert_close
 from torch import nn
 
+import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
 from bagua_syncbn.functional import _warn_if_launched_with_others
 
@@ -45,6 +47,14 @@ def test_the_signature_begins_with_torchs():
     torchs = list(inspect.signature(torch.nn.functional.batch_norm).parameters)
     ours = list(inspect.signature(sync_batch_norm).parameters)
     assert ours[: len(torchs)] == torchs
+
+
+@pytest.mark.parametrize("name", [*bagua_syncbn.__all__, "SyncBatchNorm.forward"])
+def test_signatures_show_the_arguments(name):
+    public = attrgetter(name)(bagua_syncbn)
+    if callable(public):
+        kinds = {parameter.kind for parameter in inspect.signature(public).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def test_a_layer_without_bias_has_none_in_its_state():
