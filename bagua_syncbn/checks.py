@@ -15,6 +15,7 @@ from .options import EPS_MODES, Options, Tensors
 from .sync import name_of
 from .torch_internals import is_exporting
 
+_LOCAL_CLASSES = (Tensor, nn.Parameter)
 _Error = TypeVar("_Error", bound=Exception)
 
 
@@ -36,8 +37,9 @@ def checked_options(options: Options, training: bool) -> Options:
     Raises:
         TypeError, ValueError: an option is wrong, see :func:`~bagua_syncbn.sync_batch_norm`.
     """
-    eps, momentum, eps_mode, skip_nonfinite, given = options
-    check_eps_mode(eps_mode)
+    eps, momentum, eps_mode, skip_nonfinite, given = options  # right ones are recognized without a call
+    if type(eps_mode) is not str or eps_mode not in EPS_MODES:
+        check_eps_mode(eps_mode)
     if type(eps) is not float:
         check_number("eps", eps)
     is_positive = training and eps_mode == "plus"
@@ -49,8 +51,9 @@ def checked_options(options: Options, training: bool) -> Options:
             check_number("momentum", momentum, "a number or None")
         if not -inf < momentum < inf:
             raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
-    check_flag("skip_nonfinite", skip_nonfinite)
-    activation = ops.activation_of(given)
+    if skip_nonfinite is not False:
+        check_flag("skip_nonfinite", skip_nonfinite)
+    activation = None if given is None else ops.activation_of(given)
     return options if activation is given else options._replace(activation=activation)
 
 
@@ -70,21 +73,23 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
         *names, last = (str(dtype).removeprefix("torch.") for dtype in ops.DTYPES)
         raise TypeError(f"input: expected a {', '.join(names)} or {last} tensor, got {input.dtype}")
     check_dimensions(input)
-    _check_vector("running_mean", running_mean, input, layer)
-    _check_vector("running_var", running_var, input, layer)
-    _check_vector("weight", weight, input, layer)
-    _check_vector("bias", bias, input, layer)
+    is_traced = is_tracing()  # comparisons would become part of the trace
+    vectors = ("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias)
+    for name, tensor in vectors:
+        if tensor is not None:
+            _check_vector(name, tensor, input, layer, is_traced)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     if running_mean is running_var is not None:
         raise ValueError("running_mean, running_var: expected two tensors, got one as both")
-    if training and running_mean is not None and running_var is not None and not is_tracing():
-        _check_is_written_once("running_mean", running_mean)
-        _check_is_written_once("running_var", running_var)
+    if training and not is_traced:
+        for name, tensor in vectors[:2]:
+            if tensor is not None and tensor.stride(0) == 0 and tensor.size(0) > 1:
+                raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
     if num_batches_tracked is not None:
-        _check_counter(num_batches_tracked, input)
+        _check_counter(num_batches_tracked, input, is_traced)
     if residual is not None:
-        _check_residual(residual, input)
+        _check_residual(residual, input, is_traced)
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -125,17 +130,12 @@ def check_tracer(process_group: Any) -> None:
     raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
 
 
-def _check_vector(name: str, tensor: Tensor | None, input: Tensor, layer: nn.Module | None) -> None:
-    """Raises unless ``tensor`` is None or holds one floating point number for each channel of ``input``."""
-    if tensor is None:
-        return
-    check_is_tensor(name, tensor)
+def _check_vector(name: str, tensor: Tensor, input: Tensor, layer: nn.Module | None, is_traced: bool) -> None:
+    """Raises unless ``tensor`` holds one floating point number for each channel of ``input``."""
+    _check_is_beside(name, tensor, input)
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
-    _check_is_beside(name, tensor, input)
-    if is_tracing():  # comparisons would become part of the trace
-        return
-    if tensor.size() != input.shape[1:2]:
+    if not is_traced and tensor.size() != input.shape[1:2]:
         if tensor.size() == (getattr(layer, "num_features", None),):
             raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
         raise RuntimeError(
@@ -143,32 +143,27 @@ def _check_vector(name: str, tensor: Tensor | None, input: Tensor, layer: nn.Mod
         )
 
 
-def _check_is_written_once(name: str, buffer: Tensor) -> None:
-    if buffer.stride(0) == 0 and buffer.size(0) > 1:
-        raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
-
-
-def _check_counter(num_batches_tracked: Tensor, input: Tensor) -> None:
-    check_is_tensor("num_batches_tracked", num_batches_tracked)
+def _check_counter(num_batches_tracked: Tensor, input: Tensor, is_traced: bool) -> None:
+    _check_is_beside("num_batches_tracked", num_batches_tracked, input)
     if num_batches_tracked.is_complex() or num_batches_tracked.dtype == torch.bool:
         raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {num_batches_tracked.dtype}")
-    _check_is_beside("num_batches_tracked", num_batches_tracked, input)
-    if not is_tracing() and num_batches_tracked.numel() != 1:
+    if not is_traced and num_batches_tracked.numel() != 1:
         raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
 
 
-def _check_residual(residual: Tensor, input: Tensor) -> None:
-    check_is_tensor("residual", residual)
+def _check_residual(residual: Tensor, input: Tensor, is_traced: bool) -> None:
     _check_is_beside("residual", residual, input)
     if residual.dtype != input.dtype:
         raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
-    if not is_tracing() and residual.size() != input.size():
+    if not is_traced and residual.size() != input.size():
         raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {list(residual.size())}")
 
 
 def _check_is_beside(name: str, tensor: Tensor, input: Tensor) -> None:
     """Raises unless ``tensor`` is a tensor of this rank on the device of ``input``."""
-    if is_distributed(tensor):
-        raise TypeError(f"{name}: expected a tensor of this rank, as input is, got {type(tensor).__name__}")
+    if type(tensor) not in _LOCAL_CLASSES:
+        check_is_tensor(name, tensor)
+        if is_distributed(tensor):
+            raise TypeError(f"{name}: expected a tensor of this rank, as input is, got {type(tensor).__name__}")
     if tensor.device != input.device:
         raise RuntimeError(f"{name}: expected it on {input.device}, where input is, got {tensor.device}")

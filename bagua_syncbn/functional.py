@@ -148,7 +148,8 @@ def sync_batch_norm(
 
     Each of these is raised before this rank waits for another one or writes to a buffer.
     """
-    check_flag("training", training)
+    if training is not True:
+        check_flag("training", training)
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
     tensors = input, weight, bias, residual

@@ -24,7 +24,8 @@ def masking_of(layer: nn.Module | None, input: Tensor, masks: Masks) -> Masking 
         TypeError, ValueError, RuntimeError: ``mask`` or ``lengths`` is wrong, see :func:`.sync_batch_norm`.
     """
     mask, lengths, zero_masked = masks
-    check_flag("zero_masked", zero_masked)
+    if zero_masked is not False:
+        check_flag("zero_masked", zero_masked)
     if mask is None and lengths is None:
         given: _ModelMask | None = getattr(layer, "_masking", None)
         if given is None:
