@@ -16,9 +16,8 @@ from .functional import batch_norm
 from .ops import activation_of
 from .options import Masks, Options, options_of
 from .step.cached import CachedCall, remember_call
-from .step.tracing import Proxy, as_one_node
+from .step.tracing import Proxy, TraceError, as_one_node
 from .sync import raise_for_all
-from .tracing import TraceError
 
 
 class BatchNorm(_BatchNorm):
