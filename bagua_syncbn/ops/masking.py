@@ -12,7 +12,7 @@ def of_positions(mask: Tensor, input: Tensor) -> Tensor:
     ``mask`` is bool (N, \\*), or lengths (N) along the last dimension.
     """
     if mask.dtype == torch.bool:
-        return mask.view(input.size(0), 1, *input.shape[2:])
+        return mask.unsqueeze(1)
     places = torch.arange(input.size(-1), device=input.device)
     return places < mask.view(-1, *[1] * (input.dim() - 1))
 

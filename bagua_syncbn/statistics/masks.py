@@ -12,7 +12,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ..checks import check_callable, check_flag, check_is_tensor
 from ..models import check_module
-from ..ops import Masking
+from ..ops import Masking, of_positions
 from ..options import Masks
 from ..torch_internals import is_transforming
 
@@ -38,7 +38,10 @@ def masking_of(layer: nn.Module | None, input: Tensor, masks: Masks) -> Masking 
     # Copied, because callers may write to theirs before backward.
     if lengths is not None:
         _check_lengths(lengths, input)
-        return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
+        if not is_compiling():
+            return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
+        # A mask asks for no size in backward, where Dynamo may take one from a stride, which differs between calls.
+        mask = of_positions(lengths, input)
     assert mask is not None
     check_is_tensor("mask", mask)
     if mask.dtype != torch.bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
+
+_Number = TypeVar("_Number")
 
 # In place of the options: a rank that makes no call, because it has raised an error.
 RAISED = 0
@@ -71,13 +73,17 @@ class SharedOptions(NamedTuple):
         return ", ".join([*values, "in accumulate_statistics"] if self.accumulates else values)
 
 
+def as_number(value: _Number) -> _Number:
+    """Returns ``value`` as a number, where torch.compile may have a symbol for it: sets hold numbers only."""
+    return next(iter({value}))
+
+
 def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
     """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
     options = _common(layer, options)
-    # torch.compile may have symbols for these three. In a set it has to replace them by their numbers.
-    eps, momentum = next(iter({options.eps})), next(iter({options.momentum}))
+    eps, momentum = as_number(options.eps), as_number(options.momentum)
     options = options._replace(eps=eps, momentum=momentum, activation=None)
-    return SharedOptions(next(iter({input.size(1)})), input.dtype == torch.float64, accumulates, options)
+    return SharedOptions(as_number(input.size(1)), input.dtype == torch.float64, accumulates, options)
 
 
 def _common(layer: nn.Module | None, options: Options) -> Options:

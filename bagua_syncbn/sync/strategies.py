@@ -19,6 +19,7 @@ from .protocol import RankSync
 from .signatures import (
     SharedOptions,
     adds_up_stats,
+    as_number,
     exact_bits,
     hash_of,
     kind_of,
@@ -110,7 +111,10 @@ def sync_of(
 ) -> Sync:
     """Returns the strategy of a training call of ``layer`` with the ranks of ``communicator``."""
     if communicator.size == 1:
-        return COMPILED_LOCAL_SYNC if torch.compiler.is_compiling() else LOCAL_SYNC
+        if not torch.compiler.is_compiling():
+            return LOCAL_SYNC
+        as_number(input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
+        return COMPILED_LOCAL_SYNC
     if torch.compiler.is_compiling():
         shared = shared_options(layer, input, options, accumulates)
         return CompiledSync(communicator, kind_of(layer), shared, input)

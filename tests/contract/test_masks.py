@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import laid_out
 from replicated import parallel
 from torch import nn
 from torch._dynamo.utils import counters
@@ -164,6 +165,22 @@ def test_compiled_models_use_masks_of_changing_sizes(ways):
         with masked(layer, mask, rule=rule) if way in ("masked", "rule") else nullcontext():
             output = compiled(input, mask=mask if way == "argument" else None)
         torch.testing.assert_close(output, eager(input, mask=mask))
+
+
+def test_compiled_backward_takes_gradients_in_any_layout():
+    """Dynamo knows N as a stride of the output, and takes it from the gradient, whose strides it does not look at."""
+    torch._dynamo.reset()
+
+    def normalized(x, mask):  # symbols depend on these names
+        return sync_batch_norm(x, None, None, mask=mask)
+
+    compiled = torch.compile(normalized, backend="eager", fullgraph=True)
+    for size, layout in (((3, 2, 4, 5), "contiguous"), ((6, 3, 4, 4), "transposed")):
+        (batch, grad_output), mask, grads = draw(size), torch.rand(size[0], 1, *size[2:]) < 0.5, []
+        for function in (compiled, normalized):
+            input = laid_out(batch.clone(), layout).requires_grad_()
+            grads += torch.autograd.grad(function(input, mask), input, grad_output)
+        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("name", ["mask", "lengths"])
