@@ -58,6 +58,10 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
             job, whatever groups the layers have.
         weight: the weight of a batch of this rank: for example its number of samples, where ranks have others.
 
+    Shape:
+        - ``running_mean``, ``running_var`` of each layer: (C)
+        - ``num_batches_tracked``: scalar
+
     Raises:
         TypeError: ``module`` is no module; ``process_group`` is of no known kind.
         ValueError: ``weight`` is not finite or not above 0; a layer has ``momentum=None`` and no
