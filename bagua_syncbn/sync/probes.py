@@ -162,10 +162,15 @@ def resume(history: CallHistory) -> None:
             "its ranks do not agree on what comes next any more: end the job, or convert the model again on all ranks, "
             "with a group that torch.distributed.new_group() has made since"
         )
-    answer = pending.answer.wait()
-    said = [describe(header) for header in pending.probe.headers_in(answer)]
-    if pending.texts is not None:
-        said = by_text(pending.texts.wait())
+    try:
+        answer = pending.answer.wait()
+        said = [describe(header) for header in pending.probe.headers_in(answer)]
+        if pending.texts is not None:
+            said = by_text(pending.texts.wait())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"process_group: expected one that works, got one that failed before, in the {history.failure}; {error}"
+        ) from error
     if not pending.probe.is_unanimous(answer):
         raise RuntimeError(differ_text(said))
     history.failure = None

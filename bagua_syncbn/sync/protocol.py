@@ -192,7 +192,9 @@ class RankSync:
                 said = by_text(self.communicator.all_gather(codes_of(own)))
             except BaseException as error:
                 leave(self.communicator, own, error)
-                raise
+                if not isinstance(error, RuntimeError):
+                    raise
+                said = [f"this rank: {own}", f"another rank: no text, since {error}"]
         elif headers:
             said = [f"rank {rank}: {describe(header)}" for rank, header in enumerate(headers)]
             said[self.communicator.rank] = f"rank {self.communicator.rank}: {own}"
