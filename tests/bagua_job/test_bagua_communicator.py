@@ -103,7 +103,7 @@ def test_a_layer_checks_its_calls_once_in_each_job():
     assert seen[0] is not None
     assert seen[0] is seen[1] is seen[2]
     with patch.object(communication, "_default_pg", copy.copy(communication._default_pg)):  # as in another job
-        assert layer._group_spec.found() is None
+        assert layer._group_spec.made() is None
 
 
 @pytest.mark.ranks(2)
