@@ -17,7 +17,7 @@ from bagua_syncbn.verification import BatchNoise
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from train_digits import build_model, global_batches, load_data
 
-STEPS = 537  # of the demo
+STEPS = 537  # as in the demo
 
 
 def trained(steps: int) -> tuple[nn.Module, Tensor, Tensor]:

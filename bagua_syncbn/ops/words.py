@@ -1,4 +1,4 @@
-"""What ranks send: layout, and words, integers by which they find out whether they all make the same call.
+"""Messages of ranks: their layout, and words, integers that tell whether all ranks make the same call.
 
 Forward, a row of statistics: ``[mean (C) | var (C) | low | high | words]``, the biased variance, and the number of
 values per channel as ``low + high * 2**24``, since a float32 holds every integer only up to ``2**24``. The words are

@@ -133,7 +133,7 @@ def test_batched_gradients_equal_each_by_itself(length, training, options):
 def test_derivatives_equal_numerical_ones(options, training, mask):
     """First and second ones, backward, forward and in batches: gradcheck of torch's own tests of its layers."""
     layer = SyncBatchNorm(3, **{"eps": EPS} | options).double().train(training)
-    scale = torch.tensor([0.2, 2, 3]).view(-1, 1)  # of the variances, the first below EPS
+    scale = torch.tensor([0.2, 2, 3]).view(-1, 1)  # the first variance is below EPS
     tensors = [draw(5, 3, 2, seed=1) * scale, draw(3, seed=2), draw(3, seed=3), draw(5, 3, 2, seed=4)]
     tensors = [tensor.requires_grad_() for tensor in (tensors if "activation" in options else tensors[:3])]
 

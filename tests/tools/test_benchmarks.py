@@ -34,7 +34,7 @@ def smoke(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments])
         benchmarks.__main__.main()
-    dist.destroy_process_group()  # of the section gpu
+    dist.destroy_process_group()  # the section gpu made it
     torch.set_num_threads(threads)
     return json.loads(output.read_text()), shown.getvalue()
 
