@@ -169,9 +169,10 @@ def batch_norm(
     """Calls :func:`sync_batch_norm` with its arguments in records. Callers tell their peers of errors."""
     input, weight, bias, residual = tensors
     if is_distributed(input):
-        from .step.sharded import on_shards  # not above, because it imports torch.distributed.tensor
+        from .step.sharded import shards_of  # not above, because it imports torch.distributed.tensor
 
-        return on_shards(batch_norm, tensors, buffers, options, training, process_group, layer, masks)
+        tensors, buffers, whole = shards_of(tensors, buffers, training, process_group, layer, masks)
+        return whole(batch_norm(tensors, buffers, options, training, process_group, layer, masks))
     is_replica = training and isinstance(process_group, Replica)
 
     def make() -> Call:

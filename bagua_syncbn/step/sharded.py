@@ -10,20 +10,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .. import ops
 from ..checks import check_dimensions
 from ..communicators import Replica, spec_of
-from ..options import Masks, Options, Tensors
+from ..options import Masks, Tensors
 
 
-def on_shards(
-    compute: Callable[..., Tensor],
+def shards_of(
     tensors: Tensors,
     buffers: ops.Buffers,
-    options: Options,
     training: bool,
     process_group: Any,
     layer: nn.Module | None,
     masks: Masks,
-) -> Tensor:
-    """Returns ``compute`` of these arguments, with shards in place of DTensors, as a DTensor placed as ``input``.
+) -> tuple[Tensors, ops.Buffers, Callable[[Tensor], Tensor]]:
+    """Returns the shards of tensors and buffers, and a function that makes the output's shard a DTensor like ``input``.
 
     Raises:
         TypeError: ``input`` is no DTensor or a sum that is not added up, or another tensor is not placed as it has to
@@ -43,11 +41,10 @@ def on_shards(
     if training:
         shards.check_group(process_group)
     own_input, own_residual = shards.own("input", input), shards.own("residual", residual)
+    assert own_input is not None
     # Last, because they may communicate.
     parameters = shards.parameter("weight", weight), shards.parameter("bias", bias)
-    own = own_input, *parameters, own_residual
-    output = compute(own, buffers, options, training, process_group, layer, masks)
-    return shards.whole(output)
+    return (own_input, *parameters, own_residual), buffers, shards.whole
 
 
 class _Shards:
