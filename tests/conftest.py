@@ -3,21 +3,20 @@
 import gc
 import os
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from emulated import CSRC, build_library, find_headers, load_library
-from large_groups import LargeGroups
-from workers import WorkerPool
+
+from tests.helpers.emulated import CSRC, build_library, find_headers, load_library
+from tests.helpers.large_groups import LargeGroups
+from tests.helpers.workers import WorkerPool
 
 # Assertions in helpers say what they compared, as in the files of tests.
-pytest.register_assert_rewrite("cases", "comparison", "observed", "replicated", "training")
-
-# For `benchmarks`. Last, so that the package that is tested is the one that was installed or built for it.
-sys.path.append(str(Path(__file__).parents[1]))
+pytest.register_assert_rewrite(
+    *(f"tests.helpers.{name}" for name in ("cases", "comparison", "observed", "replicated", "training"))
+)
 
 # TF32 in cuBLAS and cuDNN has errors a hundred times the tolerances; the variable holds for ranks as well.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
@@ -36,7 +35,7 @@ else:
 
 @pytest.fixture(scope="session")
 def pool():
-    """Ranks on this machine, see :mod:`workers`."""
+    """Ranks on this machine, see `helpers/workers.py`."""
     torch.set_num_threads(1)  # the ranks need the cores
     workers = WorkerPool()
     yield workers
@@ -67,7 +66,7 @@ def single_threaded():
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """The CUDA ops over emulated kernels, see :mod:`emulated`."""
+    """The CUDA ops over emulated kernels, see `helpers/emulated.py`."""
     headers = find_headers()
     if headers is None or shutil.which("g++") is None or not CSRC.exists():
         pytest.skip("needs g++, the headers of the CUDA toolkit and the sources")

@@ -11,9 +11,9 @@ if "bagua" not in packages_distributions():
 
 @pytest.fixture(scope="session")
 def pool():
-    """Ranks of a Bagua job on this machine, with its native edge replaced: see :mod:`native`."""
-    from native import join_job
-    from workers import WorkerPool
+    """Ranks of a Bagua job on this machine, with its native edge replaced: see `native.py`."""
+    from tests.bagua_job.native import join_job
+    from tests.helpers.workers import WorkerPool
 
     torch.set_num_threads(1)  # the ranks need the cores
     workers = WorkerPool(join_job)

@@ -2,16 +2,19 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from native import install
 from torch import nn
 
 import bagua_syncbn
 
 
 def main():
+    sys.path.append(str(Path(__file__).parents[2]))  # for `tests`; the package is the one that is installed
+    from tests.bagua_job.native import install
+
     dist.init_process_group("gloo")
     install()
     import bagua.torch_api as bagua

@@ -16,8 +16,9 @@ from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
-import workers
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.helpers import workers
 
 log = []
 _numbers = itertools.count(1)

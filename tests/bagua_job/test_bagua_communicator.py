@@ -10,16 +10,16 @@ import bagua.torch_api.communication as communication
 import pytest
 import torch
 import torch.distributed as dist
-from native import HostCommunicator, Watch, current_stream, log
-from own_groups import communicator_of, mean_over
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
-from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm, with_bagua
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua
 from bagua_syncbn.communicators.c10d import TorchCommunicator
+from tests.bagua_job.native import HostCommunicator, Watch, current_stream, log
+from tests.helpers.own_groups import communicator_of, mean_over
+from tests.helpers.training import through_file
 
 COLLECTIVES = ("allgather", "allreduce", "broadcast")
 

@@ -2,16 +2,16 @@
 
 # ruff: noqa: F401 - pytest runs what is imported
 
-from test_accumulation import test_ranks_with_uneven_and_empty_micro_batches
-from test_contract import (
+from tests.contract.test_accumulation import test_ranks_with_uneven_and_empty_micro_batches
+from tests.contract.test_contract import (
     test_ranks_equal_one_process,
     test_ranks_equal_one_process_in_drawn_cases,
     test_ranks_equal_one_process_with_each_option,
     test_ranks_with_masks_equal_one_process,
 )
-from test_double_backward import test_third_derivatives_equal_one_process
-from test_forward_in_backward import test_forwards_in_a_backward_pass_equal_one_process
-from test_fused import test_fused_ranks_equal_the_formula_in_one_process
-from test_recomputation import test_checkpoints_equal_plain_steps_with_each_option
-from test_recompute_outputs import test_recomputed_outputs_are_the_same_bits_over_ranks
-from test_transforms import test_transforms_over_ranks_equal_one_process
+from tests.step.test_double_backward import test_third_derivatives_equal_one_process
+from tests.step.test_forward_in_backward import test_forwards_in_a_backward_pass_equal_one_process
+from tests.step.test_fused import test_fused_ranks_equal_the_formula_in_one_process
+from tests.step.test_recomputation import test_checkpoints_equal_plain_steps_with_each_option
+from tests.step.test_recompute_outputs import test_recomputed_outputs_are_the_same_bits_over_ranks
+from tests.step.test_transforms import test_transforms_over_ranks_equal_one_process

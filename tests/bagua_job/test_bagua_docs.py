@@ -4,7 +4,8 @@ import os
 
 import torch
 import torch.distributed as dist
-from test_docs import NEEDS_BAGUA, PAGES, read_blocks
+
+from tests.tools.test_docs import NEEDS_BAGUA, PAGES, read_blocks
 
 
 def blocks():
@@ -13,7 +14,8 @@ def blocks():
 
 def run_blocks(directory):
     import bagua.torch_api
-    from native import reset
+
+    from tests.bagua_job.native import reset
 
     os.chdir(directory)
     rank, size = dist.get_rank(), dist.get_world_size()

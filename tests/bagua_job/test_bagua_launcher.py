@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-TESTS = Path(__file__).resolve().parents[1]
+PROGRAM = Path(__file__).with_name("launched.py")
 
 
 def free_port():
@@ -26,10 +26,9 @@ def test_a_bagua_job_by_the_launchers_variables(launcher, tmp_path):
     options = ["--nproc_per_node=2", f"--master_port={free_port()}"]
     if launcher == "bagua.distributed.launch":
         options.append(f"--bagua_service_port={free_port()}")
-    paths = os.pathsep.join([str(TESTS / "helpers"), os.environ.get("PYTHONPATH", "")])
     nccl = str(Path(next(iter(nvidia.nccl.__path__))) / "lib")
-    variables = {"LD_LIBRARY_PATH": nccl, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-m", launcher, *options, str(TESTS / "bagua_job" / "launched.py"), str(tmp_path)]
+    variables = {"LD_LIBRARY_PATH": nccl, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", launcher, *options, str(PROGRAM), str(tmp_path)]
     finished = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))

@@ -7,11 +7,11 @@ test_bagua_wrapper.py tries all algorithms.
 import pytest
 import torch
 import torch.nn.functional as F
-from native import log
-from test_bagua_wrapper import ALGORITHMS, make_algorithm, make_model, make_optimizer
 
 import bagua_syncbn
 from bagua_syncbn.communicators import bagua
+from tests.bagua_job.native import log
+from tests.bagua_job.test_bagua_wrapper import ALGORITHMS, make_algorithm, make_model, make_optimizer
 
 RUNS = [("host", "gradient_allreduce"), *(pytest.param("gpu", name, marks=pytest.mark.gpu) for name in ALGORITHMS)]
 
@@ -19,8 +19,8 @@ RUNS = [("host", "gradient_allreduce"), *(pytest.param("gpu", name, marks=pytest
 @pytest.fixture(scope="module")
 def one_rank(request):
     """Runs a function on the one rank of a Bagua job."""
-    from native import join_job_on_a_gpu
-    from workers import WorkerPool
+    from tests.bagua_job.native import join_job_on_a_gpu
+    from tests.helpers.workers import WorkerPool
 
     on_host = request.param == "host"
     workers = request.getfixturevalue("pool") if on_host else WorkerPool(join_job_on_a_gpu)

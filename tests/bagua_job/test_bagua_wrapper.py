@@ -12,12 +12,12 @@ from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from native import log
-from own_groups import communicator_of
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import bagua
+from tests.bagua_job.native import log
+from tests.helpers.own_groups import communicator_of
 
 ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
 SPLITS = (3, 5)

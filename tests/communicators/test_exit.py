@@ -6,12 +6,12 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from own_groups import communicator_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator
+from tests.helpers.own_groups import communicator_of
 
 # A process group as a layer may be given it, and the group behind it.
 KINDS = {

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from own_groups import SECONDS, join, mean_over
 from torch import nn
 
 from bagua_syncbn import convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup
 from bagua_syncbn.communicators.jobs import MeetingError, meet
+from tests.helpers.own_groups import SECONDS, join, mean_over
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from observed import GATHER, collectives
-from own_groups import communicator_of, forget_groups, mean_over
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import through_file
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, groups, jobs
+from tests.helpers.observed import GATHER, collectives
+from tests.helpers.own_groups import communicator_of, forget_groups, mean_over
+from tests.helpers.training import through_file
 
 # Groups by description
 

@@ -9,18 +9,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observed import collectives
-from replicated import parallel
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from user_layers import BatchNormAct1d
 
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, functional, ops, sync_batch_norm
 from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.options import Options
 from benchmarks.one_rank import Twin
+from tests.helpers.observed import collectives
+from tests.helpers.replicated import parallel
+from tests.helpers.user_layers import BatchNormAct1d
 
 
 class Beside(nn.Module):

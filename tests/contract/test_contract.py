@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
-from cases import Case, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.helpers.cases import Case, check
 
 pytestmark = pytest.mark.reference_too
 

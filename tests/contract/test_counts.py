@@ -11,14 +11,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from counted import EXCHANGE
-from dispatched import count_step
-from observed import MESSAGE
 from torch import nn
-from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn import ops
+from tests.helpers.counted import EXCHANGE
+from tests.helpers.dispatched import count_step
+from tests.helpers.observed import MESSAGE
+from tests.helpers.user_layers import BatchNormAct
 
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it

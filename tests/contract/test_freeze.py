@@ -6,12 +6,10 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from observed import collectives
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import update_bn
-from user_layers import BatchNormAct, Doubled
 
 from bagua_syncbn import (
     SyncBatchNorm2d,
@@ -21,6 +19,8 @@ from bagua_syncbn import (
     revert_sync_batchnorm,
     unfreeze_statistics,
 )
+from tests.helpers.observed import collectives
+from tests.helpers.user_layers import BatchNormAct, Doubled
 
 SPLITS = {1: (5,), 2: (2, 3), 3: (1, 4, 0), 4: (2, 1, 3, 1)}
 

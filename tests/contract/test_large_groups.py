@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
-from cases import Case, check, compare, run_rank
-from test_contract import GRID
 
 from bagua_syncbn import SyncBatchNorm, ops
+from tests.contract.test_contract import GRID
+from tests.helpers.cases import Case, check, compare, run_rank
 
 # The contract on real ranks.
 

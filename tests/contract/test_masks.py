@@ -6,8 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import laid_out
-from replicated import parallel
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +18,8 @@ from bagua_syncbn import (
     recompute_outputs,
     sync_batch_norm,
 )
+from tests.helpers.cases import laid_out
+from tests.helpers.replicated import parallel
 
 pytestmark = pytest.mark.reference_too
 

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from observed import collectives
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from user_layers import BatchNormAct1d
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, merge_statistics
 from bagua_syncbn.communicators import LOCAL
+from tests.helpers.observed import collectives
+from tests.helpers.user_layers import BatchNormAct1d
 
 BATCHES = {1: (3,), 2: (1, 4), 3: (2, 0, 3), 4: (2, 1, 0, 5)}
 

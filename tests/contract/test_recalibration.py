@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from user_layers import BatchNormAct
 
 from bagua_syncbn import (
     SyncBatchNorm2d,
@@ -22,6 +21,7 @@ from bagua_syncbn import (
     fuse_activations,
     recalibrate_statistics,
 )
+from tests.helpers.user_layers import BatchNormAct
 
 
 class Model(nn.Module):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, run_rank, run_reference
-from tolerances import assert_close
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
+from tests.helpers.cases import Case, run_rank, run_reference
+from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.reference_too
 

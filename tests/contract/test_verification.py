@@ -341,6 +341,6 @@ def for_command():
 @pytest.mark.ranks(2)
 def test_the_command_ends_with_the_verdict():
     with pytest.raises(SystemExit, match="1"):
-        main(["--by-layer", "test_verification:for_command"])
+        main(["--by-layer", f"{__name__}:for_command"])
     with pytest.raises(SystemExit):
-        main(["test_verification"])
+        main([__name__])

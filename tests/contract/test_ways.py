@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, positions_of, run_rank
 
 from bagua_syncbn import merge_statistics, recalibrate_statistics
 from bagua_syncbn.communicators import LOCAL
+from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, positions_of, run_rank
 
 pytestmark = pytest.mark.reference_too
 

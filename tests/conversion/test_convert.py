@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
-from training import through_file
-from user_layers import BatchNormReLU, Doubled
 
 import bagua_syncbn
 from bagua_syncbn import (
@@ -27,6 +25,8 @@ from bagua_syncbn import (
 )
 from bagua_syncbn.communicators import LOCAL, RankGroup
 from bagua_syncbn.sync_batchnorm import BatchNorm
+from tests.helpers.training import through_file
+from tests.helpers.user_layers import BatchNormReLU, Doubled
 
 
 class LocalSubclass(SyncBatchNorm2d):

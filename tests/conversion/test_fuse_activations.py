@@ -9,7 +9,6 @@ from math import nan
 import pytest
 import torch
 import torch.distributed as dist
-from replicated import parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,7 @@ from bagua_syncbn import (
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.conversion.fusing import FusedActivation
 from bagua_syncbn.ops.activations import MODULES as ACTIVATIONS
+from tests.helpers.replicated import parallel
 
 
 class Residual(nn.Module):

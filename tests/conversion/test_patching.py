@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import SyncBatchNorm as ImportedBefore
 from torch.nn.parallel import DistributedDataParallel
-from training import check, make_model, make_optimizer, train
-from user_layers import BatchNormReLU
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, patch_torch_converter, revert_sync_batchnorm
+from tests.helpers.training import check, make_model, make_optimizer, train
+from tests.helpers.user_layers import BatchNormReLU
 
 # Steps of trainers, in their order.
 

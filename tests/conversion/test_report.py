@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from user_layers import BatchNormReLU
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, convert_sync_batchnorm, with_bagua
+from tests.helpers.user_layers import BatchNormReLU
 
 
 def choice():

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
-from user_layers import BatchNormAct, Doubled
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm
+from tests.helpers.user_layers import BatchNormAct, Doubled
 
 CONVERTERS = {"torch": nn.SyncBatchNorm.convert_sync_batchnorm, "ours": convert_sync_batchnorm}
 SAMPLES = torch.ones(4, 2)

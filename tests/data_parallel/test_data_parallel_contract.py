@@ -6,9 +6,6 @@ from weakref import ref
 
 import pytest
 import torch
-from formula import Clamped
-from replicated import GPU_PLACES, PAIRS, build, check_equal, inputs_of, parallel, run
-from tolerances import assert_close
 from torch import nn
 
 from bagua_syncbn.communicators import replicas
@@ -17,6 +14,9 @@ from bagua_syncbn.data_parallel import (
     SynchronizedBatchNorm2d,
     convert_model,
 )
+from tests.helpers.formula import Clamped
+from tests.helpers.replicated import GPU_PLACES, PAIRS, build, check_equal, inputs_of, parallel, run
+from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]

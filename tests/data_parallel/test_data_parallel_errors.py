@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from replicated import Steps, build, inputs_of, parallel, promptly
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d
+from tests.helpers.replicated import Steps, build, inputs_of, parallel, promptly
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 

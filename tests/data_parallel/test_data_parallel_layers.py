@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from formula import Clamped
-from replicated import PAIRS, parallel
-from tolerances import assert_close
 from torch import nn
 
 import bagua_syncbn
@@ -16,6 +13,9 @@ from bagua_syncbn.data_parallel import (
     convert_model,
     patch_sync_batchnorm,
 )
+from tests.helpers.formula import Clamped
+from tests.helpers.replicated import PAIRS, parallel
+from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 

@@ -5,9 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from replicated import GPU_PLACES, Steps, build, check_equal, devices, inputs_of, parallel, promptly, run
 from torch import nn
-from training import through_file
 
 import bagua_syncbn
 from bagua_syncbn import data_parallel as dp
@@ -20,6 +18,8 @@ from bagua_syncbn.data_parallel import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from tests.helpers.replicated import GPU_PLACES, Steps, build, check_equal, devices, inputs_of, parallel, promptly, run
+from tests.helpers.training import through_file
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]

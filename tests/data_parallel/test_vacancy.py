@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from formula import Clamped
-from replicated import build, check_equal, inputs_of, run
 from torch import nn
 
 import bagua_syncbn
@@ -21,6 +19,8 @@ from bagua_syncbn.vacancy import (
     patch_sync_batchnorm,
     set_sbn_eps_mode,
 )
+from tests.helpers.formula import Clamped
+from tests.helpers.replicated import build, check_equal, inputs_of, run
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 CLASSES = [SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d]

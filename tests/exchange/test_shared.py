@@ -16,12 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from observed import collectives
-from own_groups import communicator_of as layers_communicator
 
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import SharedCommunicator, TorchCommunicator, communicator_of, shared
 from bagua_syncbn.torch_internals import backend_and_store
+from tests.helpers.observed import collectives
+from tests.helpers.own_groups import communicator_of as layers_communicator
 
 pytestmark = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 

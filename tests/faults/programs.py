@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from observed import collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -22,6 +21,7 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.communicators import communicator_of
 from bagua_syncbn.sync.history import CallHistory, history_in
+from tests.helpers.observed import collectives
 
 STEPS = 3
 

@@ -8,15 +8,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-import programs
 import pytest
 import torch
-from programs import REFUSED, Change, Model, is_odd, message_of, own_group, own_model, run
 from torch import Tensor, nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL, shared
 from bagua_syncbn.sync.signatures import RAISED, describe
+from tests.faults import programs
+from tests.faults.programs import REFUSED, Change, Model, is_odd, message_of, own_group, own_model, run
 
 
 @dataclass(frozen=True)

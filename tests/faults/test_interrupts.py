@@ -13,12 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from own_groups import join
-from programs import is_odd, own_group
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import shared
+from tests.faults.programs import is_odd, own_group
+from tests.helpers.own_groups import join
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 PLACES = "sync/protocol.py", "sync/", "communicators/", "step/function.py", "functional.py"

@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import laid_out
-from tolerances import DTYPES, assert_close
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from traced import count, trace
-from workers import WorkerPool
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator, jobs
 from benchmarks.one_rank import OneRankGroup
+from tests.helpers.cases import laid_out
+from tests.helpers.tolerances import DTYPES, assert_close
+from tests.helpers.traced import count, trace
+from tests.helpers.workers import WorkerPool
 
 pytestmark = pytest.mark.gpu
 

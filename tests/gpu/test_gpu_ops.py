@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import laid_out
-from comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
-from tolerances import DTYPES
-from traced import count, trace
 
 from bagua_syncbn import ops
 from bagua_syncbn.ops import IDENTITY, activation_of, agreement, aten
 from bagua_syncbn.ops.activations import ACTIVATIONS
+from tests.helpers.cases import laid_out
+from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
+from tests.helpers.tolerances import DTYPES
+from tests.helpers.traced import count, trace
 
 pytestmark = pytest.mark.gpu
 

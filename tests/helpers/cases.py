@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tolerances import TOLERANCES, assert_close
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from user_layers import BatchNormAct
 
 import bagua_syncbn
 from bagua_syncbn.data_parallel import DataParallelWithCallback
 from bagua_syncbn.ops.activations import activation_of
+from tests.helpers.tolerances import TOLERANCES, assert_close
+from tests.helpers.user_layers import BatchNormAct
 
 
 @dataclass(frozen=True)

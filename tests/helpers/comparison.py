@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from cases import laid_out
-from tolerances import TOLERANCES, assert_close
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
+from tests.helpers.cases import laid_out
+from tests.helpers.tolerances import TOLERANCES, assert_close
 
 SPEAKER, CALL, FINGERPRINT = 7 * 2**24 + 5, 9, 2**36 - 2**14 + 7
 

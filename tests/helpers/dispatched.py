@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from counted import EXCHANGE, CollectiveCounter
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.counted import EXCHANGE, CollectiveCounter
 
 # The arguments of c10d's ops that hold what this rank contributes.
 _PAYLOAD = ("input", "input_tensor", "input_tensors", "inputs", "tensor", "tensors")

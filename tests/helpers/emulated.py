@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from compiled import ROOT, compile_once
 
 from bagua_syncbn.ops.definition import SCHEMAS
+from tests.helpers.compiled import ROOT, compile_once
 
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from workers import WorkerPool
+from tests.helpers.workers import WorkerPool
 
 
 def as_large(function: Callable[..., Any], *args: Any) -> Any:

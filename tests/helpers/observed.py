@@ -3,11 +3,11 @@
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from counted import EXCHANGE, CollectiveCounter
-from dispatched import reads_on_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn.communicators import shared
+from tests.helpers.counted import EXCHANGE, CollectiveCounter
+from tests.helpers.dispatched import reads_on_host
 
 # The call of a forward or backward pass of few channels: an exchange through shared memory, or c10d's method, by the
 # name that this torch has for it.

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from tolerances import assert_close
 from torch import nn
 
 from bagua_syncbn.communicators import replicas
@@ -14,6 +13,7 @@ from bagua_syncbn.data_parallel import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
+from tests.helpers.tolerances import assert_close
 
 GPU_PLACES = ("one GPU", "several GPUs")
 PAIRS = {

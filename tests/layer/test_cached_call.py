@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_packages import DynamicBatchNorm
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -15,6 +14,7 @@ import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import LOCAL
 from benchmarks.one_rank import Twin
+from tests.helpers.fake_packages import DynamicBatchNorm
 
 pytestmark = pytest.mark.reference_too
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from training import check, make_model, make_optimizer, train
 
 import bagua_syncbn
+from tests.helpers.training import check, make_model, make_optimizer, train
 
 
 class NoBagua:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.ao.quantization import fuse_modules_qat, get_default_qat_qconfig, prepare_qat
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from training import STEPS, make_batches, make_model, make_optimizer
 
 from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, sync_batch_norm
+from tests.helpers.training import STEPS, make_batches, make_model, make_optimizer
 
 
 def evaluated(process_group="node"):

@@ -6,12 +6,12 @@ from operator import attrgetter
 
 import pytest
 import torch
-from tolerances import assert_close
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, sync_batch_norm
 from bagua_syncbn.functional import _warn_if_launched_with_others
+from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.reference_too
 

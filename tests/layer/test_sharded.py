@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from tolerances import assert_close
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, LocalCommunicator
+from tests.helpers.tolerances import assert_close
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from training import check, make_batches, make_model, make_optimizer, one_process, through_file, train
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
+from tests.helpers.training import check, make_batches, make_model, make_optimizer, one_process, through_file, train
 
 # DistributedDataParallel
 

@@ -4,10 +4,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from aten_functions import ATEN
 
 import bagua_syncbn.ops
 from bagua_syncbn.ops import aten
+from tests.helpers.aten_functions import ATEN
 
 
 @pytest.fixture

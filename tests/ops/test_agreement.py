@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from aten_functions import ATEN
-from tolerances import DTYPES
 
 from bagua_syncbn import SyncBatchNorm1d
 from bagua_syncbn.ops import agreement, fallback, reference
 from bagua_syncbn.ops.definition import SCHEMAS
+from tests.helpers.aten_functions import ATEN
+from tests.helpers.tolerances import DTYPES
 
 CPU = torch.device("cpu")
 OPS = [name for name in SCHEMAS if not name.endswith("_")]

@@ -5,15 +5,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from aten_functions import ATEN
-from comparison import OpCase, check
-from tolerances import assert_close
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.ops import aten, reference
 from bagua_syncbn.ops.definition import SCHEMAS
+from tests.helpers.aten_functions import ATEN
+from tests.helpers.comparison import OpCase, check
+from tests.helpers.tolerances import assert_close
 
 
 def test_four_ops_go_over_the_input_by_atens_kernels(called):

@@ -10,15 +10,15 @@ import warnings
 
 import pytest
 import torch
-from aten_functions import ATEN
-from cases import laid_out
-from comparison import OpCase, check, check_merge
-from compiled import ROOT
-from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn.ops import activation_of, fallback, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS
+from tests.helpers.aten_functions import ATEN
+from tests.helpers.cases import laid_out
+from tests.helpers.comparison import OpCase, check, check_merge
+from tests.helpers.compiled import ROOT
+from tests.helpers.tolerances import assert_close
 
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
 

@@ -6,7 +6,8 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from compiled import ROOT, compile_once
+
+from tests.helpers.compiled import ROOT, compile_once
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
-from cases import laid_out
-from comparison import check_last_of_many
-from tolerances import assert_close
 from torch.profiler import ProfilerActivity, profile
 
 import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.ops import IDENTITY
 from bagua_syncbn.ops.activations import activation_of
+from tests.helpers.cases import laid_out
+from tests.helpers.comparison import check_last_of_many
+from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for plain torch"

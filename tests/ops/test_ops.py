@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import laid_out
-from observed import ForbidHostReads
-from tolerances import assert_close
 
 from bagua_syncbn import ops
+from tests.helpers.cases import laid_out
+from tests.helpers.observed import ForbidHostReads
+from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.reference_too
 

@@ -4,13 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from cases import SHAPES_IN_LAYOUTS
-from comparison import OpCase, check, check_activation, check_merge, check_not_finite
-from tolerances import DTYPES
-from wrong_arguments import WRONG_ARGUMENTS, check_refused
 
 from bagua_syncbn.ops import IDENTITY, KERNELS, activation_of, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS
+from tests.helpers.cases import SHAPES_IN_LAYOUTS
+from tests.helpers.comparison import OpCase, check, check_activation, check_merge, check_not_finite
+from tests.helpers.tolerances import DTYPES
+from tests.helpers.wrong_arguments import WRONG_ARGUMENTS, check_refused
 
 GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7)))]
 POSITIONS = ["scattered", "none", "all"]

@@ -21,11 +21,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from fake_packages import PACKAGES, stand_in_for
 from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn.conversion import registry
+from tests.helpers.fake_packages import PACKAGES, stand_in_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, check
-from formula import EPS, draw, normalize
-from observed import MESSAGE, collectives
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm
+from tests.helpers.cases import Case, check
+from tests.helpers.formula import EPS, draw, normalize
+from tests.helpers.observed import MESSAGE, collectives
 
 ACTIVATIONS = ["silu", "gelu_tanh", ("elu", 0.7), "relu", "tanh"]
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from replicated import PAIRS, inputs_of, parallel
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad
 from torch.fx import symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from user_layers import BatchNormAct
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.ops import activations
 from bagua_syncbn.step import this_thread
 from bagua_syncbn.torch_internals import saving_hooks
 from benchmarks.sections.stored import Storages
+from tests.helpers.replicated import PAIRS, inputs_of, parallel
+from tests.helpers.user_layers import BatchNormAct
 
 
 class Readers(nn.Module):

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from observed import MESSAGE_IN_GRAPH
-from own_groups import forget_groups
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -22,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, with_bagua
+from tests.helpers.observed import MESSAGE_IN_GRAPH
+from tests.helpers.own_groups import forget_groups
 
 
 class OwnForward(nn.BatchNorm2d):

@@ -9,13 +9,10 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
-from fake_packages import fairscale_checkpoint_wrapper
-from observed import collectives
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from user_layers import BatchNormAct1d
 
 from bagua_syncbn import (
     Repeatable,
@@ -28,6 +25,9 @@ from bagua_syncbn import (
 )
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.step import checkpointing
+from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
+from tests.helpers.observed import collectives
+from tests.helpers.user_layers import BatchNormAct1d
 
 SPLITS = (2, 5)
 
@@ -169,7 +169,7 @@ def train_with(hows, kind, options):
 
 
 def check(pool, hows, kind, **options):
-    """Compares with plain training, which :mod:`test_contract` compares with one process."""
+    """Compares with plain training, which `test_contract.py` compares with one process."""
     for rank in pool.run(train_with, len(options.get("splits", SPLITS)), hows, kind, options):
         expected = rank.pop(None)
         for how, results in rank.items():

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 import torch.distributed as dist
-from formula import EPS, draw, normalize
-from observed import MESSAGE, collectives
-from own_groups import communicator_of
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
 from bagua_syncbn.ops.activations import ACTIVATIONS
+from tests.helpers.formula import EPS, draw, normalize
+from tests.helpers.observed import MESSAGE, collectives
+from tests.helpers.own_groups import communicator_of
 
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)

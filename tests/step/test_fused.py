@@ -7,13 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, check
-from formula import draw
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.ops.activations import ACTIVATIONS
+from tests.helpers.cases import Case, check
+from tests.helpers.formula import draw
 
 pytestmark = pytest.mark.reference_too
 

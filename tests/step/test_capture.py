@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from observed import ForbidHostReads
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import convert_sync_batchnorm, fuse_activations, masked, recompute_outputs
+from tests.helpers.observed import ForbidHostReads
 
 
 def make_model():
