@@ -1,23 +1,22 @@
 """Recalibration: running statistics of given batches, as averaged weights need them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 from warnings import warn
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import ops
 from ..checks import named
-from ..communicators import LOCAL, spec_of
+from ..communicators import spec_of
 from ..models import check_module
 from ..options import Options, options_of
 from ..sync import name_of, sum_over_ranks, tells_peers
 from ..sync_batchnorm import SyncBatchNorm
-from ..verification.unchanged import forward_of, unchanged
+from ..verification.unchanged import forward_of, observe
 from .masks import masking_of
 from .merging import layers_with_statistics, merged_over_ranks
 
@@ -91,11 +90,13 @@ def recalibrate_statistics(
     nothing = torch.empty(0, dtype=torch.float64, device=_device_of(layers))
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
     shown = _with_progress(batches) if communicator.rank == 0 else batches
-    with _alone_in_training(module, layers):
-        accumulators = _run(run, shown, layers)
-    own = [accumulator.moments() for accumulator in accumulators]
-    merged = merged_over_ranks(_NAME, module, layers, own, communicator)
-    _set_statistics(layers, merged)
+    accumulators = {
+        name: ops.StatisticsAccumulator(layer.running_mean.numel(), layer.running_mean.device)
+        for name, layer in layers.items()
+    }
+    observe(module, layers, partial(_add, Lock(), accumulators), shown, run, training=True)
+    own = [accumulator.moments() for accumulator in accumulators.values()]
+    _set_statistics(layers, merged_over_ranks(_NAME, module, layers, own, communicator))
 
 
 def _checked_layers(module: nn.Module) -> dict[str, Any]:
@@ -124,40 +125,28 @@ def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
     return shown
 
 
-def _run(
-    forward: Callable[[Any], Any], batches: Iterable[Any], layers: dict[str, Any]
-) -> list[ops.StatisticsAccumulator]:
-    """Returns the statistics of the inputs that the layers get while ``forward`` runs all batches."""
-    accumulators = []
-    with ExitStack() as hooks, torch.no_grad():
-        for layer in layers.values():
-            accumulator = ops.StatisticsAccumulator(layer.running_mean.numel(), layer.running_mean.device)
-            accumulators.append(accumulator)
-            hooks.callback(layer.register_forward_pre_hook(_adding_to(accumulator), with_kwargs=True).remove)
-        for batch in batches:
-            forward(batch)
-    return accumulators
-
-
-def _adding_to(accumulator: ops.StatisticsAccumulator) -> Callable[..., None]:
-    lock = Lock()  # replicas of a layer run in threads
-
-    def add(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        input = args[0] if args else options["input"]
-        if hasattr(input, "to_local"):  # a DTensor, which a layer on one rank takes only where nothing is sharded
-            input = input.to_local()
-        masking = None
-        try:
-            layer._check_input_dim(input)
-            if isinstance(layer, SyncBatchNorm):
-                masking = masking_of(layer, input, (options.get("mask"), options.get("lengths"), False))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise named(error, layer) from None
-        stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)
-        with lock:
-            accumulator.add(stats.unsqueeze(0))
-
-    return add
+def _add(
+    lock: Lock,  # replicas of a layer run in threads
+    accumulators: dict[str, ops.StatisticsAccumulator],
+    name: str,
+    layer: Any,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Adds the statistics of an input of ``layer``."""
+    input = args[0] if args else options["input"]
+    if hasattr(input, "to_local"):  # a DTensor, which a layer on one rank takes only where nothing is sharded
+        input = input.to_local()
+    masking = None
+    try:
+        layer._check_input_dim(input)
+        if isinstance(layer, SyncBatchNorm):
+            masking = masking_of(layer, input, (options.get("mask"), options.get("lengths"), False))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise named(error, layer) from None
+    stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)
+    with lock:
+        accumulators[name].add(stats.unsqueeze(0))
 
 
 def _set_statistics(layers: dict[str, Any], merged: Sequence[ops.Moments]) -> None:
@@ -173,32 +162,3 @@ def _set_statistics(layers: dict[str, Any], merged: Sequence[ops.Moments]) -> No
             # From 0, because the running statistics may be infinite or NaN, which stay by any weight.
             buffers = ops.Buffers(layer.running_mean.zero_(), layer.running_var.zero_())
             ops.merge_stats(moments.as_row(), buffers, options._replace(momentum=1.0))
-
-
-@contextmanager
-def _alone_in_training(module: nn.Module, layers: dict[str, Any]) -> Iterator[None]:
-    """Context in which ``layers`` normalize each batch by its own statistics on this rank, and all else evaluates."""
-    training = {id(layer) for layer in layers.values()}
-    wrapped = [(part, part.broadcast_buffers) for part in module.modules() if isinstance(part, DistributedDataParallel)]
-    alone = {"_group_spec": spec_of(LOCAL), "_accumulator": None}
-    synchronized = [
-        (layer, {name: value for name, value in vars(layer).items() if name in alone})
-        for layer in layers.values()
-        if isinstance(layer, SyncBatchNorm)
-    ]
-    with unchanged(module):
-        try:
-            for part in module.modules():  # not by train(), which some modules do more in
-                part.training = id(part) in training
-            for wrapper, _ in wrapped:
-                wrapper.broadcast_buffers = False
-            for layer, _ in synchronized:
-                vars(layer).update(alone)
-            yield
-        finally:
-            for wrapper, broadcasts in wrapped:
-                wrapper.broadcast_buffers = broadcasts
-            for layer, own in synchronized:
-                for name in alone:
-                    vars(layer).pop(name, None)  # an accumulate_statistics within has deleted its own
-                vars(layer).update(own)

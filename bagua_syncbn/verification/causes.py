@@ -1,7 +1,7 @@
 """Causes of a difference between ranks and one process: a table, each with a test of its own."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,19 @@ from ..conversion.findings import Finding
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import pytree
-from .ranks import Ranks, joined, tensors_in
-from .steps import Comparison, alone, copied_layer, first_difference, run, tensors_of, with_values
+from .ranks import Ranks, in_float64, joined, tensors_in
+from .steps import (
+    Comparison,
+    Loss,
+    alone,
+    copied_layer,
+    first_difference,
+    loss_of,
+    run,
+    telling_peers,
+    tensors_of,
+    with_values,
+)
 from .unchanged import digest
 
 
@@ -35,32 +46,22 @@ def _layers(found: Comparison) -> list[str]:
     """Batch normalization layers that are not synchronized, or with other ranks."""
     checks = LayerChecks(found.ranks)
     with suppress(Exception):  # a layer that cannot be compared raises on all ranks
-        found.step(within=checks.installed)
+        checks.run(found.copy(), in_float64(found.batch, found.batch), found.loss)
     return list(checks.differ.values())
 
 
-def _sum(found: Comparison) -> list[str]:
-    """A loss that is a sum over samples: its gradients must be added up, and are averaged."""
-    if found.ranks.size == 1 or found.difference(factor=found.ranks.size) is not None:
-        return []
-    return ["the loss adds up over samples: added up and not averaged, ranks equal one process"]
-
-
-def _uneven_batches(found: Comparison) -> list[str]:
-    """A loss that is a mean over samples, of which ranks have other numbers."""
+def _weights(found: Comparison) -> list[str]:
+    """A loss that is a sum over samples, or a mean over samples of which ranks have other numbers."""
     ranks, sizes = found.ranks, {tensor.size(0) for tensor in tensors_in(found.batch) if tensor.dim()}
     counts: list[Any] = ranks.together("the sizes of batches", lambda: sizes.pop() if len(sizes) == 1 else None)
-    if None in counts or len(set(counts)) == 1:
-        return []
-    if found.difference(found.step(counts[ranks.rank] * ranks.size / sum(counts))) is not None:
-        return []
-    return [
-        f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples * ranks / "
-        "all samples, ranks equal one process"
-    ]
+    notes = {"the loss adds up over samples: added up and not averaged, ranks equal one process": ranks.size * 1.0}
+    if None not in counts and sum(counts):
+        mean = f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples * "
+        notes[f"{mean}ranks / all samples, ranks equal one process"] = counts[ranks.rank] * ranks.size / sum(counts)
+    return [note for note, weight in notes.items() if found.difference(found.step(weight)) is None]
 
 
-CAUSES: tuple[Callable[[Comparison], list[str]], ...] = (_randomness, _layers, _sum, _uneven_batches)
+CAUSES: tuple[Callable[[Comparison], list[str]], ...] = (_randomness, _layers, _weights)
 
 
 def _random_modules(found: Comparison) -> list[str]:
@@ -91,9 +92,8 @@ class LayerChecks:
         self.unlike: dict[str, None] = {}
         """Parameters and buffers of layers that differ between ranks before the step."""
 
-    @contextmanager
-    def installed(self, model: nn.Module) -> Iterator[None]:
-        """Context in which each training call of a layer of ``model`` is compared before it is made."""
+    def run(self, model: nn.Module, batch: Any, loss: Loss) -> None:
+        """Runs ``model``, and compares each training call of a layer before it is made."""
         findings = {finding.module: finding for finding in conversion_report(model).layers}
         with ExitStack() as hooks:
             for name, layer in model.named_modules():
@@ -101,14 +101,20 @@ class LayerChecks:
                 if isinstance(layer, _BatchNorm) or (finding is not None and finding.action == "skipped"):
                     check = partial(self._check, name_of(layer, name), _how(layer, finding))
                     hooks.callback(layer.register_forward_pre_hook(check, with_kwargs=True).remove)
-            yield
+
+            def forward() -> None:
+                with torch.no_grad(), telling_peers(model):
+                    loss_of(model, batch, loss)
+
+            self._ranks.each("the forward pass", forward)
 
     def _check(self, name: str, how: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if layer.training and layer not in self.differ:
-            difference = self._compared(name, layer, args, kwargs).difference(factor=self._ranks.size)
+            compared = self._compared(name, layer, args, kwargs)
+            difference = compared.difference(compared.actual)
             self.compared += 1
             if difference is not None:
-                self.differ[layer] = f"{name} differs from one process on the same inputs: {difference.text}; {how}"
+                self.differ[layer] = f"{name} differs from one process on the same inputs: {difference}; {how}"
 
     def _compared(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> Comparison:
         ranks, tensors = self._ranks, tensors_of(layer)
@@ -126,7 +132,7 @@ class LayerChecks:
             Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), (args, kwargs)
         )
         merge, copy = partial(joined, name=f"the input of {name}"), lambda: with_values(copied_layer(layer), values)
-        return Comparison(ranks, copy, given, _sum_of_sines, merge, f" of {name}")
+        return Comparison(ranks, copy, given, _sum_of_sines, merge, f" of {name}", weight=ranks.size)
 
 
 def _sum_of_sines(layer: nn.Module, given: Any) -> Tensor:

@@ -2,9 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
 from math import sqrt
 from typing import Any
@@ -17,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..checks import is_distributed
 from ..models import check_module
 from .ranks import Ranks
-from .unchanged import forward_of, unchanged
+from .unchanged import forward_of, observe
 from .verify import unwrapped
 
 _NAME = "measure_batch_noise"
@@ -139,7 +137,7 @@ def measure_batch_noise(
 ) -> BatchNoise:
     r"""Measures how noisy batch statistics are in each layer of ``module``, to decide whether to synchronize them.
 
-    The noise of a layer is the root mean square of the change in its normalized values if the statistics of a batch of
+    The noise of a layer is the root mean square change of its normalized values if the statistics of a batch of
     :math:`N` samples take the place of those of all data. For a channel with mean :math:`\mu` and variance
     :math:`\sigma^2` (plus ``eps``) it is, to first order,
 
@@ -147,31 +145,26 @@ def measure_batch_noise(
         \frac{\operatorname{Var}(m)}{\sigma^2} + \frac{\operatorname{Var}(v)}{4 \sigma^4} \right)
 
     where :math:`m` is the mean of :math:`x` in one sample and :math:`v` the mean of :math:`(x - \mu)^2`. The first term
-    is the error of the batch mean, the second that of the batch deviation. For a layer it is the root mean square of
-    all channels.
+    is the error of the batch mean, the second that of the batch deviation.
 
-    **Correlation within a sample.** Neighboring values of an image are correlated, so 64 positions are worth far fewer
-    than 64 independent values. With :math:`S` positions and the intraclass correlation :math:`\rho` the variance of a
-    batch mean is :math:`\sigma^2 (1 + (S - 1) \rho) / (N S)` (Kish, *Survey Sampling*, 1965: the design effect of
-    cluster samples). :math:`\rho` needs no model here, because the sample is the unit: :math:`\operatorname{Var}(m)` is
-    measured between samples, with any correlation within them. A sample is worth
-    :math:`\sigma^2 / \operatorname{Var}(m) = S / (1 + (S - 1) \rho)` values.
+    **Correlation within a sample.** With :math:`S` positions and the intraclass correlation :math:`\rho` the variance
+    of a batch mean is :math:`\sigma^2 (1 + (S - 1) \rho) / (N S)` (Kish, *Survey Sampling*, 1965: the design effect of
+    cluster samples). :math:`\operatorname{Var}(m)` is measured between samples and includes it. A sample is worth
+    :math:`\sigma^2 / \operatorname{Var}(m) = S / (1 + (S - 1) \rho)` independent values.
 
-    **Spread.** The means of batches of shuffled samples spread as far as their samples explain: the mean squares
-    between batches and within them are equal. If their ratio is larger than chance explains (4 standard errors, by
-    Paulson's approximation, 1942), batches or ranks have different distributions, which adds to the noise.
+    **Spread.** If samples are shuffled, the mean squares of sample means between batches and within them are equal. If
+    their ratio is larger than chance explains (4 standard errors, by Paulson's approximation, 1942), batches or ranks
+    have different distributions, which adds to the noise.
 
-    **Limit.** Noise changes the gradient in a random part, which averages out over steps like the noise of small
-    batches, and in a systematic one, which does not and grows with the square of the noise. In the network of
-    ``make demo`` the systematic part was 3 to 17 times that square, as a share of the mean gradient: at a noise of
-    0.05, 1 to 4 % (docs/verification.md).
+    **Limit.** Noise changes the gradient in a random part, which averages out over steps, and in a systematic one,
+    which does not and grows with the square of the noise; docs/verification.md has figures.
 
     The model runs in evaluation mode, in which samples do not influence each other and layers do not communicate. A
     rank may have any number of batches. In one process, each batch stands for that of a rank. Parameters, buffers,
     modes and the states of random generators are unchanged afterwards.
 
     The result holds for the running statistics and parameters of ``module``: train a new model for some steps first. It
-    assumes independent samples, which the frames of one video are not. As the formula is of first order, a noise above
+    assumes independent samples, which the frames of one video are not. The formula is of first order, so a noise above
     0.5 only means that it is large.
 
     Args:
@@ -214,8 +207,7 @@ def measure_batch_noise(
             raise ValueError(f"samples: expected a positive number, or None, got {samples}")
         if not limit > 0:
             raise ValueError(f"limit: expected a positive number, got {limit}")
-        with unchanged(module), torch.no_grad():
-            return _run(unwrapped(module), batches, forward_of(unwrapped(module), forward, device))
+        return _sums(module, batches, forward_of(module, forward, device))
 
     of_ranks = ranks.together("the batches", measure)
     names = dict.fromkeys(name for own in of_ranks for name in own)
@@ -226,9 +218,10 @@ def measure_batch_noise(
     return BatchNoise(layers, samples or largest, ranks.size, limit)
 
 
-def _run(module: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+def _sums(module: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
     """Returns the sums of all calls of layers while ``forward`` runs ``batches``."""
-    layers = {name: own for name, own in module.named_modules() if isinstance(own, _BatchNorm) and own.training}
+    modules = unwrapped(module).named_modules()
+    layers = {name: own for name, own in modules if isinstance(own, _BatchNorm) and own.training}
     if not layers:
         raise ValueError("module: expected batch normalization layers in training mode, got none")
     new = [name for name, own in layers.items() if own.num_batches_tracked is not None and not own.num_batches_tracked]
@@ -246,22 +239,20 @@ def _run(module: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any
         name = name if calls[name] == 1 else f"{name}, call {calls[name]}"
         _add(found.setdefault(name, {"eps": layer.eps, "batches": 0, "largest": 0}), input)
 
-    for part in module.modules():  # not by eval(), in which some modules do more
-        vars(part)["training"] = False
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(partial(add, name), with_kwargs=True).remove)
-        for batch in batches:
-            calls.clear()
-            forward(batch)
+    def run(batch: Any) -> None:
+        calls.clear()
+        forward(batch)
+
+    observe(module, layers, add, batches, run, training=False)
     return found
 
 
 def _add(found: dict[str, Any], input: Tensor) -> None:
-    """Adds a batch (N, C, \\*) to ``found``: for each channel, sums over samples of the outer product of (1, m, q).
+    """Adds a batch (N, C, \\*) to ``found``.
 
-    m is the mean of the values of a sample and q the mean of their squares, after subtraction of ``center``. A second
-    sum, over batches, is of the products of their sums, divided by their number of samples.
+    For each channel, the first of ``sums`` adds up the outer products of (1, m, q) over samples: m is the mean of a
+    sample's values and q the mean of their squares, after subtraction of ``center``. The second adds up the outer
+    products of each batch's sums, divided by its number of samples.
     """
     input = input.detach().cpu() if input.device.type == "mps" else input.detach()  # which has no float64
     values = input.double().flatten(2) if input.dim() > 2 else input.double().unsqueeze(2)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -31,18 +31,11 @@ class Step(NamedTuple):
     """Parameters without a gradient; their gradients are zeros."""
 
 
-class Difference(NamedTuple):
-    """A tensor that differs."""
-
-    position: int
-    size: float
-    text: str
-
-
 class Comparison:
     """A step of a module on the ranks, each with its ``batch``, and in one process with all batches, merged.
 
-    ``copy`` returns a copy of the module in float64, alike on all ranks; errors name the module ``name``.
+    ``copy`` returns a copy of the module in float64, alike on all ranks. The loss of this rank is multiplied by
+    ``weight``. Errors name the module ``name``.
     """
 
     def __init__(
@@ -53,34 +46,28 @@ class Comparison:
         loss: Loss,
         merge: Callable[[list[Any]], Any],
         name: str = "",
+        weight: float = 1.0,
     ) -> None:
         self.ranks, self.copy, self.batch, self.loss, self._name = ranks, copy, batch, loss, name
         batches = ranks.together(f"the batch{name}", lambda: batch)
         self.whole = ranks.each(f"the merge of batches{name}", lambda: _merged(merge, batches, batch))
-        self.expected, self.actual = self.step_alone(), self.step()
+        self.expected, self.actual = self.step_alone(), self.step(weight)
 
     def step_alone(self) -> Step:
         """Makes the step in one process."""
         step = lambda: run(alone(self.copy()), self.whole, self.loss)  # noqa: E731
         return self.ranks.each(f"the step in one process{self._name}", step)
 
-    def step(
-        self, weight: float = 1.0, within: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
-    ) -> Step:
-        """Makes the step on the ranks, ``within`` a context of the copy, with a loss multiplied by ``weight``."""
-
-        def step() -> Step:
-            copy = self.copy()
-            with within(copy):
-                return run(copy, in_float64(self.batch, self.batch), self.loss, weight)
-
+    def step(self, weight: float) -> Step:
+        """Makes the step on the ranks, with a loss multiplied by ``weight``."""
+        step = lambda: run(self.copy(), in_float64(self.batch, self.batch), self.loss, weight)  # noqa: E731
         return self.ranks.each(f"the step on ranks{self._name}", step)
 
-    def pairs(self, actual: Step, factor: float = 1.0) -> dict[str, tuple[Tensor, Tensor]]:
+    def pairs(self, actual: Step) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns tensors of ``actual`` and of the step in one process.
 
-        Loss and gradients of the ranks are averaged, and multiplied by ``factor``. Outputs and gradients of inputs are
-        compared with the part of this rank; those that cannot be split are left out.
+        Loss and gradients of the ranks are averaged. Outputs and gradients of inputs are compared with the part of this
+        rank; those that cannot be split are left out.
         """
         ranks, pairs = self.ranks, {}
         shapes = ranks.together("the results", lambda: {name: list(own.shape) for name, own in actual.tensors.items()})
@@ -90,25 +77,26 @@ class Comparison:
             if kind in ("output", "input-gradient"):
                 share = share_of(whole, [of_rank[name] for of_rank in shapes], ranks.rank)
             if kind == "input-gradient":
-                own = own * (factor / ranks.size)
+                own = own / ranks.size
             elif kind in ("loss", "gradient"):
-                own = ranks.mean(own) * factor
+                own = ranks.mean(own)
             if share is not None:
                 pairs[name] = own, share
         return pairs
 
-    def difference(self, actual: Step | None = None, factor: float = 1.0) -> Difference | None:
-        """Returns the first of :meth:`pairs` that differs on a rank by more than rounding; None if all are equal."""
-        return first_difference(self.ranks, self.pairs(actual or self.actual, factor))
+    def difference(self, actual: Step) -> str | None:
+        """Returns :func:`first_difference` between ``actual`` and the step in one process."""
+        return first_difference(self.ranks, self.pairs(actual))
 
 
-def first_difference(ranks: Ranks, pairs: dict[str, tuple[Tensor, Tensor]]) -> Difference | None:
-    """Returns the first pair that differs on a rank by more than rounding explains; None if all are equal on all."""
+def first_difference(ranks: Ranks, pairs: dict[str, tuple[Tensor, Tensor]]) -> str | None:
+    """Describes the first pair that differs on a rank by more than rounding; returns None if all are equal on all."""
     found = ranks.together("the comparison", lambda: _differences(pairs, ranks.rank))
-    return min((own for of_rank in found for own in of_rank), default=None, key=lambda own: (own.position, -own.size))
+    return min((own for of_rank in found for own in of_rank), default=(0, 0.0, None))[2]
 
 
-def _differences(pairs: dict[str, tuple[Tensor, Tensor]], rank: int) -> list[Difference]:
+def _differences(pairs: dict[str, tuple[Tensor, Tensor]], rank: int) -> list[tuple[int, float, str]]:
+    """Returns position, negative size and description of each difference."""
     largest: dict[str, float] = {}
     for name, (_, expected) in pairs.items():
         largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _largest(expected))
@@ -118,18 +106,18 @@ def _differences(pairs: dict[str, tuple[Tensor, Tensor]], rank: int) -> list[Dif
         actual, expected = actual.detach().to(dtype), expected.detach().to(dtype)
         if actual.shape != expected.shape:
             text = f"{name} has size {list(actual.shape)} on rank {rank}, not {list(expected.shape)}"
-            found.append(Difference(position, torch.inf, text))
+            found.append((position, -torch.inf, text))
             continue
         own, size = _largest(expected), _largest(actual - expected)
         allowed = _RELATIVE * own + _OF_LARGEST * largest[kind_of(name)]
         if not torch.isclose(actual, expected, 0, allowed if isfinite(allowed) else 0, equal_nan=True).all():
             text = f"{name} differs by up to {size:.1e} on rank {rank}, of values up to {own:.1e}"
-            found.append(Difference(position, size, text))
+            found.append((position, -size, text))
     return found
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a tensor of a :class:`Step`."""
+    """Returns the kind of a tensor of a :class:`Step`, given its name or the description of a difference."""
     return name.split()[0]
 
 
@@ -145,7 +133,7 @@ def _merged(merge: Callable[[list[Any]], Any], batches: list[Any], batch: Any) -
 
 
 def run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
-    """Makes a step of ``module`` with a loss that is multiplied by ``weight``."""
+    """Makes a step of ``module``."""
     outputs: list[Tensor] = []
     module.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
     with torch.enable_grad(), telling_peers(module):

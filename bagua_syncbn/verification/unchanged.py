@@ -4,14 +4,21 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
+from ..communicators import LOCAL, spec_of
+from ..sync_batchnorm import SyncBatchNorm
+
+# Attributes of modules that are as before after a run.
+_STATE = "training", "_frozen", "_group_spec", "_accumulator", "broadcast_buffers"
 
 
 @contextmanager
@@ -22,8 +29,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     cuda = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
     states = [
-        (vars(module), {name: vars(module)[name] for name in ("training", "_frozen") if name in vars(module)})
-        for module in model.modules()
+        (vars(part), {name: vars(part)[name] for name in _STATE if name in vars(part)}) for part in model.modules()
     ]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -39,6 +45,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for state, state_before in states:
+                for name in _STATE:
+                    state.pop(name, None)
                 state.update(state_before)
             for own, own_before in buffers:
                 own.clear()
@@ -46,6 +54,33 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             for buffer, before in values:
                 if digest(buffer) != digest(before):  # a write would fail the backward of an earlier call
                     buffer.detach().copy_(before)
+
+
+def observe(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    see: Callable[[str, Any, Any, Any], None],
+    batches: Iterable[Any],
+    forward: Callable[[Any], Any],
+    training: bool,
+) -> None:
+    """Runs ``forward`` on ``batches`` without gradients, and leaves ``model`` unchanged.
+
+    Calls ``see`` with name, module, args and kwargs before each call of one of ``layers``, which are in ``training`` or
+    not. All other modules are in evaluation, and nothing communicates.
+    """
+    alone, training_layers = spec_of(LOCAL), set(layers.values()) if training else set()
+    with unchanged(model), torch.no_grad(), ExitStack() as hooks:
+        for part in model.modules():
+            vars(part)["training"] = part in training_layers  # not by train() or eval(), in which some modules do more
+            if isinstance(part, DistributedDataParallel):
+                part.broadcast_buffers = False
+            if isinstance(part, SyncBatchNorm):
+                part._group_spec, part._accumulator = alone, None
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(partial(see, name), with_kwargs=True).remove)
+        for batch in batches:
+            forward(batch)
 
 
 def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any], Any]:

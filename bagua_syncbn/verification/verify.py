@@ -4,7 +4,7 @@ import argparse
 import importlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,21 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..models import is_data_parallel
+from ..checks import check_callable, is_distributed
+from ..models import check_module, is_data_parallel
 from .causes import CAUSES, LayerChecks
 from .ranks import Ranks, in_float64, joined
-from .steps import (
-    Comparison,
-    Loss,
-    copied,
-    first_difference,
-    kind_of,
-    loss_of,
-    telling_peers,
-    tensors_of,
-    try_out,
-    with_values,
-)
+from .steps import Comparison, Loss, copied, first_difference, kind_of, tensors_of, try_out, with_values
 from .unchanged import digest, unchanged
 
 # Set by torchrun, by Open MPI's mpirun and by MPICH's for each process that they start.
@@ -117,23 +107,28 @@ def verify_synchronization(
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
     ranks = Ranks("verify_synchronization", process_group)
-    module = ranks.each("the check of the model", lambda: _checked(model, loss, merge))
+    ranks.each("the check of the model", lambda: _check(model, loss, merge))
     started = {} if ranks.in_job else {name: int(os.environ.get(name) or 1) for name in _WORLD_SIZES}
     for name, number in started.items():
         if number > 1:
             text = f"each trains alone: {name} is {number}, but torch.distributed is not initialized; call "
             return Verdict(number, "nothing", f"{text}torch.distributed.init_process_group() first", ())
+    module = unwrapped(model)
+    wrapper = model if isinstance(model, DistributedDataParallel) else None
+    broadcast = dict(module.named_buffers()) if wrapper is not None and wrapper.broadcast_buffers else {}
     with unchanged(module), torch.inference_mode(False):
-        tensors = {} if by_layer else tensors_of(module)  # a sharded model has others on each rank
-        modes = {f"mode of module {name!r}": own.training for name, own in module.named_modules()}
-        kinds = {name: (str(own.dtype), tuple(own.shape)) for name, own in tensors.items()}
-        unlike = _unlike(ranks, lambda: modes | kinds)
+        of_ranks = ranks.together("the state of the model", lambda: _state_of(module, broadcast, by_layer))
+        names = dict.fromkeys(name for own in of_ranks for name in own)
+        unlike = [name for name in names if any(own.get(name) != of_ranks[0].get(name) for own in of_ranks)]
         if unlike:
-            return Verdict(ranks.size, "nothing", f"{unlike[0]} differs between ranks before the step", ())
+            others = (f"so do {', '.join(unlike[1:])}",) if unlike[1:] else ()
+            return Verdict(ranks.size, "nothing", f"{unlike[0]} differs between ranks before the step", others)
         if by_layer:
             return _verify_layers(module, batch, loss, ranks)
-        differ = _unlike(ranks, lambda: {name: digest(own) for name, own in tensors.items()})
-        return _verify(model, batch, loss, merge or partial(joined, name="batch"), ranks, differ)
+        values, *_ = ranks.together("the buffers that are broadcast", lambda: broadcast)
+        copy = lambda: with_values(copied(module), values)  # noqa: E731
+        ranks.together("a trial of the loss", lambda: try_out(copy(), in_float64(batch, batch), loss, model))
+        return _verify(model, Comparison(ranks, copy, batch, loss, merge or partial(joined, name="batch")))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -142,33 +137,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-def _checked(model: Any, loss: Any, merge: Any) -> nn.Module:
-    """Returns ``model`` without its wrappers."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+def _check(model: Any, loss: Any, merge: Any) -> None:
+    check_module(model, "model")
     if not callable(loss):
         raise TypeError(f"loss: expected a function of the model and a batch, got {type(loss).__name__}")
-    if merge is not None and not callable(merge):
-        raise TypeError(f"merge: expected a function of a list of batches, or None, got {type(merge).__name__}")
+    check_callable("merge", merge, "a function of a list of batches")
     if not model.training:
         raise ValueError("model: expected training mode, got evaluation; call model.train() first")
-    return unwrapped(model)
 
 
-def _unlike(ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> list[str]:
-    """Returns the names of ``facts`` that differ between ranks."""
-    of_ranks = ranks.together("the state of the model", facts)
-    names = dict.fromkeys(name for own in of_ranks for name in own)
-    return [name for name in names if any(own.get(name) != of_ranks[0].get(name) for own in of_ranks)]
+def _state_of(model: nn.Module, broadcast: Container[str], by_layer: bool) -> dict[str, Any]:
+    """Returns facts that ranks must have in common, by name."""
+    facts: dict[str, Any] = {f"mode of module {name!r}": own.training for name, own in model.named_modules()}
+    if not by_layer:  # a sharded model has other tensors on each rank
+        for name, own in tensors_of(model).items():
+            facts[name] = own.dtype, own.shape, name in broadcast or is_distributed(own) or digest(own)
+    return facts
 
 
 def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
-    def forward() -> None:
-        with torch.no_grad(), checks.installed(model), telling_peers(model):
-            loss_of(model, batch, loss)
-
     checks = LayerChecks(ranks)
-    ranks.each("the forward pass", forward)
+    checks.run(model, batch, loss)
     if not checks.compared:
         raise ValueError("model: expected calls of batch normalization layers in training, got none")
     first, *others = (*checks.differ.values(), *checks.unlike) or (None,)
@@ -176,39 +165,26 @@ def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Ve
     return Verdict(ranks.size, text, first, tuple(others))
 
 
-def _verify(model: nn.Module, batch: Any, loss: Loss, merge: Any, ranks: Ranks, differ: Sequence[str]) -> Verdict:
-    """Verifies the step of ``model``, with the values of rank 0 for tensors that ``differ`` between ranks."""
-    module = unwrapped(model)
-    own = tensors_of(module) if ranks.rank == 0 else {}
-    values, *_ = ranks.together("the values of rank 0", lambda: {name: own[name] for name in differ if own})
-    copy = lambda: with_values(copied(module), values)  # noqa: E731
-    ranks.together("a trial of the loss", lambda: try_out(copy(), in_float64(batch, batch), loss, model))
-    found = Comparison(ranks, copy, batch, loss, merge)
+def _verify(model: nn.Module, found: Comparison) -> Verdict:
     pairs = found.pairs(found.actual)
-    first = first_difference(ranks, pairs)
-
-    wrapper = model if isinstance(model, DistributedDataParallel) else None
-    broadcast = dict(module.named_buffers()) if wrapper is not None and wrapper.broadcast_buffers else {}
-    raises = wrapper is not None and not (wrapper.find_unused_parameters or wrapper.static_graph)
-    differences = [] if first is None else [first.text]
-    differences += [f"{name} differs between ranks before the step" for name in differ if name not in broadcast]
+    difference = first_difference(found.ranks, pairs)
+    raises = isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)
     notes = _unused(found, raises)
-    if raises:
-        differences, notes = differences + notes, []
-    if first is not None:
+    if difference is not None:
         notes += [note for look in CAUSES for note in look(found)]
-        if not notes and len(differences) == 1:
+        if not notes:
             unequal = "outputs are equal: the loss of all batches is not the mean of the losses of ranks"
-            is_loss = first.position and kind_of(list(pairs)[first.position]) == "loss"
-            notes.append(unequal if is_loss else "no cause was found")
-    if ranks.size > 1 and not any(map(is_data_parallel, model.modules())):
+            notes.append(unequal if kind_of(difference) == "loss" else "no cause was found")
+    elif raises and notes:
+        difference = notes.pop(0)
+    if found.ranks.size > 1 and not any(map(is_data_parallel, model.modules())):
         notes.append(
             "this check averaged the gradients of the ranks, which no wrapper of the model does: training needs "
             "DistributedDataParallel or with_bagua"
         )
     counted = Counter(map(kind_of, pairs))
     compared = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
-    return Verdict(ranks.size, compared, next(iter(differences), None), (*differences[1:], *notes))
+    return Verdict(found.ranks.size, compared, difference, tuple(notes))
 
 
 def _unused(found: Comparison, raises: bool) -> list[str]:

@@ -188,7 +188,8 @@ CASES = {
     "a loss of pairs of samples": Case(model, loss=of_pairs, told=("loss differs", "outputs are equal: the loss of")),
     "a rank is in evaluation": Case(in_evaluation_on_one_rank, told=("mode of module '1' differs between ranks",)),
     "a rank has more": Case(
-        lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]), told=("differs between ranks before",)
+        lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]),
+        told=("4.weight differs between ranks before", "so do 4.bias, 5.weight, "),
     ),
 }  # fmt: skip
 
