@@ -117,6 +117,8 @@ class WorkerPool:
 
 def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None]) -> None:
     torch.set_num_threads(1)
+    # A rank that leaves a job at once would close connections that another rank still makes.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     current = ""
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
