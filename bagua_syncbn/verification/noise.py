@@ -237,7 +237,8 @@ def _sums(module: nn.Module, batches: Iterable[Any], forward: Callable[[Any], An
             raise ValueError(f"module: expected layers without masks and DTensors, got {name!r} with one")
         calls[name] += 1
         name = name if calls[name] == 1 else f"{name}, call {calls[name]}"
-        _add(found.setdefault(name, {"eps": layer.eps, "batches": 0, "largest": 0}), input)
+        if input.numel():
+            _add(found.setdefault(name, {"eps": layer.eps, "batches": 0, "largest": 0}), input)
 
     def run(batch: Any) -> None:
         calls.clear()
@@ -256,8 +257,6 @@ def _add(found: dict[str, Any], input: Tensor) -> None:
     """
     input = input.detach().cpu() if input.device.type == "mps" else input.detach()  # which has no float64
     values = input.double().flatten(2) if input.dim() > 2 else input.double().unsqueeze(2)
-    if not values.numel():
-        return
     if not found["batches"]:
         found["center"] = values.mean((0, 2))
         found["sums"] = values.new_zeros(2, values.size(1), 3, 3)

@@ -121,6 +121,7 @@ def test_wrong_arguments_are_named():
         (TypeError, "batches: expected an iterable of batches, got Tensor", (layer(), x[0])),
         (TypeError, "batches: expected tensors, or lists", (layer(), ["a"])),
         (ValueError, "batches: expected at least one that reaches a layer", (layer(), [])),
+        (ValueError, "batches: expected at least one that reaches a layer", (layer(), [x[0][:0]])),
         (ValueError, "batches: expected at least two samples, got 1 in '0'", (layer(), [x[0][:1]])),
         (ValueError, "module: expected batch normalization layers in training mode", (layer().eval(), x)),
     ):
