@@ -18,8 +18,16 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def collect_info() -> dict[str, Any]:
-    """Returns versions, kernels, devices and engines, as printed by ``python -m bagua_syncbn --json``."""
-    backends = [name for name in _BACKENDS if dist.is_available() and dist.is_backend_available(name)]
+    """Returns versions, kernels, devices and engines, as printed by ``python -m bagua_syncbn --json``.
+
+    With CUDA, native kernels are compared with ATen's on each device.
+    """
+    devices = range(torch.cuda.device_count())
+    for index, dtype in product(devices, DTYPES):
+        check_kernels_on(torch.device("cuda", index), dtype)
+    of_devices = [f"cuda:{index}: {cuda_kernels(index)}" for index in devices]
+    build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
+    problem = shared.problem()
     return {
         "bagua_syncbn": __version__,
         "python": platform.python_version(),
@@ -27,37 +35,15 @@ def collect_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "kernels": KERNELS,
-        "cuda_kernels": _cuda_kernels(),
-        **_build_info(),
-        "devices": ["cpu", *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))],
-        "torch_distributed_backends": backends,
-        "exchange_on_one_host": _exchange(),
+        "cuda_kernels": of_devices or [EXPERIMENTAL] * KERNELS.endswith("cuda"),
+        **(json.loads(build_info.read_text()) if build_info.exists() else {}),
+        "devices": ["cpu", *map(torch.cuda.get_device_name, devices)],
+        "torch_distributed_backends": [
+            name for name in _BACKENDS if dist.is_available() and dist.is_backend_available(name)
+        ],
+        "exchange_on_one_host": f"collectives: {problem}" if problem else "shared memory",
         "bagua": bagua.installed_version(),
     }
-
-
-def _exchange() -> str:
-    """Returns how ranks of one host exchange small messages on CPU; if not through shared memory, with the reason."""
-    problem = shared.problem()
-    return f"collectives: {problem}" if problem else "shared memory"
-
-
-def _cuda_kernels() -> list[str]:
-    """Returns the kernels of each CUDA device and the reason; without devices, the state of native CUDA kernels.
-
-    Compares native kernels with ATen's on each device.
-    """
-    devices = range(torch.cuda.device_count())
-    for index, dtype in product(devices, DTYPES):
-        check_kernels_on(torch.device("cuda", index), dtype)
-    return [f"cuda:{index}: {cuda_kernels(index)}" for index in devices] or [EXPERIMENTAL] * KERNELS.endswith("cuda")
-
-
-def _build_info() -> dict[str, Any]:
-    """Returns what setup.py recorded: the kind of build, its reason, and the versions of torch and the build tools."""
-    file = Path(__file__).with_name("build_info.json")
-    info: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return info
 
 
 def main() -> None:

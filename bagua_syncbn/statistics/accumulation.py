@@ -17,14 +17,12 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     """Moves the running statistics of ``model`` once for all micro-batches of a step, when the context is left.
 
     Enter the context around all forward passes of the step. Within it the buffers of synchronized layers do not change.
-    At its end they move by the mean and variance of all micro-batches together, each value with the same weight, as one
-    batch of them all would have moved them; ``num_batches_tracked`` increases by one. No more is communicated: what
-    each micro-batch has gathered is merged into one row of 2C + 2 values, however many there are.
-
+    At its end they move as one batch of all micro-batches would have moved them; ``num_batches_tracked`` increases by
+    one. Nothing more is communicated. A layer keeps one row of 2C + 2 values, however many micro-batches there are.
     Outputs and gradients do not change: each micro-batch is normalized by its own statistics.
 
     A layer with ``skip_nonfinite`` leaves its buffers if any of the micro-batches has statistics that are not finite.
-    If an exception leaves the context, all buffers have the values from before it. A warning says if ``model`` has no
+    If an exception leaves the context, all buffers have the values from before it. It warns if ``model`` has no
     synchronized layer.
 
     Args:
@@ -57,30 +55,19 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
         layer._accumulator = ops.StatisticsAccumulator(layer.num_features, device)
     try:
         yield
-        for name, layer in layers.items():
-            _check_buffers(name, layer)
-        for layer in layers.values():
-            _move_buffers(layer)
+        found = [(name, layer, layer._accumulator) for name, layer in layers.items() if layer._accumulator is not None]
+        for name, layer, accumulator in found:
+            own = {buffer.data_ptr() for buffer in layer.buffers(recurse=False)}
+            if not own.issuperset(buffer.data_ptr() for buffer in accumulator.buffers()):
+                raise RuntimeError(
+                    "model: expected the same buffers at the end of accumulate_statistics as in the forward passes "
+                    f"within it, got others in {name!r}; none has moved"
+                )
+        with torch.no_grad():
+            for _, layer, accumulator in found:
+                if accumulator.counted is not None and layer.num_batches_tracked is not None:
+                    layer.num_batches_tracked.copy_(accumulator.counted)
+                accumulator.move()
     finally:
         for layer in layers.values():
             del layer._accumulator
-
-
-def _check_buffers(name: str, layer: SyncBatchNorm) -> None:
-    """Raises RuntimeError unless the accumulated statistics belong to the present buffers of ``layer``."""
-    assert layer._accumulator is not None
-    own = {buffer.data_ptr() for buffer in layer.buffers(recurse=False)}
-    if not own.issuperset(buffer.data_ptr() for buffer in layer._accumulator.buffers()):
-        raise RuntimeError(
-            f"model: expected the same buffers at the end of accumulate_statistics as in the forward passes within it, "
-            f"got others in {name!r}; none has moved"
-        )
-
-
-def _move_buffers(layer: SyncBatchNorm) -> None:
-    accumulator = layer._accumulator
-    assert accumulator is not None
-    with torch.no_grad():
-        if accumulator.counted is not None and layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.copy_(accumulator.counted)
-        accumulator.move()

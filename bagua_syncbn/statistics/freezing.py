@@ -1,8 +1,4 @@
-"""Frozen statistics: layers that normalize by their running statistics, also while the model around them trains.
-
-A frozen layer is a layer in evaluation that nothing puts in training: :class:`.SyncBatchNorm` sees to that when its
-mode is set. Everything that holds in evaluation holds for it, and no computation asks whether a layer is frozen.
-"""
+"""Frozen statistics: layers in evaluation that nothing puts in training, see ``SyncBatchNorm.__setattr__``."""
 
 import warnings
 from collections.abc import Iterable
@@ -24,14 +20,13 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def freeze_statistics(module: _Module, filter: Filter | None = None, *, parameters: bool = False) -> _Module:
     """Makes synchronized layers of ``module`` normalize by their running statistics in training too.
 
-    The layers send nothing, keep their buffers, and compute exactly what they compute in evaluation. They stay in
-    evaluation whatever sets their mode, in copies and pickles, when a state dict is loaded, and when the model is
-    converted again. Modules within a layer follow the mode of the model. The layer's ``repr`` and
-    :func:`conversion_report` say that it is frozen.
+    The layers send nothing, keep their buffers, and compute what they compute in evaluation. They stay frozen whatever
+    sets their mode, in copies and pickles, when a state dict is loaded, and when the model is converted again. Their
+    ``repr`` and :func:`conversion_report` say so.
 
     Args:
         module: the converted model, wrapped or not; or a single layer. All ranks of a group must freeze the same
-            layers: to the other ranks, a rank that freezes one alone is a rank that leaves its call out.
+            layers.
         filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
             stays as it is. A layer with several names is frozen if it returns True for one of them.
         parameters: whether weight and bias of these layers stop requiring gradients too.
@@ -44,14 +39,11 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
             synchronized, or is lazy and has not seen an input; ``parameters`` is true and a layer is parametrized.
         ValueError: a layer has no running statistics.
         RuntimeError: ``parameters`` is true and ``module`` is data parallel already: the engine waits for the gradients
-            of the parameters that required them when the model was wrapped. The model inside of
-            :class:`~torch.nn.parallel.DistributedDataParallel`, which nothing marks, is not refused: the second step
-            raises torch's error about unused parameters.
+            of the parameters that required them when the model was wrapped.
 
-    If it raises, ``module`` is unchanged. It warns if there is no layer to freeze. Frozen layers stay frozen, with
-    ``parameters=True`` their parameters too. Their ``reset_running_stats`` raises RuntimeError, and so does
-    :func:`torch.optim.swa_utils.update_bn`, which calls it; use :func:`recalibrate_statistics`.
-    :func:`revert_sync_batchnorm` refuses them, since torch's layers cannot be frozen.
+    If it raises, ``module`` is unchanged. It warns if there is no layer to freeze. ``reset_running_stats`` of a frozen
+    layer raises RuntimeError, and so does :func:`torch.optim.swa_utils.update_bn`, which calls it; use
+    :func:`recalibrate_statistics`. :func:`revert_sync_batchnorm` refuses frozen layers.
 
     Example::
 
@@ -139,7 +131,6 @@ def _check_that_it_can_be_frozen(layer: Any, name: str) -> None:
 
 
 def _check_that_parameters_can_change(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Raises unless parameters of ``layers`` may begin or cease to require gradients."""
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:
         raise RuntimeError(

@@ -26,9 +26,9 @@ _NO_BATCH = 2.0**-600
 def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
     r"""Makes the running statistics of each rank those of all ranks together, in one collective for the whole model.
 
-    Layers that synchronize within groups, as with ``process_group="node"``, and layers that do not synchronize have
-    other running statistics on each group or rank, of which a checkpoint holds those of rank 0. Call this before
-    evaluation or saving. It gives, on all ranks the same bits,
+    Layers that synchronize within groups, as with ``process_group="node"``, or not at all, have other running
+    statistics on each group or rank; a checkpoint holds those of rank 0. Call this before evaluation or saving. All
+    ranks get the same bits,
 
     .. math::
 
@@ -36,26 +36,20 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         v = \frac{1}{n} \sum_r n_r \left( v_r + (m_r - m)^2 \right), \qquad n = \sum_r n_r
 
     from ``running_mean`` :math:`m_r` and ``running_var`` :math:`v_r` of rank :math:`r`: the mean and variance of the
-    mixture of what the ranks saw. An average of the variances, as from timm's ``distribute_bn``, leaves out how far the
-    means are apart.
+    mixture of what the ranks saw. The sum is computed in float64, then rounded to the dtype of the buffers.
 
-    The buffers of a layer hold no number of values, so :math:`n_r` is ``num_batches_tracked`` of the rank times
-    ``weight``: each batch weighs the same, unless ranks say otherwise. A rank that has counted no batch weighs nothing;
-    where none has, or there is no counter, each rank weighs the same. The ranks of a group that synchronizes have
-    counted the same batches, so a group weighs as many times as it has ranks.
+    :math:`n_r` is ``num_batches_tracked`` of the rank times ``weight``. A rank that has counted no batch weighs
+    nothing; where none has, or there is no counter, each rank weighs the same. The ranks of a group that synchronizes
+    have counted the same batches, so a group weighs as many times as it has ranks.
 
-    ``num_batches_tracked`` stays what it is on each rank. So training can go on, and later merges weigh everything that
-    a rank has seen: with ``momentum=None`` the mean is then that over all batches of all ranks.
-
-    Layers without running statistics and frozen ones (:func:`freeze_statistics`) stay as they are. The sum is computed
-    in float64, then rounded to the dtype of the buffers. The first calls in a job send a small message more each, by
-    which the ranks agree on the size.
+    ``num_batches_tracked`` stays what it is on each rank, so training can go on, and later merges weigh everything that
+    a rank has seen: with ``momentum=None`` the mean is then that over all batches of all ranks. Layers without running
+    statistics and frozen ones (:func:`freeze_statistics`) stay as they are.
 
     Args:
         module: the model, wrapped or not, in any mode; its layers may be synchronized or those of torch. All ranks make
             the call, with layers of the same names and numbers of channels.
-        process_group: the ranks whose statistics are merged, as for :func:`sync_batch_norm`: None for all ranks of the
-            job, whatever groups the layers have.
+        process_group: the ranks whose statistics are merged, as for :func:`sync_batch_norm`; None for all of the job.
         weight: the weight of a batch of this rank: for example its number of samples, where ranks have others.
 
     Shape:
@@ -65,13 +59,13 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     Raises:
         TypeError: ``module`` is no module; ``process_group`` is of no known kind.
         ValueError: ``weight`` is not finite or not above 0; a layer has ``momentum=None`` and no
-            ``num_batches_tracked``, so that nobody knows how many batches its average is of.
+            ``num_batches_tracked``.
         RuntimeError: ranks make other calls, or have other layers; merged statistics are not finite. No buffer has
             moved then.
 
-    Unless it is made with ``broadcast_buffers=False``, :class:`~torch.nn.parallel.DistributedDataParallel` gives all
-    ranks the buffers of rank 0 in each forward pass, and leaves the others little of their own. A warning says so where
-    ``module`` is wrapped like that, and another one if there is nothing to merge. Without a job nothing happens.
+    It warns if there is nothing to merge, and if ``module`` is in a
+    :class:`~torch.nn.parallel.DistributedDataParallel` without ``broadcast_buffers=False``, which gives all ranks the
+    buffers of rank 0 in each forward pass. Without a job nothing happens.
 
     Example::
 

@@ -36,23 +36,21 @@ def recalibrate_statistics(
 
     Weights that were averaged, as by :class:`torch.optim.swa_utils.AveragedModel`, have no running statistics of their
     own, and those of training lag behind the weights. One pass without gradients over ``batches`` gives each layer the
-    mean and the unbiased variance of all values that reached it, in all batches of all ranks, each with the same
-    weight: those of one batch of all of them. A layer that runs several times has the values of all its calls.
+    mean and the unbiased variance of all values that reached it, in all batches of all ranks and in all its calls.
 
     Each batch is normalized by its own statistics, as in training, and on its rank alone: the ranks meet once before
-    the pass and once after it. So any rank may have any number of batches of any sizes, also none, and the result is
-    the same however the batches are spread over ranks: that of one process which goes over all of them. The values that
-    a layer gets depend on how the layers before it have normalized: give batches as large as those of all ranks
-    together in training, which fit more easily without gradients.
+    the pass and once after it. So any rank may have any number of batches of any sizes, also none, and the result does
+    not depend on how the batches are spread over ranks. It depends on their sizes, by the layers that normalize before:
+    give batches as large as those of all ranks together in training.
 
-    All modules but these layers are in evaluation meanwhile, so that there is no dropout, as in the evaluation that is
-    to use the statistics. Frozen layers (:func:`freeze_statistics`) normalize by their running statistics and keep
-    them. Masks count as in training. A layer that no batch reached keeps its statistics, and a warning names it.
+    All other modules are in evaluation meanwhile, without dropout. Frozen layers (:func:`freeze_statistics`) normalize
+    by their running statistics and keep them. Masks count as in training. A layer that no batch reached keeps its
+    statistics, and a warning names it.
 
-    All else is afterwards what it was before, also after an exception, and then the statistics are too: parameters,
-    modes, momentum, ``num_batches_tracked``, hooks, process groups, and the state of the random generators of torch,
-    ``random`` and NumPy. The memory that it takes does not grow with the number of batches. Where ``tqdm`` is installed
-    and standard error is a terminal, the first rank shows a progress bar.
+    Nothing else changes: parameters, modes, momentum, ``num_batches_tracked``, hooks, process groups, and the state of
+    the random generators of torch, ``random`` and NumPy. After an exception the statistics are unchanged too. Memory
+    does not grow with the number of batches. If ``tqdm`` is installed and standard error is a terminal, the first rank
+    shows a progress bar.
 
     Args:
         module: the model, wrapped or not; its layers may be synchronized or those of torch.
@@ -60,8 +58,7 @@ def recalibrate_statistics(
         forward: called with each batch as it comes, runs the model; for batches of another kind. None for
             ``module(batch)``.
         device: where each batch goes before ``module`` gets it; None to leave it. Not together with ``forward``.
-        process_group: the ranks whose batches count, as for :func:`sync_batch_norm`: None for all ranks of the job,
-            whatever groups the layers have.
+        process_group: the ranks whose batches count, as for :func:`sync_batch_norm`; None for all of the job.
 
     Raises:
         TypeError: ``module`` is no module; ``forward`` is not callable; a batch is of another kind, and there is no
@@ -87,7 +84,8 @@ def recalibrate_statistics(
         warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
     communicator = spec.communicator()
     # The ranks meet before the pass too: a rank that raises in it can tell only those that expect a message of it.
-    nothing = torch.empty(0, dtype=torch.float64, device=_device_of(layers))
+    device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
+    nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
     shown = _with_progress(batches) if communicator.rank == 0 else batches
     accumulators = {
@@ -110,10 +108,6 @@ def _checked_layers(module: nn.Module) -> dict[str, Any]:
                 "convert_sync_batchnorm makes it one of this package"
             )
     return layers
-
-
-def _device_of(layers: dict[str, Any]) -> torch.device:
-    return next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
 
 
 def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:

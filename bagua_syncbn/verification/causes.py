@@ -1,6 +1,5 @@
 """Causes of a difference between ranks and one process: a table, each with a test of its own."""
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -61,7 +60,7 @@ def _weights(found: Comparison) -> list[str]:
     return [note for note, weight in notes.items() if found.difference(found.step(weight)) is None]
 
 
-CAUSES: tuple[Callable[[Comparison], list[str]], ...] = (_randomness, _layers, _weights)
+CAUSES = (_randomness, _layers, _weights)
 
 
 def _random_modules(found: Comparison) -> list[str]:

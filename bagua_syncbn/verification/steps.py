@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -168,24 +168,21 @@ def try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
     Raises:
         ValueError: ``loss`` calls no module, or a part of ``model``, of which ``copy`` is a copy.
     """
-    own, calls = set(model.modules()), 0
+    own, called = set(model.modules()), set()
     expected = "loss: expected a function that calls its first argument, a copy of the model in float64, got one that"
 
     def note(part: nn.Module, _: Any) -> None:
-        nonlocal calls
-        calls += 1
+        called.add(part)
         if part in own:
             raise ValueError(f"{expected} calls the model that was given to verify_synchronization")
 
     for part in copy.modules():
         if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)):
             vars(part)["forward"] = lambda input, *_, **__: input
-    hook = register_module_forward_pre_hook(note)
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(note).remove)
         loss_of(copy, batch, loss)
-    finally:
-        hook.remove()
-    if not calls:
+    if not called:
         raise ValueError(f"{expected} does not")
 
 

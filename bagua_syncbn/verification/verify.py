@@ -62,8 +62,9 @@ def verify_synchronization(
 
     Both steps are made in float64 on copies of the model, and the gradients of the ranks are averaged as
     DistributedDataParallel does. Outputs, loss, gradients and buffers are compared. If they differ, further tests look
-    for the cause: tensors that differ between ranks before the step, dropout and other randomness, layers that are not
-    synchronized, parameters without a gradient, losses that are sums, or means over batches of different sizes.
+    for the cause: dropout and other randomness, layers that are not synchronized, parameters without a gradient, losses
+    that are sums, or means over batches of different sizes. If parameters, buffers or modes differ between ranks before
+    the step, the verdict names them and no step is made.
 
     The model, its gradients, buffers and modes and the states of the random generators are unchanged afterwards, also
     after an exception. An error of one rank is raised on all. All ranks must make the call.
@@ -82,14 +83,13 @@ def verify_synchronization(
 
     Returns:
         A :class:`~bagua_syncbn.verification.Verdict`: true if all tensors are equal on all ranks, and as text the first
-        difference with its causes. Tensors are equal if each value of the ranks, :math:`a`, and of one process,
-        :math:`b`, has
+        difference with its causes. Tensors are equal if all values of the ranks, :math:`a`, and of one process,
+        :math:`b`, have
 
         .. math:: |a - b| \le 10^{-7} \max |b| + 10^{-12} \max |b'|
 
-        with the maximum over the values of the tensor and, :math:`b'`, of all tensors of its kind (outputs, gradients,
-        ...). The second term is for tensors whose terms cancel. float64 rounds to :math:`10^{-16}`, and a layer that is
-        not synchronized differs by :math:`10^{-2}` or more.
+        with the maximum over the tensor and, for :math:`b'`, over all tensors of its kind (outputs, gradients, ...). A
+        layer that is not synchronized differs by :math:`10^{-2}` or more.
 
         The verdict is false in a process started as one of several (torchrun, mpirun) that has not called
         ``torch.distributed.init_process_group``. If no wrapper averages the gradients of ``model``, a note says so.
