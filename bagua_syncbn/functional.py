@@ -193,7 +193,7 @@ def batch_norm(
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, layer) from None
     if is_replica:
-        return replicated_batch_norm(input, weight, bias, residual, call.buffers, call.options, process_group)
+        return replicated_batch_norm(input, weight, bias, residual, call, process_group)
     if call.sync is FIXED_STATISTICS:
         return _evaluate(input, weight, bias, residual, call)
     if call.sync.communicator.size == 1:

@@ -1,7 +1,7 @@
 """Replicas of one model in threads of one process, as torch.nn.DataParallel runs them.
 
-Replicas wait for each other in forward only. In backward no thread waits for another one: sums go between replicas
-along edges of autograd's graph, however many threads autograd uses and in whatever order it runs the replicas.
+Replicas wait for each other in forward only. In backward no thread waits for another one, however many threads autograd
+uses and in whatever order it runs the replicas.
 """
 
 from collections import Counter
@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+Tensors: TypeAlias = Sequence[Tensor | None]
+Compute: TypeAlias = Callable[[list[Tensors]], Sequence[Sequence[Tensor]]]
 
 TIMEOUT = 1800.0
 """Seconds that a replica waits for one that neither arrives nor ends: gloo's default time-out in torch.distributed."""
@@ -23,40 +26,38 @@ class ReplicaError(RuntimeError):
 
 
 class _Sent(NamedTuple):
-    """A tensor that is passed to another thread, and the CUDA event after which its values are computed."""
+    """Tensors that are passed to another thread, and the CUDA event after which their values are computed."""
 
-    tensor: Tensor
+    tensors: Tensors
     event: torch.cuda.Event | None
 
-    def receive(self, device: torch.device) -> Tensor:
-        """Returns the tensor on ``device``, differentiably, for use in this thread's streams."""
-        if self.event is not None:
-            # A copy to another device runs in a stream of the source device, so that stream has to wait. It may differ
-            # from the sender's, where the memory would be given to other work as soon as no thread holds the tensor.
-            stream = torch.cuda.current_stream(self.tensor.device)
-            stream.wait_event(self.event)
-            self.tensor.record_stream(stream)
-        with torch.enable_grad():  # this thread may run without gradients, where another replica needs them
-            return _copy_to(self.tensor, device)
+    def receive(self) -> Tensors:
+        """Returns the tensors, for use in this thread's streams."""
+        for tensor in self.tensors:
+            if self.event is not None and tensor is not None:
+                # The stream may differ from the sender's, where the memory would be given to other work as soon as no
+                # thread holds the tensor.
+                stream = torch.cuda.current_stream(tensor.device)
+                stream.wait_event(self.event)
+                tensor.record_stream(stream)
+        return self.tensors
 
 
-def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
-
-
-def _send(tensor: Tensor) -> _Sent:
-    if not tensor.is_cuda:
-        return _Sent(tensor, None)
+def _send(tensors: Tensors) -> _Sent:
+    """``tensors`` are on one device."""
+    first = tensors[0]
+    if first is None or not first.is_cuda:
+        return _Sent(tensors, None)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return _Sent(tensor, event)
+    event.record(torch.cuda.current_stream(first.device))
+    return _Sent(tensors, event)
 
 
 @dataclass
 class _Meeting:
     layer: str = ""
     sent: dict[int, _Sent] = field(default_factory=dict)
-    results: list[list[_Sent]] | None = None
+    results: list[_Sent] | None = None
 
 
 class Replicas:
@@ -94,20 +95,15 @@ class Replicas:
                 self._ended[rank] += not nested
                 self._changed.notify_all()
 
-    def meet(
-        self, rank: int, layer: str, tensor: Tensor, merge: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]]
-    ) -> list[Tensor]:
-        """Waits until every replica has made this call; returns the results of ``merge`` for this replica.
+    def meet(self, rank: int, layer: str, tensors: Tensors, compute: Compute) -> Any:
+        """Waits until every replica has made this call; returns the results of ``compute`` for this replica.
 
         Args:
             rank: index of this replica.
             layer: the name of the layer, the same in all replicas.
-            tensor: the tensor of this replica.
-            merge: turns the tensors of all replicas, in their order and on the device of replica 0, into the results
-                for each replica. Replica 0 calls its own ``merge``, on its thread.
-
-        Returns:
-            The results for this replica, on the device of ``tensor``.
+            tensors: the tensors of this replica, on its device.
+            compute: turns the tensors of all replicas, in their order, into the results for each replica, on its
+                device. Replica 0 calls its own ``compute``, on its thread.
 
         Raises:
             ReplicaError: another replica raised.
@@ -115,20 +111,19 @@ class Replicas:
                 ended; some replicas did not arrive in :data:`TIMEOUT` seconds.
         """
         try:
-            meeting = self._arrive(rank, layer, _send(tensor))
+            meeting = self._arrive(rank, layer, _send(tensors))
             if rank == 0:
                 self._wait(meeting, lambda: len(meeting.sent) == self.size)
-                brought = [meeting.sent[other].receive(tensor.device) for other in range(self.size)]
-                results = [[_send(result) for result in results] for results in merge(brought)]
+                results = compute([meeting.sent[other].receive() for other in range(self.size)])
                 with self._changed:
-                    meeting.results = results
+                    meeting.results = [_send(own) for own in results]
                     self._changed.notify_all()
             self._wait(meeting, lambda: meeting.results is not None)
         except BaseException as error:
             self._stop(error)
             raise
         assert meeting.results is not None
-        return [result.receive(tensor.device) for result in meeting.results[rank]]
+        return meeting.results[rank].receive()
 
     def _arrive(self, rank: int, layer: str, sent: _Sent) -> _Meeting:
         with self._changed:
@@ -203,10 +198,6 @@ class Replica:
     def size(self) -> int:
         """Number of replicas."""
         return self.replicas.size
-
-    def meet(self, tensor: Tensor, merge: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-        """Waits for this layer in every replica, see :meth:`Replicas.meet`."""
-        return self.replicas.meet(self.rank, self.layer, tensor, merge)
 
 
 class CallbackContext:

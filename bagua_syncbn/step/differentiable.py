@@ -10,7 +10,7 @@ more intermediate tensors of the input's size than the training step in ``functi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,22 +58,49 @@ def differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of ``tensors``: input, weight, bias and residual; None for those not needed.
 
-    Autograd derives them from :func:`differentiable_batch_norm`, so that no formula is written twice. The gradients are
-    differentiable if gradients are enabled, and constants otherwise. ``grad_output`` may be a batch of gradients if
-    this rank is alone. Bias and residual may be None without an activation, since no gradient depends on their values.
+    ``grad_output`` may be a batch of gradients if this rank is alone.
+    """
+
+    def compute(views: Sequence[Any]) -> list[Tensor]:
+        return [differentiable_batch_norm(*views[0], call, merged)]  # type: ignore[call-arg]
+
+    return gradients_of(compute, [grad_output], [tensors], needs_grad, call)
+
+
+def gradients_of(
+    compute: Callable[[Sequence[Any]], Sequence[Tensor]],
+    grad_outputs: Sequence[Tensor],
+    rows: Sequence[Sequence[Tensor | None]],
+    needs_grad: Sequence[bool],
+    call: Call,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the tensors of all ``rows``, of ``compute``, which takes rows and returns outputs.
+
+    A row holds the input, weight, bias and residual of a replica. Bias and residual may be None without an activation,
+    since no gradient depends on their values. Autograd derives the gradients, so that no formula is written twice. They
+    are differentiable if gradients are enabled, and constants otherwise.
     """
     create_graph = torch.is_grad_enabled()
-    input, weight, bias, residual = tensors
-    assert input is not None
+    needs = iter(needs_grad)
+    wanted: list[Tensor] = []
+
+    def view(tensor: Tensor | None, needed: bool) -> Tensor | None:
+        # Autograd stops at this use of the tensor, as one tensor may depend on another.
+        viewed = None if tensor is None else tensor.view_as(tensor)
+        wanted.extend([viewed] if viewed is not None and needed else [])
+        return viewed
+
     with torch.enable_grad():
-        if call.options.activation is None:
-            bias = torch.zeros_like(merged[0], requires_grad=True)
-            residual = torch.zeros_like(input, requires_grad=True) if needs_grad[3] else None
-        # Views, so that autograd stops at this use of each tensor, as one tensor may depend on another.
-        views = [None if t is None else t.view_as(t) for t in (input, weight, bias, residual)]
-        output = differentiable_batch_norm(*views, call, merged)  # type: ignore[arg-type, call-arg]
-    wanted = [view for view, needed in zip(views, needs_grad, strict=True) if view is not None and needed]
-    grads = iter(torch.autograd.grad(output, wanted, grad_output, create_graph=create_graph))
+        views = []
+        for input, weight, bias, residual in rows:
+            assert input is not None
+            if call.options.activation is None:
+                dtype = ops.accumulate_dtype(input.dtype)
+                bias = input.new_zeros(input.size(1), dtype=dtype, requires_grad=True)
+                residual = torch.zeros_like(input, requires_grad=True) if needs_grad[3] else None
+            views.append([view(tensor, next(needs)) for tensor in (input, weight, bias, residual)])
+        outputs = compute(views)
+    grads = iter(torch.autograd.grad(outputs, wanted, grad_outputs, create_graph=create_graph))
     return tuple(next(grads) if needed else None for needed in needs_grad)
 
 

@@ -98,7 +98,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             if torch.is_grad_enabled() or (not sync.is_traced and is_transformed(grad_output)):
                 tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
                 return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
-            ctx.recipe = None  # all operations that save the output ran before
+            ctx.recipes = None  # all operations that save the output ran before
             if masking is not None and masking.zeroes:
                 # No gradient passes through a zero, whatever input and residual hold there.
                 grad_output, input = masking.clear(grad_output), masking.clear(input)
@@ -109,7 +109,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             grad, through = grad_output, ()
             again: dict[str, Any] = {}
             if call.options.activation is not None:
-                grad, through, again = _through_activation(grad_output, input, bias, residual, call)
+                grad, through, again = through_activation(grad_output, input, bias, residual, call)
             # Whether the input needs a gradient is a property of the model, the same on every rank; what a rank's batch
             # holds is not, so nothing else decides whether to communicate.
             fingerprint = sync.fingerprint(number) if needs[0] else None
@@ -140,7 +140,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, grad_residual, None, None, None, None, None
 
 
-def _through_activation(
+def through_activation(
     grad_output: Tensor, input: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """Prepares the gradient ``g`` before the activation of ``call``.

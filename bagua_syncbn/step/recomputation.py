@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
 from ..sync import name_of
@@ -194,7 +194,8 @@ def note_output(
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, mean, invstd
     recipe = _Recipe(_name_of(layer), output, input, factors, activation, masking)
-    output.grad_fn.recipe = recipe  # type: ignore[attr-defined]
+    # By the number of the output: replicas have a node together.
+    vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = recipe
 
 
 def _name_of(layer: nn.Module | str | None) -> str:
@@ -208,14 +209,19 @@ def _recipe_of(tensor: Tensor) -> _Remade | None:
     """
     whole = tensor if tensor._base is None else tensor._base
     node = whole.grad_fn
-    recipe = getattr(node, "recipe", None)
-    if isinstance(recipe, _Recipe):
+    recipe = _recipe_at(node, whole.output_nr)
+    if recipe is not None:
         return recipe if recipe.has_made(whole) else None
     activation = None if node is None else ops.activation_recorded_by(node)
     if node is None or activation is None:
         return None
-    recipe = getattr(node.next_functions[0][0], "recipe", None)
-    return recipe.of_activation(activation, whole) if isinstance(recipe, _Recipe) else None
+    recipe = _recipe_at(*node.next_functions[0])
+    return None if recipe is None else recipe.of_activation(activation, whole)
+
+
+def _recipe_at(node: Node | None, number: int) -> _Recipe | None:
+    recipes: dict[int, _Recipe] | None = getattr(node, "recipes", None)
+    return None if recipes is None else recipes.get(number)
 
 
 def _pack(tensor: Tensor) -> Callable[[], Tensor]:

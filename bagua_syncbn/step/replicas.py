@@ -1,184 +1,124 @@
-"""Training step among replicas of one process, by the same ops and without collectives in backward.
+"""Training step among replicas of one process: one node of autograd's graph for all replicas of a layer.
 
-Sums of gradients cross between replicas along edges of autograd's graph. Each replica has its own ``_Statistics`` and
-``_Normalize``, and all replicas share one ``_Merge``::
-
-    x --> _Statistics --> statistics --\\                  /--> merged --> _Normalize --> y
-               \\                         >--> _Merge -->--<                          /
-                \\                       /                 \\                         /
-                 \\       the other replicas             the other replicas        /
-                  \\--> x ----------------------------------------------------->--/
-
-In backward these edges carry the values that the next node needs, not gradients: ``_Normalize`` passes the replica's
-sums to ``_Merge``, ``_Merge`` passes the sums of all replicas to ``_Statistics``, and the gradient of y goes along x.
-Autograd runs a node when all of its inputs are there, whether it uses a thread for each device or one for all.
+Replicas meet in forward, where the thread of replica 0 computes for all of them. In backward no thread waits, as it
+could wait for work that runs next on itself: autograd runs the node when the gradients of all outputs are there.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..communicators.replicas import Replica
-from ..options import Options
+from ..communicators.replicas import Replica, Tensors
+from ..sync import FIXED_STATISTICS
 from ..torch_internals import is_transformed
+from .call import Call
+from .differentiable import differentiable_batch_norm, gradients_of
+from .function import through_activation
 from .recomputation import note_output
 
 
 def replicated_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    buffers: ops.Buffers,
-    options: Options,
-    replica: Replica,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, replica: Replica
 ) -> Tensor:
     """Computes :func:`~bagua_syncbn.sync_batch_norm` in training in a replica. Only replica 0 updates its buffers."""
 
-    def merge(statistics: list[Tensor]) -> Sequence[Sequence[Tensor]]:
+    def compute(rows: list[Tensors]) -> list[list[Tensor]]:
+        tensors = [tensor for row in rows for tensor in row]
+        moments: list[list[Tensor]] = []
         # Replica 0 may run without gradients while another replica needs them.
-        with torch.set_grad_enabled(any(packed.requires_grad for packed in statistics)):
-            count, *merged = _Merge.apply(buffers, options, *statistics)
-        return [(own, count) for own in merged]
+        with torch.set_grad_enabled(any(tensor is not None and tensor.requires_grad for tensor in tensors)):
+            outputs = _Replicated.apply(call, moments, *tensors)
+        return [[output, *own] for output, own in zip(outputs, moments, strict=True)]
 
-    totals = _Totals()
-    # _Statistics needs the weight only for the gradient of the input; _Normalize makes the gradient of the weight.
-    input, statistics = _Statistics.apply(input, None if weight is None else weight.detach(), totals)
-    merged, count = replica.meet(statistics, merge)
-    totals.merged, totals.count = merged.detach(), count
-    output: Tensor = _Normalize.apply(input, weight, bias, merged, residual, options.activation)
-    mean, invstd = merged.detach().chunk(2)
-    note_output(output, replica.layer, input, weight, bias, mean, invstd, residual, options.activation)
+    records = torch.is_grad_enabled()
+    tensors = [t if t is None or records else t.detach() for t in (input, weight, bias, residual)]
+    output: Tensor
+    output, mean, invstd = replica.replicas.meet(replica.rank, replica.layer, tensors, compute)
+    if not records:
+        return output.detach()
+    note_output(output, replica.layer, input, weight, bias, mean, invstd, residual, call.options.activation)
     return output
 
 
-class _Totals:
-    """Values that ``_Statistics`` needs in backward but only exist after its forward: ``merged`` (2C) and ``count``."""
-
-    merged: Tensor
-    count: Tensor
+def _in_rows(values: Sequence[Any], width: int) -> list[Sequence[Any]]:
+    return [values[start : start + width] for start in range(0, len(values), width)]
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Returns its first argument as a function of all arguments, whose derivative raises."""
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, moments: list[list[Tensor]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns the outputs of all replicas, for input, weight, bias and residual of one after the other.
+
+        ``moments`` receives the mean and the inverse deviation on the device of each replica.
+        """
+        rows, outputs, kept = _in_rows(tensors, 4), [], []
+        device = rows[0][0].device
+        gathered = torch.stack([ops.batch_norm_stats(row[0]).to(device) for row in rows])
+        *merged, count, clamped = ops.merge_stats(gathered, call.buffers, call.options)
+        for input, weight, bias, residual in rows:
+            own = [moment.to(input.device) for moment in merged]
+            moments.append(own)
+            outputs.append(ops.batch_norm_elemt(input, weight, bias, *own, *call.after(residual)))
+            kept += [input, weight, *((None, None) if call.options.activation is None else (bias, residual)), *own]
+        ctx.call = call
+        ctx.save_for_backward(count, clamped, *kept)
+        return tuple(outputs)
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # An output that is not in the loss has a gradient of 0; its input still affects the statistics of all.
+        call, needed = ctx.call, ctx.needs_input_grad[2:]
+        count, clamped, *kept = ctx.saved_tensors
+        rows = _in_rows(kept, 6)
+        if torch.is_grad_enabled() or any(map(is_transformed, grad_outputs)):
 
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> None:
-        raise RuntimeError(
-            "sync_batch_norm: expected first derivatives only among replicas of one process, got an attempt to "
-            "differentiate twice; use one process for each device"
-        )
+            def compute(views: Sequence[Any]) -> list[Tensor]:
+                return _differentiable(views, call, count)
 
-
-_Backward = Callable[..., tuple[Tensor | None, ...]]
-
-
-def _once_differentiable(backward: _Backward) -> _Backward:
-    """Makes second derivatives raise, unlike torch's decorator also where only saved tensors require gradients."""
-
-    @wraps(backward)
-    def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if any(map(is_transformed, grads)):
-            raise RuntimeError(
-                "sync_batch_norm: expected neither is_grads_batched nor torch.func in a backward pass among replicas "
-                "of one process; call backward once for each gradient"
-            )
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
-        sources = [tensor for tensor in (*ctx.saved_tensors, *grads) if tensor is not None and tensor.requires_grad]
-        return tuple(None if result is None else _NoSecondDerivative.apply(result, *sources) for result in results)
-
-    return wrapper
-
-
-class _Statistics(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, totals: _Totals) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(input, weight)
-        ctx.totals = totals
-        # Detached, because autograd returns a view of a returned input, which may lose the memory format.
-        return input.detach(), ops.batch_norm_stats(input)
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, sums: Tensor) -> tuple[Tensor | None, ...]:
-        # An output that is not in the loss has a grad_output of 0; its input still affects the statistics of all.
-        input, weight = ctx.saved_tensors
-        mean, invstd = ctx.totals.merged.chunk(2)
-        sums = sums[: 2 * input.size(1)]
-        return (
-            ops.batch_norm_backward_elemt(grad_output, input, weight, mean, invstd, sums, ctx.totals.count),
-            None,
-            None,
-        )
-
-
-class _Merge(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        buffers: ops.Buffers,
-        options: Options,
-        *statistics: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Returns the count, and the merged statistics ``[mean (C) | invstd (C)]`` once for each replica."""
-        mean, invstd, count, ctx.clamped = ops.merge_stats(torch.stack(statistics), buffers, options)
-        ctx.mark_non_differentiable(count)
-        return count, *(torch.cat([mean, invstd]) for _ in statistics)
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx: Any, _: Tensor, *sums: Tensor) -> tuple[Tensor | None, ...]:
+            return None, None, *gradients_of(compute, grad_outputs, [row[:4] for row in rows], needed, call)
+        ctx.recipes = None  # all operations that save the outputs ran before
+        reduced, grads = [], []
+        again: dict[str, Any]
+        for grad_output, (input, weight, bias, residual, mean, invstd) in zip(grad_outputs, rows, strict=True):
+            grad, through, again = grad_output, (), {}
+            if call.options.activation is not None:
+                grad, through, again = through_activation(grad_output, input, bias, residual, call)
+            found = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, None, *through)
+            reduced.append((grad, again, *found))
         # Summed in the order of replicas, so that the bits do not depend on which device is ready first.
-        total = ops.clear_clamped(torch.stack(sums).sum(0), ctx.clamped)
-        total = F.pad(total, (0, 2))  # to the size of statistics, whose last two values are the count
-        return None, None, *[total] * len(sums)
+        total = torch.stack([sums.to(count.device) for _, _, sums, _, _ in reduced]).sum(0)
+        ops.clear_clamped(total, clamped)
+        for row, needs, (grad, again, _, *of_parameters) in zip(rows, _in_rows(needed, 4), reduced, strict=True):
+            input, weight, _, _, mean, invstd = row
+            grad_input = None
+            if needs[0]:
+                arguments = mean, invstd, total.to(input.device), count.to(input.device)
+                grad_input = ops.batch_norm_backward_elemt(grad, input, weight, *arguments, **again)
+            own = grad_input, *of_parameters, grad
+            grads += [value if need else None for value, need in zip(own, needs, strict=True)]
+        return None, None, *grads
 
 
-class _Normalize(torch.autograd.Function):
-    """Normalization with activation and residual. The gradient of the normalized values goes along x."""
+def _differentiable(rows: Sequence[Any], call: Call, count: Tensor) -> list[Tensor]:
+    """Returns the outputs of replicas in operations of torch, differentiable any number of times."""
+    options = call.options
+    wide = [row[0].to(ops.accumulate_dtype(row[0].dtype)) for row in rows]
+    dims = ops.reduced_dims(wide[0])
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        merged: Tensor,
-        residual: Tensor | None,
-        activation: ops.Activation | None,
-    ) -> Tensor:
-        ctx.activation = activation
-        ctx.save_for_backward(input, weight, merged, *((None, None) if activation is None else (bias, residual)))
-        code, parameter = (0, 0.0) if activation is None else (activation.code, activation.parameter)
-        output: Tensor = ops.batch_norm_elemt(
-            input, weight, bias, *merged.chunk(2), residual=residual, activation=code, parameter=parameter
-        )
-        return output
+    def mean_of(values: list[Tensor]) -> Tensor:
+        return torch.stack([value.sum(dims).to(count.device) for value in values]).sum(0) / count
 
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recipe = None  # all operations that save the output ran before
-        input, weight, merged, bias, residual = ctx.saved_tensors
-        grad, through = grad_output, {}
-        if ctx.activation is not None:
-            code, parameter = ctx.activation.code, ctx.activation.parameter
-            grad = torch.empty_like(input)
-            through = {"bias": bias, "residual": residual, "activation": code, "parameter": parameter, "grad": grad}
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-            grad_output, input, *merged.chunk(2), weight, **through
-        )
-        grads = (grad, grad_weight, grad_bias, sums, grad, None)
-        return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))
+    def per_channel(values: Tensor, like: Tensor) -> Tensor:
+        return ops.per_channel(values.to(like.device), like)
+
+    mean = mean_of(wide)
+    var = mean_of([(input - per_channel(mean, input)).square() for input in wide])
+    invstd = (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
+    fixed = Call(options, ops.NO_BUFFERS, FIXED_STATISTICS)
+    return [
+        differentiable_batch_norm(*row, fixed, (mean.to(row[0].device), invstd.to(row[0].device), count, None))  # type: ignore[call-arg]
+        for row in rows
+    ]

@@ -54,13 +54,21 @@ def test_every_option_holds_without_a_job(way, single_threaded):
 DTYPES = [(torch.float64, None), *((dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16))]
 
 
-def test_replicas_take_each_dtype_and_layout_and_frozen_tensors(single_threaded):
+def test_replicas_take_each_dtype_layout_frozen_tensors_and_further_derivatives(single_threaded):
     replicas = partial(Case, (5,), way="replicas")
+    options = (
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps_mode": "clamp", "eps": 2.0},
+        {"activation": "silu"},
+    )
     frozen = ("input",), ("weight", "bias"), ("input", "weight")
     check(
         None,
         *(replicas(shape[1:], *dtypes, layout=layout) for shape, layout in SHAPES_IN_LAYOUTS for dtypes in DTYPES),
         *(replicas((3, 4), torch.float64, frozen=names) for names in frozen),
+        Case((2,), (3,), torch.float64, way="replicas"),  # one value in each
+        *(replicas((3, 4), torch.float64, options=given, residual="activation" in given, order=3) for given in options),
     )
 
 

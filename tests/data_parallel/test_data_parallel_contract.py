@@ -8,67 +8,30 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     convert_model,
 )
-from tests.helpers.formula import Clamped
-from tests.helpers.replicated import GPU_PLACES, PAIRS, build, check_equal, inputs_of, parallel, run
+from tests.helpers.replicated import GPU_PLACES, build, check_equal, inputs_of, parallel, run
 from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 
 
-OPTIONS = [{"affine": False}, {"track_running_stats": False}]  # tests/contract/test_ways.py has the others
-# For 4 devices, 9 samples make chunks of 3, 3, 3: three replicas; 7 make 2, 2, 2, 1; 3 make three replicas of one.
-SPLITS = [(1, 7), (2, 1), (2, 7), (3, 8), (4, 9), (4, 7), (4, 3)]
-CASES = [
-    *((*split, SynchronizedBatchNorm2d, "plus", {}) for split in SPLITS),
-    *((3, 7, SynchronizedBatchNorm1d, "plus", options) for options in OPTIONS),
-    *((2, 5, cls, "clamp", {}) for cls in PAIRS),
-]
-
-
-@pytest.mark.parametrize(
-    ("count", "samples", "cls", "eps_mode", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
-)
+# For 4 devices, 7 samples make chunks of 2, 2, 2, 1; for 3, 8 make 3, 3, 2. tests/contract/test_ways.py has the rest.
+@pytest.mark.parametrize(("count", "samples"), [(1, 7), (2, 1), (3, 8), (4, 7)])
 @pytest.mark.parametrize("place", PLACES)
-def test_replicas_equal_the_full_batch(place, count, samples, cls, eps_mode, options):
-    options = {"eps": 1e-3} | options
+def test_replicas_equal_the_full_batch(place, count, samples):
     torch.manual_seed(1)
-    expected = build(PAIRS[cls], **({"wrap": Clamped} if eps_mode == "clamp" else {}), **options)
-    model = build(cls, eps_mode=eps_mode, **options)
-    model.load_state_dict({name.replace("layer.", ""): value for name, value in expected.state_dict().items()})
-    actual = parallel(model, place, count)
+    expected = build(nn.BatchNorm2d, eps=1e-3)
+    actual = parallel(convert_model(copy.deepcopy(expected)), place, count)
     for step in range(3):
-        batch = inputs_of(cls, samples, step)
+        batch = inputs_of(nn.BatchNorm2d, samples, step)
         grad_output = torch.randn(samples, 2, *batch.shape[2:], dtype=torch.float64)
         check_equal(run(actual, batch, grad_output), run(expected, batch, grad_output), f" at step {step}")
-    if options.get("track_running_stats", True):  # otherwise replicas are on their own, as ranks are
-        assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
-
-
-def test_one_sample_of_one_value_in_each_replica():
-    torch.manual_seed(2)
-    batch, grad_output = torch.randn(2, 3, 4, dtype=torch.float64)
-    actual = parallel(SynchronizedBatchNorm1d(4).double(), "cpu", 3)
-    expected = nn.BatchNorm1d(4).double()
-    check_equal(run(actual, batch, grad_output), run(expected, batch, grad_output))
-    with pytest.raises(ValueError, match="expected more than 1 value per channel"):
-        actual(batch[:1])  # one replica
-
-
-def test_clamp_of_constant_channels_and_without_eps():
-    constant = torch.ones(4, 2, dtype=torch.float64)
-    layer = SynchronizedBatchNorm1d(2, eps=1e-5, eps_mode="clamp").double()
-    assert torch.equal(parallel(layer, "cpu", 2)(constant), torch.zeros_like(constant))
-    batch = torch.randn(4, 2, dtype=torch.float64)
-    layer = SynchronizedBatchNorm1d(2, eps=0.0, eps_mode="clamp").double()
-    expected = (batch - batch.mean(0)) / batch.std(0, correction=0)
-    assert_close(parallel(layer, "cpu", 2)(batch), expected, "output")
+    assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
 
 
 def partial_loss(model, batch, sample):
@@ -108,11 +71,8 @@ class OnePart(nn.Module):
 
 
 @pytest.mark.parametrize("detached", ["input", "output", "forward"])
-@pytest.mark.parametrize("place", ["cpu, with copies", *PLACES])
-def test_a_replica_that_is_partly_outside_of_the_graph(monkeypatch, place, detached):
-    if place == "cpu, with copies":  # as between several devices
-        monkeypatch.setattr(replicas, "_copy_to", lambda tensor, device: tensor.to(device, copy=True))
-        place = "cpu"
+@pytest.mark.parametrize("place", PLACES)
+def test_a_replica_that_is_partly_outside_of_the_graph(place, detached):
     expected = nn.BatchNorm1d(3).double()
     actual = parallel(OnePart(SynchronizedBatchNorm1d(3).double(), detached), place, 2)
     batch = torch.randn(6, 3, dtype=torch.float64)
@@ -179,18 +139,6 @@ def test_only_the_users_buffers_change(place):
     assert model.layer._replica is None
 
 
-def test_nothing_meets_in_backward(monkeypatch):
-    meet, calls = replicas.Replicas.meet, []
-    monkeypatch.setattr(replicas.Replicas, "meet", lambda *args: calls.append(args[1]) or meet(*args))
-    model = parallel(build(SynchronizedBatchNorm1d), "cpu", 2)
-    output = model(inputs_of(nn.BatchNorm1d, 4).requires_grad_())
-    assert sorted(calls) == [0, 0, 1, 1]  # once for each of two layers
-    output.sum().backward()
-    assert len(calls) == 4
-    model.eval()(inputs_of(nn.BatchNorm1d, 4))
-    assert len(calls) == 4
-
-
 def test_same_bits_every_time():
     def step():
         torch.manual_seed(0)
@@ -203,17 +151,14 @@ def test_same_bits_every_time():
             assert torch.equal(value, first[name]), name
 
 
-def test_backward_can_be_repeated_but_not_differentiated():
-    model = parallel(SynchronizedBatchNorm1d(3), "cpu", 2)
-    batch = torch.randn(6, 3, requires_grad=True)
-    loss = model(batch).sin().sum()
-    first, second = (torch.autograd.grad(loss, batch, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    linear = (model(batch) * torch.randn(6, 3)).sum()  # whose grad_output is a constant
-    for value in (loss, linear):
-        for grad in torch.autograd.grad(value, (batch, *model.parameters()), create_graph=True, retain_graph=True):
-            with pytest.raises(RuntimeError, match="differentiate twice"):
-                torch.autograd.grad(grad.sum(), batch, allow_unused=True, retain_graph=True)
+def test_backward_can_be_repeated_also_for_a_batch_of_gradients():
+    model = parallel(build(nn.BatchNorm1d), "cpu", 2)
+    output = convert_model(model)(batch := inputs_of(nn.BatchNorm1d, 4).requires_grad_())
+    grad_outputs = torch.randn(3, *output.shape, dtype=torch.float64)
+    grads = [torch.autograd.grad(output, batch, one, retain_graph=True)[0] for one in grad_outputs]
+    together = torch.autograd.grad(output, batch, grad_outputs, is_grads_batched=True, retain_graph=True)
+    assert_close(together[0], torch.stack(grads), "batched gradients")
+    assert torch.equal(torch.autograd.grad(output, batch, grad_outputs[0])[0], grads[0])
 
 
 def test_a_weight_changed_before_backward_is_noticed():

@@ -117,10 +117,9 @@ def test_recomputation_in_backward_is_refused(use_reentrant):
         promptly(output.sum().backward)
 
 
-def test_gradients_in_batches_are_refused():
-    output = parallel(build(SynchronizedBatchNorm1d), "cpu", 2)(input := inputs_of(nn.BatchNorm1d, 4).requires_grad_())
-    with pytest.raises(RuntimeError, match=r"sync_batch_norm: expected neither is_grads_batched nor"):
-        torch.autograd.grad(output, input, torch.randn(3, *output.shape).double(), is_grads_batched=True)
+def test_one_value_per_channel_in_one_replica_is_refused():
+    with pytest.raises(ValueError, match="expected more than 1 value per channel"):
+        parallel(SynchronizedBatchNorm1d(4), "cpu", 3)(torch.randn(1, 4))
 
 
 def test_replicas_that_never_run(monkeypatch):
