@@ -6,7 +6,8 @@ instead: a collective in their backward could wait for another one that would ru
 """
 
 from .c10d import AsyncCollective, TorchCommunicator, is_large
-from .group_spec import EVERYONE, LOCAL, Communicator, GroupSpec, LocalCommunicator, spec_of, sync_group
+from .communicator import LOCAL, Communicator, LocalCommunicator
+from .group_spec import EVERYONE, GroupSpec, spec_of, sync_group
 from .groups import RankGroup
 from .replicas import CallbackContext, Replica, Replicas
 from .shared import SharedCommunicator, communicator_of

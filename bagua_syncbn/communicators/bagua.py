@@ -4,8 +4,9 @@ This module imports Bagua only in a running Bagua job, because the import needs 
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import packages_distributions, version
 from typing import Any
 
@@ -87,6 +88,9 @@ def installed_version() -> str | None:
     return version(distributions[0]) if distributions else None
 
 
+is_imported: Callable[[], bool] = partial(sys.modules.__contains__, "bagua.torch_api.communication")
+
+
 def is_initialized() -> bool:
     """Whether ``bagua.torch_api.init_process_group()`` was called in this process."""
     return default_group() is not None
@@ -94,7 +98,7 @@ def is_initialized() -> bool:
 
 def default_group() -> Any:
     """Returns the group of all ranks that Bagua made; None before it did so."""
-    communication = sys.modules.get("bagua.torch_api.communication")
+    communication = _communication()
     return communication._default_pg if communication is not None else None
 
 
@@ -108,7 +112,6 @@ def is_process_group(process_group: object) -> bool:
 
     Raises:
         RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
-        ValueError: the group excludes this rank.
     """
     communication = _communication()
     if communication is None or not isinstance(process_group, communication.BaguaProcessGroup):
@@ -118,7 +121,6 @@ def is_process_group(process_group: object) -> bool:
             "process_group: expected a group of a job that runs, got a BaguaProcessGroup before "
             "bagua.torch_api.init_process_group()"
         )
-    check_ranks(process_group.ranks)
     return True
 
 
@@ -127,38 +129,16 @@ def rule_of(group: Any) -> tuple[int, ...] | None:
     return None if group is default_group() else tuple(sorted(group.ranks))
 
 
-def own_ranks(ranks: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the ranks of the group that this rank is in: ``ranks``, or all for None or in a job of one rank.
-
-    Raises:
-        ValueError: this job has no such ranks, or this rank is not among them.
-    """
-    if ranks is None or _api().get_world_size() == 1:
-        return tuple(default_group().ranks)
-    check_ranks(ranks)
-    return ranks
-
-
-def check_ranks(ranks: Sequence[int]) -> None:
-    """Raises ValueError unless the Bagua job has these ranks, and this one among them."""
-    rank, size = _api().get_rank(), _api().get_world_size()
-    if rank not in ranks or max(ranks) >= size:
-        raise ValueError(
-            f"process_group: expected ranks of this job that include this one, rank {rank} of {size}, got "
-            f"{tuple(ranks)}"
-        )
+def rank_and_size() -> tuple[int, int]:
+    """Returns the rank of this process in the Bagua job, and the number of its ranks."""
+    return _api().get_rank(), _api().get_world_size()
 
 
 def communicator_among(ranks: Sequence[int]) -> BaguaCommunicator:
-    """Returns the communicator that layers use among these ranks; its members make it together at the first use.
-
-    Raises:
-        ValueError: this job has no such ranks, or this rank is not among them.
-    """
+    """Returns the communicator that layers use among these ranks; its members make it together at the first use."""
     members = tuple(sorted(ranks))
     communicator = _communicators.get(members)
     if communicator is None:
-        check_ranks(members)
         communicator = _communicators[members] = BaguaCommunicator(_make_group(members))
     return communicator
 

@@ -5,14 +5,10 @@ saved. In a job it stands for the ranks of this rank's own group, determined onc
 rank, it stands for this process alone.
 """
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
-
-from .jobs import Job
 
 NODE = "node"
 
@@ -20,8 +16,6 @@ Ranks: TypeAlias = tuple[int, ...]
 
 Rule: TypeAlias = None | int | str | tuple[Ranks, ...] | Ranks
 """All ranks, a number of consecutive ranks, the ranks of this host, the list that has this rank, or these ranks."""
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -95,33 +89,6 @@ def check_rule(rule: Rule, rank: int, size: int) -> None:
         _check_lists_cover(described(rule), size)
 
 
-def group_ranks(rule: Rule, job: Job) -> Ranks:
-    """Returns the ranks of the group that this rank is in. All ranks of the job make the first use of a rule together,
-    except for a rule that lists the ranks of a single group.
-
-    Raises:
-        ValueError: the job does not fit ``rule``, or ranks have different rules.
-    """
-    if job.size == 1:
-        return job.everyone
-    check_rule(rule, job.rank, job.size)
-    if is_ranks(rule):
-        return rule
-    return job.own_ranks(rule, lambda: _agree(rule, job))
-
-
-def _agree(rule: Rule, job: Job) -> Ranks:
-    brought = job.exchange([str(described(rule)), *_host()], text_of(rule))
-    rules = [rule for rule, *_ in brought]
-    if len(set(rules)) > 1:
-        what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))
-        raise ValueError(f"process_group: expected the same on all {job.size} ranks of the job, got {what}")
-    if rule == NODE:
-        own = brought[job.rank]
-        return tuple(rank for rank, host in enumerate(brought) if host == own)
-    return ranks_by_rule(rule, job.rank, job.size)
-
-
 def ranks_by_rule(rule: Rule, rank: int, size: int) -> Ranks:
     """Returns the ranks of the group of ``rank`` in a job of ``size`` ranks, by a rule other than ``"node"``."""
     if isinstance(rule, int):
@@ -129,11 +96,6 @@ def ranks_by_rule(rule: Rule, rank: int, size: int) -> Ranks:
         return tuple(range(first, first + rule))
     lists: Any = (rule,) if is_ranks(rule) else rule or ()
     return next((tuple(sorted(ranks)) for ranks in lists if rank in ranks), tuple(range(size)))
-
-
-def _host() -> tuple[str, str]:
-    # Host names alone are ambiguous: machines started from one image may share a name.
-    return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 def _check_lists(lists: Sequence[Sequence[Any]]) -> None:

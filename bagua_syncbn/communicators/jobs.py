@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -15,6 +17,9 @@ import torch.distributed as dist
 
 from .. import torch_internals
 from .c10d import is_alive
+from .groups import NODE, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, text_of
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class MeetingError(RuntimeError):
@@ -86,65 +91,78 @@ class Job:
         self._backend, self._store = torch_internals.backend_and_store(world)
         self._device = torch_internals.device_of(world)
         self._timeout: timedelta = torch_internals.timeout_of(world)
-        self._exchanges = 0
-        self._given: dict[tuple[int, ...], ref[Any]] = {}
+        self._agreements = 0
+        self._given: dict[Rule, ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
         self._times_tried: Counter[str] = Counter()
-        self._own_ranks: dict[Any, tuple[int, ...]] = {}
+        self._own_ranks: dict[Rule, Ranks] = {}
         self._finding = Lock()
         self._making: dict[str, Lock] = {}
 
-    @property
-    def everyone(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
+    def ranks_of(self, rule: Rule) -> Ranks:
+        """Returns the ranks of the group that this rank is in.
 
-    def remember(self, group: Any) -> tuple[int, ...]:
+        All ranks of the job make the first use of a rule together, except for a rule that lists one group's ranks.
+
+        Raises:
+            ValueError: the job does not fit ``rule``, or ranks have different rules.
+            RuntimeError: a rank did not arrive within the job's time-out.
+        """
+        if self.size == 1:
+            return (0,)
+        check_rule(rule, self.rank, self.size)
+        if is_ranks(rule):
+            return rule
+        with self._finding:
+            if rule not in self._own_ranks:
+                self._own_ranks[rule] = self._agree_on(rule)
+            return self._own_ranks[rule]
+
+    def _agree_on(self, rule: Rule) -> Ranks:
+        number = self._agreements
+        self._agreements += 1
+        brought = self._meet(f"exchange {number}", range(self.size), [str(described(rule)), *_host()], text_of(rule))
+        rules = [rule for rule, *_ in brought]
+        if len(set(rules)) > 1:
+            what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))
+            raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {what}")
+        if rule == NODE:
+            own = brought[self.rank]
+            return tuple(rank for rank, host in enumerate(brought) if host == own)
+        return ranks_by_rule(rule, self.rank, self.size)
+
+    def remember(self, group: Any) -> Ranks:
         """Returns the ranks of a group that the user made. Groups for a RankGroup of these ranks follow it."""
         ranks = tuple(sorted(dist.get_process_group_ranks(group)))
         if group is not self._world():
             self._given[ranks] = ref(group)
         return ranks
 
-    def own_ranks(self, rule: Any, find: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Returns the ranks that ``find`` returned for ``rule`` at the first use of the rule in this job."""
-        with self._finding:
-            if rule not in self._own_ranks:
-                self._own_ranks[rule] = find()
-            return self._own_ranks[rule]
+    def layers_group(self, rule: Rule, given: Any = None) -> Any:
+        """Returns the group that only layers use; its members make it at the first use.
 
-    def layers_group(self, ranks: tuple[int, ...], what: str, given: Any = None, like_given: bool = False) -> Any:
-        """Returns the group of these ranks that only layers use; its members make it at the first use.
-
-        Each ``given`` group has one, and these ranks without a given group have another. Backend, options and time-out
-        are those of ``given``; with ``like_given`` those of the last given group of these ranks; else those of the job.
+        Each ``given`` group has one, and its ranks without a given group have another. Backend, options and time-out
+        are those of ``given``; for a rule that lists ranks those of the last given group of these ranks; else those of
+        the job.
 
         Raises:
-            RuntimeError: some members did not arrive within the job's time-out.
+            ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the job's time-out.
         """
+        ranks = self.ranks_of(rule)
         if given is not None:
+            what = f"group {given.group_name!r} of ranks {ranks}"
             return self._made_once("layers", ranks, given, what, named_after=given.group_name)
-        model = self._alive(self._given.get(ranks)) if like_given else None
-        return self._made_once("layers", ranks, model or self._world(), what)
+        return self._made_once("layers", ranks, _alive(self._given.get(rule)) or self._world(), text_of(rule))
 
-    def users_group(self, ranks: tuple[int, ...], what: str, like_given: bool) -> Any:
-        """Returns a group of these ranks for the user: the default group, a given one, or one that the members make.
+    def users_group(self, rule: Rule) -> Any:
+        """Returns a group for the user: the default group, a given one, or one that the members make.
 
         The group of the layers is never returned: messages of the user must not come between those of layers.
         """
-        given = self._alive(self._given.get(ranks)) if like_given else None
+        ranks, given = self.ranks_of(rule), _alive(self._given.get(rule))
         if given is not None or len(ranks) == self.size:
             return given or self._world()
-        return self._made_once("user", ranks, self._world(), what)
-
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        """Returns the values of all ranks of the job, in rank order; all ranks make the call for ``what``.
-
-        Raises:
-            RuntimeError: a rank did not arrive within the job's time-out.
-        """
-        number = self._exchanges
-        self._exchanges += 1
-        return self._meet(f"exchange {number}", self.everyone, value, what)
+        return self._made_once("user", ranks, self._world(), text_of(rule))
 
     def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str) -> list[Any]:
         """Returns the values that ``ranks`` bring to the meeting ``key``, in which they make the first use of ``what``.
@@ -181,10 +199,6 @@ class Job:
             ) from error
         return brought
 
-    def _alive(self, group: "ref[Any] | None") -> Any:
-        found = None if group is None else group()
-        return found if found is not None and is_alive(found) else None
-
     def _made_once(
         self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
     ) -> Any:
@@ -192,7 +206,7 @@ class Job:
         key = f"{backend} {ranks}" if named_after is None else f"{backend} {ranks} {named_after}"
         name = f"bagua_syncbn:{whose}:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
         with self._making.setdefault(name, Lock()):
-            group = self._alive(self._made.get(name))
+            group = _alive(self._made.get(name))
             if group is None:
                 # Attempts are numbered alike on all members: a member that arrives at a failed attempt fails in it too.
                 number = self._times_tried[name]
@@ -221,6 +235,16 @@ class Job:
                 f"process_group: expected {_ranks(ranks)} to connect in the first use of {what}, got on rank "
                 f"{self.rank} {type(error).__name__}: {error}; another rank may have ended"
             ) from error
+
+
+def _alive(group: "ref[Any] | None") -> Any:
+    found = None if group is None else group()
+    return found if found is not None and is_alive(found) else None
+
+
+def _host() -> tuple[str, str]:
+    # Host names alone are ambiguous: machines started from one image may share a name.
+    return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
-from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, groups, jobs
+from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.own_groups import communicator_of, forget_groups, mean_over
 from tests.helpers.training import through_file
@@ -46,12 +46,12 @@ def test_the_ranks_of_a_host_are_asked_for_once(number):
     own = list(range(dist.get_rank() % number, 4, number))
     forget_groups()
     with (
-        patch.object(groups, "_host", lambda: (f"host {dist.get_rank() % number}", "")),
-        patch.object(jobs.Job, "exchange", autospec=True, side_effect=jobs.Job.exchange) as exchange,
+        patch.object(jobs, "_host", lambda: (f"host {dist.get_rank() % number}", "")),
+        patch.object(jobs.Job, "_agree_on", autospec=True, side_effect=jobs.Job._agree_on) as agree,
     ):
         assert dist.get_process_group_ranks(sync_group("node")) == own
         assert [mean_over("node") for _ in range(3)] == [sum(own) / len(own)] * 3
-    assert exchange.call_count == 1
+    assert agree.call_count == 1
     forget_groups()
 
 

@@ -119,7 +119,7 @@ def test_no_count_grows(pool, name, world_size):
 
 
 # Calls of this package's functions, from the layer to the wait for the answer of each collective, and back.
-CALLS = 30 if SHARES else 32
+CALLS = 28 if SHARES else 30
 
 
 def count_calls():

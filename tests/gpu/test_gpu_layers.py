@@ -302,8 +302,8 @@ def test_ddp_over_nccl_on_two_gpus(shares):
 def test_the_layers_own_group_of_one_rank(nccl):
     """The group that layers make for themselves by splitting the job's: a step over it, as over the job's own."""
     job = jobs.job_of(dist.group.WORLD)
-    group = job.layers_group((0,), "a test")
-    assert group is job.layers_group((0,), "a test") is not dist.group.WORLD
+    group = job.layers_group((0,))
+    assert group is job.layers_group((0,)) is not dist.group.WORLD
     assert dist.get_backend(group) == dist.get_backend()
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=OneRankGroup(group), device="cuda")
     steps = [torch.randn(2, 8, 6, 20, 20, device="cuda").unbind() for _ in range(2)]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import group_spec, jobs, spec_of
+from bagua_syncbn.communicators import EVERYONE, jobs, spec_of
 
 SECONDS = 2.0  # time-out of the job that join() begins
 
@@ -15,8 +15,7 @@ def forget_groups():
     job = jobs.job_of(dist.group.WORLD)
     for known in (job._own_ranks, job._made, job._given):
         known.clear()
-    for cached in group_spec._numbered.values():
-        cached.communicator = None
+    EVERYONE._communicator = None
 
 
 def communicator_of(process_group=None):
