@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from . import ops
+from . import ops, torch_internals
 from .checks import check_flag, check_tensors, check_tracer, checked_options, is_distributed, named
 from .communicators import EVERYONE, LOCAL, Replica, spec_of
 from .options import NO_MASKS, Masks, Options, Tensors
@@ -21,7 +21,6 @@ from .step import (
     call_in_first_run,
     evaluated_batch_norm,
     follow,
-    is_in_region,
     is_repetition,
     replicated_batch_norm,
     synchronized_batch_norm,
@@ -174,22 +173,23 @@ def batch_norm(
         tensors, buffers, whole = shards_of(tensors, buffers, training, process_group, layer, masks)
         return whole(batch_norm(tensors, buffers, options, training, process_group, layer, masks))
     is_replica = training and isinstance(process_group, Replica)
-
-    def make() -> Call:
-        return _call_of(input, buffers, options, training, process_group, layer, masks)
-
+    is_compiling = torch.compiler.is_compiling()
     try:
         check_tensors(tensors, buffers, training, layer)
-        if input.is_cuda and not torch.compiler.is_compiling():
+        if input.is_cuda and not is_compiling:
             ops.check_kernels(input)
-        call = make() if is_replica or torch.compiler.is_compiling() else call_in_first_run(layer, make)
-        # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
-        tracks = buffers.running_mean is not None
-        if tracks and call.buffers.running_mean is None and hasattr(layer, "_track_running_stats_backup"):
-            raise RuntimeError(
-                "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
-                "move running statistics, where a repetition moves none"
-            )
+        arguments = input, buffers, options, training, process_group, layer, masks
+        if is_replica or is_compiling or not (this_thread.runs or not torch_internals.has_known_checkpoints):
+            call = _call_of(*arguments)
+        else:
+            call = call_in_first_run(layer, functools.partial(_call_of, *arguments))
+            # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
+            tracks = buffers.running_mean is not None
+            if tracks and call.buffers.running_mean is None and hasattr(layer, "_track_running_stats_backup"):
+                raise RuntimeError(
+                    "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its "
+                    "passes move running statistics, where a repetition moves none"
+                )
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, layer) from None
     if is_replica:
@@ -216,12 +216,14 @@ def _call_of(
 ) -> Call:
     """Returns what a checkpoint repeats of a call: all but the tensors that may have gradients."""
     options = checked_options(options, training)
-    masking = masking_of(layer, input, masks)
+    mask, lengths, zero_masked = masks
+    is_plain = mask is lengths is getattr(layer, "_masking", None) is None and zero_masked is False
+    masking = None if is_plain else masking_of(layer, input, masks)
     if not training:
         mean, var = buffers[:2]
         if mean is None or var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
-        if is_in_region():  # they may move before the repetition
+        if not torch.compiler.is_compiling() and this_thread.runs:  # they may move before the repetition
             mean, var = mean.clone(), var.clone()
         masking = masking if masking is not None and masking.zeroes else None
         return Call(options, ops.Buffers(mean, var), FIXED_STATISTICS, layer, masking)

@@ -1,8 +1,8 @@
 """Options of a call, in one record.
 
-A layer holds its options as attributes, ranks compare all but the activation, cached calls have them in their key, and
-a layer with a forward of its own passes them on. A new option is a field here, an attribute and an argument of the
-layer, and an argument of :func:`~bagua_syncbn.sync_batch_norm`.
+A layer holds its options as attributes, ranks compare all but the activation, and cached calls have them in their key.
+A new option is a field here, an attribute and an argument of the layer, and an argument of
+:func:`~bagua_syncbn.sync_batch_norm`.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -33,8 +33,3 @@ EPS_MODES = ("plus", "clamp")
 # The activation has a name of its own, since a converted layer may have a module named "activation".
 ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
 """Names of the attributes of a layer that hold its options, in the order of the fields."""
-
-
-def options_of(layer: Any) -> Options:
-    """Returns the options of a layer, with the activation as it was given. torch.compile can trace this."""
-    return Options(*[getattr(layer, name) for name in ATTRIBUTES])

@@ -14,7 +14,7 @@ from .checks import check_dimensions, check_is_tensor, checked_options, named
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
-from .options import Masks, Options, options_of
+from .options import Masks, Options
 from .step.cached import CachedCall, remember_call
 from .step.tracing import Proxy, TraceError, as_one_node
 from .sync import raise_for_all
@@ -339,6 +339,11 @@ def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mas
     tensors = input, layer._tensor("weight"), layer._tensor("bias"), residual
     ranks = layer._ranks() if layer.training else LOCAL
     return batch_norm(tensors, buffers, options_of(layer), uses_batch, ranks, layer, masks)
+
+
+def options_of(layer: Any) -> Options:
+    """Returns the options of a layer, with the activation as it was given."""
+    return Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
 
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:

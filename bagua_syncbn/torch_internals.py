@@ -18,10 +18,12 @@ from torch.utils import _python_dispatch, _pytree, checkpoint
 
 pytree: Any = _pytree
 
-has_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 # Returns the level of forward-mode differentiation; -1 outside of it.
 level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
+# Whether a gradient is a batch of gradients, as autograd.grad(..., is_grads_batched=True) makes it.
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
 _count_dispatch_modes: Callable[[], int] = getattr(_python_dispatch, "_len_torch_dispatch_stack", lambda: 1)
 _selective_modes = tuple(
@@ -98,19 +100,6 @@ def is_transforming() -> bool:
     return has_transforms() or level_of_duals() >= 0
 
 
-def is_grads_batch(gradient: torch.Tensor) -> bool:
-    """Whether ``gradient`` is a batch of gradients, as autograd.grad(..., is_grads_batched=True) makes it."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
-
-
-def is_transformed(gradient: torch.Tensor) -> bool:
-    """Whether ``gradient``, in a backward pass, may be a tensor of a transform, which kernels do not accept.
-
-    Must not be called while torch.compile traces.
-    """
-    return has_transforms() or level_of_duals() >= 0 or torch._C._functorch.is_legacy_batchedtensor(gradient)
-
-
 # Returns the tensor, or the tensor inside a wrapper that an ended transform left behind.
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
@@ -144,7 +133,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def is_untouched() -> bool:
     """Whether no trace, transform or selective checkpointing is active. Must not run under torch.compile."""
-    if _is_tracing() or has_transforms() or level_of_duals() >= 0 or not _has_known_checkpoints:
+    if _is_tracing() or has_transforms() or level_of_duals() >= 0 or not has_known_checkpoints:
         return False
     return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 
@@ -173,7 +162,7 @@ def _knows_checkpoints() -> bool:
     return True
 
 
-_has_known_checkpoints = _knows_checkpoints()
+has_known_checkpoints = _knows_checkpoints()
 
 
 def observe_checkpoints(region: Callable[[], Any]) -> None:
@@ -181,7 +170,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
 
     Each checkpoint has one region, for the first run and all repetitions, and holds it as long as it can repeat.
     """
-    if not _has_known_checkpoints:
+    if not has_known_checkpoints:
         return
 
     class ObservedHook(checkpoint._checkpoint_hook):
@@ -213,7 +202,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
 
 def raise_if_under_unknown_checkpoint() -> None:
     """Raises RuntimeError within a torch.utils.checkpoint that :func:`observe_checkpoints` does not know."""
-    if _has_known_checkpoints:
+    if has_known_checkpoints:
         return
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]

@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from .. import ops
 from ..communicators import LOCAL
 from ..functional import batch_norm
-from ..options import options_of
-from ..step import is_in_region, is_repetition
+from ..step import is_repetition, this_thread
 from ..step.tracing import Proxy, as_one_node
-from ..sync_batchnorm import SyncBatchNorm
+from ..sync_batchnorm import SyncBatchNorm, options_of
 from ..torch_internals import unseen_by_selective_checkpointing
 
 
@@ -74,7 +73,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     """Whether ``layer`` may compute something else in evaluation than F.batch_norm by the same running statistics."""
-    if is_in_region():  # a repetition computes what the first run did
+    if not torch.compiler.is_compiling() and this_thread.runs:  # a repetition computes what the first run did
         return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or layer._masking is not None
 

@@ -13,9 +13,9 @@ from .. import ops
 from ..checks import named
 from ..communicators import spec_of
 from ..models import check_module
-from ..options import Options, options_of
+from ..options import Options
 from ..sync import name_of, sum_over_ranks, tells_peers
-from ..sync_batchnorm import SyncBatchNorm
+from ..sync_batchnorm import SyncBatchNorm, options_of
 from ..verification.unchanged import forward_of, observe
 from .masks import masking_of
 from .merging import layers_with_statistics, merged_over_ranks

@@ -1,7 +1,7 @@
 """The step of a call, and other ways through it. Read ``function`` first; :mod:`bagua_syncbn.sync` has the messages."""
 
 from .call import Call, follow
-from .checkpointing import Repeatable, call_in_first_run, is_in_region, is_plain, is_repetition
+from .checkpointing import Repeatable, call_in_first_run, is_repetition
 from .function import evaluated_batch_norm, synchronized_batch_norm
 from .recomputation import Recomputed, this_thread
 from .replicas import replicated_batch_norm
@@ -13,8 +13,6 @@ __all__ = [
     "call_in_first_run",
     "evaluated_batch_norm",
     "follow",
-    "is_in_region",
-    "is_plain",
     "is_repetition",
     "replicated_batch_norm",
     "synchronized_batch_norm",

@@ -10,11 +10,10 @@ from torch import Tensor
 from .. import ops
 from ..checks import checked_options
 from ..communicators import Communicator
-from ..options import ATTRIBUTES, Options, options_of
+from ..options import ATTRIBUTES, Options
 from ..sync import Sync, sync_of
-from ..torch_internals import guard_of, has_transforms, level_of_duals, unwrapped
+from ..torch_internals import guard_of, has_transforms, is_untouched, level_of_duals, unwrapped
 from .call import Call
-from .checkpointing import is_plain
 from .function import cached_batch_norm
 from .recomputation import this_thread
 
@@ -25,13 +24,13 @@ _attributes_of = attrgetter(
     "__class__",
     "training",
     "track_running_stats",
-    *ATTRIBUTES,
     "converted_model",
     "name_in_model",
     "_masking",
     "_accumulator",
     "_replica",
     "_is_replica",
+    *ATTRIBUTES,
 )
 
 
@@ -58,7 +57,7 @@ class CachedCall:
 
     def run(self, layer: Any, input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
-        # is_plain(), but for what the guard sees. The guard aborts the process where it asks for strides that a tensor
+        # The guard sees traces and selective checkpoints. It aborts the process where it asks for strides that a tensor
         # does not have: nested ones, and what vmap makes of them.
         if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms() or input.is_nested:
             return None
@@ -81,7 +80,9 @@ class CachedCall:
 def remember_call(layer: Any, input: Tensor) -> None:
     """Caches the call that ``layer`` has just made, if it was in training over several ranks."""
     communicator = layer._group_spec.made() if layer.training else None
-    if communicator is None or communicator.size == 1 or type(input) is not Tensor or not is_plain():
+    if communicator is None or communicator.size == 1 or type(input) is not Tensor:
+        return
+    if this_thread.runs or this_thread.depth or not is_untouched():
         return
     if layer._has_getattr:  # its tensors may be others than its parameters and buffers
         return
@@ -93,7 +94,8 @@ def remember_call(layer: Any, input: Tensor) -> None:
     guard = None if any(unwrapped(tensor) is not tensor for tensor in given) else guard_of(*given)
     if guard is None:
         return
-    options = checked_options(options_of(layer), training=True)
+    attributes: Any = facts[0]
+    options = checked_options(Options(*attributes[-len(ATTRIBUTES) :]), training=True)
     buffers = ops.NO_BUFFERS
     if layer.track_running_stats and layer.running_mean is not None:
         buffers = ops.Buffers(layer.running_mean, layer.running_var, layer.num_batches_tracked)

@@ -20,7 +20,6 @@ from torch import nn
 from ..sync import FIXED_STATISTICS
 from ..torch_internals import (
     is_in_backward,
-    is_untouched,
     observe_checkpoints,
     raise_if_under_unknown_checkpoint,
     unseen_by_selective_checkpointing,
@@ -120,9 +119,13 @@ def call_in_first_run(layer: nn.Module | None, make: Callable[[], Call]) -> Call
             are not known.
     """
     raise_if_under_unknown_checkpoint()
-    if not this_thread.runs:
-        return make()
-    first_runs, repetition = _runs_of_call()
+    first_runs: list[_Run] = []
+    repetition = None
+    for run in reversed(this_thread.runs):  # first runs inside of the innermost repetition
+        if run.repeats:
+            repetition = run
+            break
+        first_runs.append(run)
     call = None if repetition is None else repetition.recall(layer)
     try:
         if call is None:
@@ -136,35 +139,9 @@ def call_in_first_run(layer: nn.Module | None, make: Callable[[], Call]) -> Call
     return call
 
 
-def _runs_of_call() -> tuple[list[_Run], _Run | None]:
-    """Returns the first runs that a call is in, inside of the innermost repetition, and that repetition or None."""
-    first_runs: list[_Run] = []
-    for run in reversed(this_thread.runs):
-        if run.repeats:
-            return first_runs, run
-        first_runs.append(run)
-    return first_runs, None
-
-
-def is_in_region() -> bool:
-    """Whether what this thread runs may be repeated, or is a repetition. False while torch.compile traces."""
-    return not torch.compiler.is_compiling() and bool(this_thread.runs)
-
-
 def is_repetition() -> bool:
     """Whether this thread repeats an earlier run. False while torch.compile traces, which plans repetitions itself."""
-    if torch.compiler.is_compiling():
-        return False
-    raise_if_under_unknown_checkpoint()
-    return any(run.repeats for run in this_thread.runs)
-
-
-def is_plain() -> bool:
-    """Whether only autograd is active in this thread: no repetition, recomputation, trace or transform.
-
-    Must not be called while torch.compile traces.
-    """
-    return not (this_thread.runs or this_thread.depth) and is_untouched()
+    return not torch.compiler.is_compiling() and any(run.repeats for run in this_thread.runs)
 
 
 class _CheckpointRegion(Repeatable):

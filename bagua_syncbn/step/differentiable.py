@@ -18,8 +18,10 @@ from torch import Tensor
 
 from .. import ops
 from ..sync import FIXED_STATISTICS, tell_peers
-from ..torch_internals import is_grads_batch
-from .call import Call
+from ..torch_internals import is_batched
+from .call import Call, follow
+
+Statistics = Callable[[Tensor, Call], ops.MergedStats]
 
 
 def differentiable_batch_norm(
@@ -28,25 +30,25 @@ def differentiable_batch_norm(
     bias: Tensor | None,
     residual: Tensor | None,
     call: Call,
-    merged: ops.MergedStats | None = None,
+    statistics: Statistics,
 ) -> Tensor:
     """Computes :func:`~bagua_syncbn.sync_batch_norm` in training, differentiable any number of times.
 
-    ``merged``, the statistics of an earlier call, replaces communication; then no buffer changes.
+    ``statistics`` gathers those of all ranks, or returns those that the call has gathered before.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
     if call.masking is not None:
         wide = call.masking.clear_outputs(wide)
-    if merged is not None and call.sync is FIXED_STATISTICS:
-        mean, invstd, *_ = merged
+    if call.sync is FIXED_STATISTICS:
+        mean, invstd, *_ = statistics(wide, call)
     else:
-        mean, invstd, _, _ = _Merged.apply(wide, call, merged)
+        mean, invstd, _, _ = _Merged.apply(wide, call, statistics)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
-    return call.follow(output, residual).to(input.dtype)
+    return follow(output, residual, call.options, call.masking).to(input.dtype)
 
 
 def differentiable_backward(
@@ -62,7 +64,7 @@ def differentiable_backward(
     """
 
     def compute(views: Sequence[Any]) -> list[Tensor]:
-        return [differentiable_batch_norm(*views[0], call, merged)]  # type: ignore[call-arg]
+        return [differentiable_batch_norm(*views[0], call, lambda *_: merged)]  # type: ignore[call-arg]
 
     return gradients_of(compute, [grad_output], [tensors], needs_grad, call)
 
@@ -113,8 +115,8 @@ class _Merged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor, call: Call, merged: ops.MergedStats | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, invstd, count, clamped = call.gather(input) if merged is None else merged
+    def forward(input: Tensor, call: Call, statistics: Statistics) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, invstd, count, clamped = statistics(input, call)
         clamped = torch.zeros_like(mean, dtype=torch.bool) if clamped is None else clamped
         # Cloned, because a function must not return tensors that other objects hold.
         return mean.clone(), invstd.clone(), count.clone(), clamped.clone()
@@ -150,7 +152,7 @@ class _Merged(torch.autograd.Function):
         return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _input: Any, call: Call, _merged: Any) -> None:
+    def vmap(_info: Any, _in_dims: Any, _input: Any, call: Call, _statistics: Any) -> None:
         raise _no_vmap(call)
 
 
@@ -163,7 +165,7 @@ def _all_reduce(values: Tensor, call: Call) -> Tensor:
     """Returns the sum over ranks of ``values``, differentiably."""
     if call.sync.communicator.size == 1:
         return values
-    if is_grads_batch(values):
+    if not torch.compiler.is_compiling() and is_batched(values):
         raise _no_vmap(call)
     total: Tensor = _AllReduce.apply(values, call)
     return total

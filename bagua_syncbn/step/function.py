@@ -13,8 +13,15 @@ from torch import Tensor
 
 from .. import ops
 from ..sync import FIXED_STATISTICS, name_of, raise_for_all
-from ..torch_internals import apply_of, is_transformed, is_transforming, unseen_by_selective_checkpointing
-from .call import Call
+from ..torch_internals import (
+    apply_of,
+    has_transforms,
+    is_batched,
+    is_transforming,
+    level_of_duals,
+    unseen_by_selective_checkpointing,
+)
+from .call import Call, follow
 from .checkpointing import is_repetition
 from .differentiable import differentiable_backward, differentiable_batch_norm
 from .recomputation import note_output, this_thread
@@ -25,21 +32,48 @@ def synchronized_batch_norm(
 ) -> Tensor:
     """Computes :func:`~bagua_syncbn.sync_batch_norm` in training over the ranks of ``call``."""
     if torch.compiler.is_compiling():  # the compiler plans what to fuse, and what to repeat in backward
-        merged = call.gather(input.detach())
-        output: Tensor = _SyncBatchNorm.apply(input, weight, bias, None, call.without_activation(), *merged)
-        return call.follow(output, residual)
+        merged = gather(input.detach(), call)
+        options = call.options
+        alone = Call(options._replace(activation=None), call.buffers, call.sync, call.layer, call.masking)
+        output: Tensor = _SyncBatchNorm.apply(input, weight, bias, None, alone, *merged)
+        return follow(output, residual, options, call.masking)
     if is_transforming():
         if is_repetition():
             raise RuntimeError(
                 "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
                 "activation checkpointing repeats; take the checkpoint away"
             )
-        return differentiable_batch_norm(input, weight, bias, residual, call)
+        return differentiable_batch_norm(input, weight, bias, residual, call, gather)
     output = _SyncBatchNorm.apply(input, weight, bias, residual, call)
     if this_thread.depth and call.statistics is not None:
         moments = call.statistics[:2]
         note_output(output, call.layer, input, weight, bias, *moments, residual, call.options.activation, call.masking)
     return output
+
+
+def gather(input: Tensor, call: Call) -> ops.MergedStats:
+    """Returns the statistics of all ranks' inputs, and updates the buffers."""
+    sync, buffers, options = call.sync, call.buffers, call.options
+    speaker, call.number = sync.header()
+    if call.masking is None:
+        stats = ops.batch_norm_stats(input, speaker, call.number)
+    else:
+        stats = ops.batch_norm_stats(input, speaker, call.number, call.masking.positions)
+    # Averages over all batches need as many batches on all ranks.
+    counter = buffers.num_batches_tracked if options.momentum is None else None
+    gathered, fault = sync.gather(stats, call.number, counter)
+    if sync.is_traced:
+        # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
+        merged = ops.merge_stats(gathered, ops.NO_BUFFERS, options)
+        ops.merge_stats(gathered, buffers, options, fault)
+    else:
+        merged = ops.merge_stats(gathered, buffers, options, fault)
+        sync.check(call.number, gathered, counter)
+    if gathered.dtype != stats.dtype:  # a sum of all ranks
+        mean, invstd, *rest = merged
+        merged = mean.to(stats.dtype), invstd.to(stats.dtype), *rest  # type: ignore[assignment]
+    call.statistics = merged
+    return merged
 
 
 def evaluated_batch_norm(
@@ -76,15 +110,15 @@ class _SyncBatchNorm(torch.autograd.Function):
             if is_repetition():
                 raise RuntimeError(f"{name_of(call.layer)}: expected no repetition of a call that failed")
             with unseen_by_selective_checkpointing():  # a repetition gathers nothing
-                mean, invstd, count, clamped = call.gather(input)
+                mean, invstd, count, clamped = gather(input, call)
         else:
-            mean, invstd, count, clamped = call.gather(input)
+            mean, invstd, count, clamped = gather(input, call)
         ctx.call = call
         activation, masking = call.options.activation, call.masking
         kept = (None, None) if activation is None else (bias, residual)
         ctx.save_for_backward(input, weight, *kept, mean, invstd, count, clamped)
-        after = () if activation is None and residual is None else call.after(residual)
-        output: Tensor = call.sync.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
+        follows = () if activation is None and residual is None else after(call, residual)
+        output: Tensor = call.sync.elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *follows)
         # Not in place: a selective checkpoint may have kept the output of the op.
         return output if masking is None else masking.clear_outputs(output)
 
@@ -94,8 +128,10 @@ class _SyncBatchNorm(torch.autograd.Function):
         needs, call = ctx.needs_input_grad, ctx.call
         sync, number, masking = call.sync, call.number, call.masking
         try:
-            # create_graph=True, is_grads_batched=True
-            if torch.is_grad_enabled() or (not sync.is_traced and is_transformed(grad_output)):
+            # create_graph=True; torch.func and forward mode; is_grads_batched=True
+            if torch.is_grad_enabled() or (
+                not sync.is_traced and (has_transforms() or level_of_duals() >= 0 or is_batched(grad_output))
+            ):
                 tensors, merged = (input, weight, bias, residual), (mean, invstd, count, clamped)
                 return *differentiable_backward(grad_output, tensors, needs[:4], call, merged), *[None] * 5
             ctx.recipes = None  # all operations that save the output ran before
@@ -138,6 +174,12 @@ class _SyncBatchNorm(torch.autograd.Function):
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
         return grad_input, grad_weight, grad_bias, grad_residual, None, None, None, None, None
+
+
+def after(call: Call, residual: Tensor | None) -> tuple[Any, ...]:
+    """Returns residual and activation as trailing arguments of ``batch_norm_elemt``."""
+    activation = call.options.activation
+    return (residual,) if activation is None else (residual, activation.code, activation.parameter)
 
 
 def through_activation(

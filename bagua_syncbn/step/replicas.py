@@ -13,10 +13,10 @@ from torch import Tensor
 from .. import ops
 from ..communicators.replicas import Replica, Tensors
 from ..sync import FIXED_STATISTICS
-from ..torch_internals import is_transformed
+from ..torch_internals import is_batched, is_transforming
 from .call import Call
 from .differentiable import differentiable_batch_norm, gradients_of
-from .function import through_activation
+from .function import after, through_activation
 from .recomputation import note_output
 
 
@@ -61,7 +61,7 @@ class _Replicated(torch.autograd.Function):
         for input, weight, bias, residual in rows:
             own = [moment.to(input.device) for moment in merged]
             moments.append(own)
-            outputs.append(ops.batch_norm_elemt(input, weight, bias, *own, *call.after(residual)))
+            outputs.append(ops.batch_norm_elemt(input, weight, bias, *own, *after(call, residual)))
             kept += [input, weight, *((None, None) if call.options.activation is None else (bias, residual)), *own]
         ctx.call = call
         ctx.save_for_backward(count, clamped, *kept)
@@ -73,7 +73,7 @@ class _Replicated(torch.autograd.Function):
         call, needed = ctx.call, ctx.needs_input_grad[2:]
         count, clamped, *kept = ctx.saved_tensors
         rows = _in_rows(kept, 6)
-        if torch.is_grad_enabled() or any(map(is_transformed, grad_outputs)):
+        if torch.is_grad_enabled() or is_transforming() or any(map(is_batched, grad_outputs)):
 
             def compute(views: Sequence[Any]) -> list[Tensor]:
                 return _differentiable(views, call, count)
@@ -117,8 +117,9 @@ def _differentiable(rows: Sequence[Any], call: Call, count: Tensor) -> list[Tens
     mean = mean_of(wide)
     var = mean_of([(input - per_channel(mean, input)).square() for input in wide])
     invstd = (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
+
+    def statistics(input: Tensor, _: Call) -> ops.MergedStats:
+        return mean.to(input.device), invstd.to(input.device), count, None
+
     fixed = Call(options, ops.NO_BUFFERS, FIXED_STATISTICS)
-    return [
-        differentiable_batch_norm(*row, fixed, (mean.to(row[0].device), invstd.to(row[0].device), count, None))  # type: ignore[call-arg]
-        for row in rows
-    ]
+    return [differentiable_batch_norm(*row, fixed, statistics) for row in rows]  # type: ignore[call-arg]

@@ -441,7 +441,7 @@ class UnknownFrame(torch_checkpoint._CheckpointFrame):
 def test_a_torch_with_other_checkpoints_is_refused_by_name(monkeypatch):
     assert torch_internals._knows_checkpoints()
     monkeypatch.setattr(torch_checkpoint, "_CheckpointFrame", UnknownFrame)
-    monkeypatch.setattr(torch_internals, "_has_known_checkpoints", torch_internals._knows_checkpoints())
+    monkeypatch.setattr(torch_internals, "has_known_checkpoints", torch_internals._knows_checkpoints())
     hook = torch_checkpoint._checkpoint_hook
     torch_internals.observe_checkpoints(Repeatable)
     assert torch_checkpoint._checkpoint_hook is hook
