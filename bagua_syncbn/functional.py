@@ -1,6 +1,7 @@
 """Synchronized batch normalization as a function: checks, and choice of the implementation for a call."""
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Iterable
@@ -30,21 +31,10 @@ from .sync import FIXED_STATISTICS, sync_of, tells_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
 
-def _peers_of_call(
-    input: Any = None,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    training: Any = True,
-    momentum: Any = None,
-    eps: Any = None,
-    process_group: Any = None,
-    layer: Any = None,
-    **_: Any,
-) -> tuple[Any, Any] | None:
+def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
     """Returns group and layer of a call of :func:`sync_batch_norm`, whose arguments may be wrong."""
-    return (process_group, layer) if training else None
+    given = dict(zip(inspect.signature(sync_batch_norm).parameters, args, strict=False)) | options
+    return (given.get("process_group"), given.get("layer")) if given.get("training", True) else None
 
 
 @tells_peers(_peers_of_call)

@@ -46,8 +46,7 @@ def synchronized_batch_norm(
         return differentiable_batch_norm(input, weight, bias, residual, call, gather)
     output = _SyncBatchNorm.apply(input, weight, bias, residual, call)
     if this_thread.depth and call.statistics is not None:
-        moments = call.statistics[:2]
-        note_output(output, call.layer, input, weight, bias, *moments, residual, call.options.activation, call.masking)
+        note_output(output, call, input, weight, bias, call.statistics[:2], residual)
     return output
 
 

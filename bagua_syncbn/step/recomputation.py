@@ -8,20 +8,20 @@ version or another node.
 """
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
 from ..sync import name_of
 from ..torch_internals import may_hook_saving, saving_hooks
+from .call import Call
 
 
 class _Local(threading.local):
@@ -62,10 +62,11 @@ class Recomputed(AbstractContextManager[None]):
         return self._hooks[-1] is None or (hooks is not None and hooks[0] is _pack)
 
 
-class _Remade(ABC):
-    """A tensor that backward makes anew, once for all operations that have packed it."""
+class _Remade:
+    """A tensor that ``make`` makes again in backward, once for all operations that have packed it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
         self._packed = self._waiting = 0
         self._made: Tensor | None = None
 
@@ -89,40 +90,25 @@ class _Remade(ABC):
             self._made = None
         return made
 
-    @abstractmethod
-    def _make(self) -> Tensor:
-        """Returns the values."""
 
+class _Recipe:
+    """How to make an output of a layer and activations of it, and whether a tensor still has their values."""
 
-class _Recipe(_Remade):
-    """Recipe that makes an output of a layer from its input, and activations of the output."""
-
-    def __init__(
-        self,
-        name: str,
-        output: Tensor,
-        input: Tensor,
-        factors: tuple[Tensor | None, ...],
-        activation: ops.Activation | None,
-        masking: ops.Masking | None,
-    ) -> None:
-        super().__init__()
-        self._name = name
-        self._input, self._input_version = input.detach(), input._version
-        self._factors, self._activation, self._masking = factors, activation, masking
+    def __init__(self, output: Tensor, make: Callable[[], Tensor]) -> None:
+        self._normalized = _Remade(make)
         self._version, self._storage = output._version, output.untyped_storage()._cdata
         self._shape = output.dtype, output.size(), output.stride()
         # Its version counts writes to the output, also after the end of the output. It holds no memory of the output.
         self._writes = output.detach()
         self._writes.data = output.new_empty(0)
-        self._activated: WeakValueDictionary[ops.Activation, _Activated] = WeakValueDictionary()
+        self._activated: WeakValueDictionary[ops.Activation, _Remade] = WeakValueDictionary()
 
-    def has_made(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, an output of the layer, still has the values that the layer computed."""
-        return tensor._version == self._version and tensor.dtype == self._shape[0]
+    def of_output(self, tensor: Tensor) -> _Remade | None:
+        """Returns what makes ``tensor``, the layer's output; None if it was written to."""
+        return self._normalized if tensor._version == self._version and tensor.dtype == self._shape[0] else None
 
-    def of_activation(self, activation: ops.Activation, tensor: Tensor) -> "_Remade | None":
-        """Returns the recipe of ``tensor``, the activation's output; None if it or the layer's output was written to.
+    def of_activation(self, activation: ops.Activation, tensor: Tensor) -> _Remade | None:
+        """Returns what makes ``tensor``, the activation's output; None if it or the layer's output was written to.
 
         The write of an activation that works in place does not count.
         """
@@ -134,72 +120,53 @@ class _Recipe(_Remade):
         if (tensor.dtype, tensor.size(), tensor.stride()) != self._shape:
             return None
         if activation == ops.IDENTITY:
-            return self
+            return self._normalized
         activated = self._activated.get(activation)
         if activated is None:
-            activated = self._activated[activation] = _Activated(self, activation)
+            normalized = self._normalized.pack()
+            activated = self._activated[activation] = _Remade(lambda: activation.of(normalized()))
         return activated
-
-    def _make(self) -> Tensor:
-        if self._input._version != self._input_version:
-            raise RuntimeError(
-                f"{self._name}: expected an input that stays as it was until backward, from which recompute_outputs "
-                "recomputes the output; it was written to in place"
-            )
-        activation = self._activation or ops.IDENTITY
-        values = self._input, *self._factors, None, activation.code, activation.parameter
-        try:
-            made: Tensor = ops.batch_norm_elemt(*values)
-        except RuntimeError as error:
-            ops.raise_torchs(error)
-            raise
-        return made if self._masking is None else self._masking.clear_outputs(made)
-
-
-class _Activated(_Remade):
-    """An activation of a layer's output, made again by torch's operation for the activation."""
-
-    def __init__(self, recipe: _Recipe, activation: ops.Activation) -> None:
-        super().__init__()
-        self._normalized, self._activation = recipe.pack(), activation
-
-    def _make(self) -> Tensor:
-        return self._activation.of(self._normalized())
 
 
 def note_output(
     output: Tensor,
-    layer: nn.Module | str | None,
+    call: Call,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    moments: Sequence[Tensor],
     residual: Tensor | None,
-    activation: ops.Activation | None,
-    masking: ops.Masking | None = None,
 ) -> None:
     """Leaves the recipe of ``output`` at its autograd node, if outputs are recomputed.
 
     An output with a residual gets none: the residual of a block is the output of the block before, and so on.
     """
-    if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None:
-        return
-    if residual is not None:
+    if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None or residual is not None:
         return
     hooks = saving_hooks()
     if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
         return
     # Copied, because parameters may change before backward, and sharded ones are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
-    factors = weight, bias, mean, invstd
-    recipe = _Recipe(_name_of(layer), output, input, factors, activation, masking)
+    factors = weight, bias, *moments
+    make = partial(_recomputed, name_of(call.layer), input.detach(), input._version, factors, call)
     # By the number of the output: replicas have a node together.
-    vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = recipe
+    vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = _Recipe(output, make)
 
 
-def _name_of(layer: nn.Module | str | None) -> str:
-    return layer if isinstance(layer, str) else name_of(layer)
+def _recomputed(name: str, input: Tensor, version: int, factors: Sequence[Tensor | None], call: Call) -> Tensor:
+    if input._version != version:
+        raise RuntimeError(
+            f"{name}: expected an input that stays as it was until backward, from which recompute_outputs "
+            "recomputes the output; it was written to in place"
+        )
+    activation = call.options.activation or ops.IDENTITY
+    try:
+        made: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
+    except RuntimeError as error:
+        ops.raise_torchs(error)
+        raise
+    return made if call.masking is None else call.masking.clear_outputs(made)
 
 
 def _recipe_of(tensor: Tensor) -> _Remade | None:
@@ -211,7 +178,7 @@ def _recipe_of(tensor: Tensor) -> _Remade | None:
     node = whole.grad_fn
     recipe = _recipe_at(node, whole.output_nr)
     if recipe is not None:
-        return recipe if recipe.has_made(whole) else None
+        return recipe.of_output(whole)
     activation = None if node is None else ops.activation_recorded_by(node)
     if node is None or activation is None:
         return None

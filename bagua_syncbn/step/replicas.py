@@ -39,7 +39,7 @@ def replicated_batch_norm(
     output, mean, invstd = replica.replicas.meet(replica.rank, replica.layer, tensors, compute)
     if not records:
         return output.detach()
-    note_output(output, replica.layer, input, weight, bias, mean, invstd, residual, call.options.activation)
+    note_output(output, call, input, weight, bias, (mean, invstd), residual)
     return output
 
 
