@@ -1,15 +1,13 @@
 """Classes of converted layers, and the classes that these layers had before."""
 
-import copy
 import sys
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from ..sync_batchnorm import (
-    BatchNorm,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
@@ -18,14 +16,9 @@ from ..sync_batchnorm import (
 )
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
-_Class = TypeVar("_Class", bound=nn.Module)
-
 # Classes of layers without a converter, made where they are first needed.
 _synchronized: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
-    BatchNorm: SyncBatchNorm,
+    cls.local_class: cls for cls in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
 }
 _replacing: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm]] = {}
 
@@ -34,13 +27,11 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     """Returns the class that layers of class ``cls`` get without a converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
-    if _is_sharded_class(cls):
-        return _sharded_class(cls, synchronized_class(cls.__bases__[1]))
     if cls is nn.SyncBatchNorm:
         # No subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
         return replacing_class(cls, SyncBatchNorm)
-    if _is_parametrized_class(cls):
-        return _derive_parametrized(cls)
+    if _is_torchs_own(cls):
+        return cast(type[SyncBatchNorm], _rebased(cls, synchronized_class(cls.__bases__[-1])))
     if cls not in _synchronized:
         _synchronized[cls] = _derive(cls)
     return _synchronized[cls]
@@ -52,10 +43,8 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
     Raises:
         TypeError: ``cls`` is a subclass of :class:`SyncBatchNorm` that does not name its ``local_class``.
     """
-    if _is_parametrized_class(cls):
-        return _class_before_parametrized(cls)
-    if _is_sharded_class(cls):
-        return _sharded_class(cls, class_before_conversion(cls.__bases__[1]))
+    if _is_torchs_own(cls):
+        return _rebased(cls, class_before_conversion(cls.__bases__[-1]))
     if "local_class" not in vars(cls):
         raise TypeError(
             f"module: expected layers whose class names its local_class, got {full_name(cls)}; "
@@ -101,60 +90,22 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Modules after fully_shard: torch gives them a class derived from FSDPModule and from their own class, in this order.
+# torch gives parametrized and sharded layers classes of its own, whose last base is the layer's class. Parametrized
+# tensors are properties of such a class. torch deletes them there, and after the last one gives the layer the base.
 
 
-def _is_sharded_class(cls: type) -> bool:
+def _is_torchs_own(cls: type) -> bool:
+    is_parametrized = getattr(vars(cls).get("__getstate__"), "__module__", None) == parametrize.__name__
     fsdp = sys.modules.get("torch.distributed.fsdp")  # absent if never used
-    return fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
+    return is_parametrized or (fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule)
 
 
-def _sharded_class(cls: type, base: type[_Class]) -> type[_Class]:
-    """Returns the sharded class ``cls`` with ``base`` as its second base."""
-    namespace = {name: value for name, value in vars(cls).items() if name in ("__module__", "__deepcopy__")}
-    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), namespace)
-
-
-# Parametrized layers: torch gives each layer a class of its own, derived from the layer's class, with a property for
-# each parametrized tensor. torch later deletes properties from that class and, after the last one, gives the layer the
-# first base. A synchronized class has the same structure: the properties in it, and the synchronized class as its base.
-
-
-def _is_parametrized_class(cls: type) -> bool:
-    return getattr(vars(cls).get("__getstate__"), "__module__", None) == parametrize.__name__
-
-
-def _properties(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if isinstance(value, property)}
-
-
-def _without_properties(cls: type) -> dict[str, Any]:
-    kept = {"__module__", "__doc__", "__getstate__", "__deepcopy__"}
-    return {name: value for name, value in vars(cls).items() if name in kept}
-
-
-def _derive_parametrized(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    base = synchronized_class(cls.__bases__[0])
-    namespace = {**_without_properties(cls), **_properties(cls), "local_class": cls}
-    if "__deepcopy__" in namespace:
-        namespace["__deepcopy__"] = _deepcopy_parametrized
-    return type(f"Sync{cls.__name__}", (base,), namespace)
-
-
-def _class_before_parametrized(cls: type) -> type[nn.Module]:
-    before = vars(cls).get("local_class")  # absent where the layer was parametrized after conversion
-    if before is not None and _properties(before).keys() == _properties(cls).keys():
-        return cast(type[nn.Module], before)
-    base = class_before_conversion(cls.__bases__[0])
-    return type(f"Parametrized{base.__name__}", (base,), {**_without_properties(before or cls), **_properties(cls)})
-
-
-def _deepcopy_parametrized(layer: SyncBatchNorm, memo: dict[int, Any]) -> SyncBatchNorm:
-    """Copies a parametrized layer as torch does, with the specification of its group in place of the group."""
-    replica = layer.__new__(type(layer))
-    memo[id(layer)] = replica
-    replica.__dict__ = copy.deepcopy(SyncBatchNorm.__getstate__(layer), memo)
-    return replica
+def _rebased(cls: type, base: type[nn.Module]) -> type[nn.Module]:
+    """Returns ``cls``, which torch made, with ``base`` as its last base."""
+    *others, before = cls.__bases__
+    names = ("__module__", "__getstate__", "__deepcopy__")
+    namespace = {name: value for name, value in vars(cls).items() if name in names or isinstance(value, property)}
+    return type(f"{cls.__name__.removesuffix(before.__name__)}{base.__name__}", (*others, base), namespace)
 
 
 # Pickling: derived classes cannot be imported by name, so a file holds the classes that they were made from.

@@ -7,7 +7,7 @@ that order, so that method resolution finds ``SyncBatchNorm.forward`` in the pla
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,7 +21,7 @@ from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import forget_compiled_code
 from .classes import class_before_conversion, full_name
-from .findings import BY_ITSELF, Finding, examine
+from .findings import BY_ITSELF, examine
 from .fusing import FusedActivation, unfuse
 from .recomputing import undo_recomputing
 from .registry import groups_of
@@ -87,7 +87,13 @@ def convert_sync_batchnorm(
             raise finding.error
         if finding.target is not None:
             targets[finding.module] = finding.target
-    _warn_of_layers_that_stay_synchronized(findings)
+    stay = [name_of(finding.module, finding.names[0]) for finding in findings if finding.reason == BY_ITSELF]
+    if stay:
+        warnings.warn(
+            f"module: these layers go on to synchronize by themselves: {', '.join(stay)}; tell register_converter what "
+            "they are to become, or that they are to stay",
+            stacklevel=2,
+        )
     with _restored_on_error(targets):
         for layer, cls in targets.items():
             change_class(layer, cls)
@@ -128,19 +134,20 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     If it raises, ``module`` is unchanged.
     """
     check_module(module)
-    changed = {part: cls for part in module.modules() if (cls := _class_to_go_back_to(part)) is not type(part)}
-    layers = [layer for layer in changed if isinstance(layer, SyncBatchNorm)]
+    changed = {
+        part: class_before_conversion(type(part)) for part in module.modules() if isinstance(part, SyncBatchNorm)
+    }
     fused = {part.layer: part.given for part in module.modules() if isinstance(part, FusedActivation)}
-    for layer in layers:
-        _check_that_it_can_be_local(layer, changed[layer], fused.get(layer))
-    groups = [_groups_before_conversion(layer) for layer in layers]
+    for layer, cls in changed.items():
+        _check_that_it_can_be_local(layer, cls, fused.get(layer))
     with _restored_on_error(changed):
-        for layer, attributes in zip(layers, groups, strict=True):
+        for layer, cls in changed.items():
+            groups = vars(layer).get("groups_before", {})
             for name in ("_group_spec", "_cached_call", "groups_before", "name_in_model", "converted_model"):
                 vars(layer).pop(name, None)
-            vars(layer).update(attributes)
-        for part, cls in changed.items():
-            object.__setattr__(part, "__class__", cls)
+            for name, held in groups.items():
+                vars(layer)[name] = held.group_before() if isinstance(held, GroupSpec) else held
+            object.__setattr__(layer, "__class__", cls)
     for part in module.modules():
         undo_recomputing(part)
     unfuse(module)
@@ -165,11 +172,6 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fuse
                 f"module: expected layers that {full_name(cls)} can stand for, got {where} with {name}={value!r}; set "
                 f"{name} to {default!r}, and have something else in the model do it where it matters"
             )
-
-
-def _class_to_go_back_to(part: nn.Module) -> type[nn.Module]:
-    cls = type(part)
-    return class_before_conversion(cls) if issubclass(cls, SyncBatchNorm) else cls
 
 
 def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
@@ -201,23 +203,14 @@ def _name_layers(module: nn.Module) -> None:
 def _take_group(layer: nn.Module) -> None:
     """Makes the group in an attribute of ``layer``, of any name, its ``process_group``, and keeps it for revert."""
     groups = groups_of(layer)
+    if not groups:
+        return
+    held = next(iter(groups.values()))
+    with suppress(TypeError):  # a value that only the layer's own class knows: training refuses it, revert restores it
+        held = spec_of(held)
     for name in groups:
         del vars(layer)[name]
-    if groups:
-        before = {name: _held(group) for name, group in groups.items()}
-        vars(layer).update(groups_before=before, _group_spec=next(iter(before.values())))
-
-
-def _groups_before_conversion(layer: SyncBatchNorm) -> dict[str, Any]:
-    groups = vars(layer).get("groups_before", {}).items()
-    return {name: held.group_before() if isinstance(held, GroupSpec) else held for name, held in groups}
-
-
-def _held(group: Any) -> Any:
-    try:
-        return spec_of(group)
-    except TypeError:  # only the layer's own class knows this value: training refuses it, revert restores it
-        return group
+    vars(layer).update(groups_before=dict.fromkeys(groups, held), _group_spec=held)
 
 
 @contextmanager
@@ -231,17 +224,6 @@ def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
             vars(layer).clear()
             vars(layer).update(attributes)
         raise
-
-
-def _warn_of_layers_that_stay_synchronized(findings: Iterable[Finding]) -> None:
-    layers = [finding for finding in findings if finding.reason == BY_ITSELF]
-    if layers:
-        where = ", ".join(name_of(finding.module, finding.names[0]) for finding in layers)
-        warnings.warn(
-            f"module: these layers go on to synchronize by themselves: {where}; tell register_converter what they are "
-            "to become, or that they are to stay",
-            stacklevel=3,
-        )
 
 
 # The converter has this name on the classes of torch and Bagua too.

@@ -6,7 +6,7 @@ active only while the forward of such a layer runs in training.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -109,9 +109,12 @@ class _Call(NamedTuple):
     momentum: float = 0.1
     eps: float = 1e-5
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in self[1:5] if isinstance(tensor, Tensor)]
+    def uses(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether a tensor of ``modules`` is among the parameters and buffers of the call."""
+        # Replicas of DataParallel and layers in FullyShardedDataParallel have their parameters in vars(module).
+        held = (values for module in modules for values in (module._parameters, module._buffers, vars(module)))
+        ids = {id(value) for values in held for value in values.values() if value is not None}
+        return any(id(tensor) in ids for tensor in self[1:5])
 
 
 BATCH_NORMS: Mapping[Any, Callable[..., _Call]] = {
@@ -133,7 +136,7 @@ class _Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in BATCH_NORMS:
             call = BATCH_NORMS[func](*args, **kwargs)
-            if self._is_own(call):
+            if not any(isinstance(tensor, Tensor) for tensor in call[1:5]) or call.uses([self.layer]):
                 self.layer.note_synchronization()
                 # A layer with frozen statistics calls for evaluation in training, where nothing is to synchronize.
                 if call.training or _differs_from_torch(self.layer):
@@ -144,16 +147,9 @@ class _Redirect(TorchFunctionMode):
                     ranks = layer._ranks() if call.training else LOCAL
                     tensors = call.input, call.weight, call.bias, None
                     return batch_norm(tensors, buffers, options, call.training, ranks, layer)
-            elif self.layer.training and call.training and not self._is_of_a_part(call):
+            elif self.layer.training and call.training and not call.uses(list(self.layer.modules())[1:]):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)
-
-    def _is_own(self, call: _Call) -> bool:
-        return not call.tensors or _have_one_in_common(call.tensors, _tensors_of(self.layer))
-
-    def _is_of_a_part(self, call: _Call) -> bool:
-        parts = (module for module in self.layer.modules() if module is not self.layer)
-        return any(_have_one_in_common(call.tensors, _tensors_of(part)) for part in parts)
 
 
 def _synchronized_forward(
@@ -164,17 +160,6 @@ def _synchronized_forward(
         output: Tensor = handle_torch_function(_synchronized_forward, (input,), layer, input, residual, masks)
         return output
     return SyncBatchNorm.forward(layer, input, residual, **masks)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    # Replicas of DataParallel and layers in FullyShardedDataParallel have their parameters in vars(module).
-    for tensors in (module._parameters, module._buffers, vars(module)):
-        yield from (tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
-
-
-def _have_one_in_common(first: list[Tensor], second: Iterator[Tensor]) -> bool:
-    ids = {id(tensor) for tensor in second}
-    return any(id(tensor) in ids for tensor in first)
 
 
 def _unsynchronized(layer: nn.Module, what: str) -> RuntimeError:

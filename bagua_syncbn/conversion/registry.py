@@ -59,11 +59,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether conversion concerns ``module``."""
-    return isinstance(module, _BatchNorm) or _converter_of(module) is not None
-
-
-def _converter_of(module: nn.Module) -> Converter | None:
-    return _converters.get(type(module))
+    return isinstance(module, _BatchNorm) or type(module) in _converters
 
 
 def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
@@ -72,7 +68,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
     Raises:
         TypeError: the converter of ``layer`` returned something else than a synchronized class.
     """
-    cls, converter = type(layer), _converter_of(layer)
+    cls, converter = type(layer), _converters.get(type(layer))
     if converter is None:
         return synchronized_class(cls)
     target = converter(layer)
@@ -104,16 +100,15 @@ def groups_of(layer: nn.Module) -> dict[str, Any]:
     attributes = vars(layer)
     if "process_group" in attributes:
         return {"process_group": attributes["process_group"]}
-    if _converter_of(layer) is None:
+    if type(layer) not in _converters:
         return {}
-    groups = {name: value for name, value in attributes.items() if _is_group(value)}
+    kinds = (dist.ProcessGroup,) if dist.is_available() else ()
+    groups = {
+        name: value for name, value in attributes.items() if bagua.is_process_group(value) or isinstance(value, kinds)
+    }
     if len({id(group) for group in groups.values()}) > 1:
         raise TypeError(
             f"module: expected layers with one process group, got {full_name(type(layer))} with "
             f"{' and '.join(groups)}; set process_group to the one to synchronize with"
         )
     return groups
-
-
-def _is_group(value: Any) -> bool:
-    return bagua.is_process_group(value) or (dist.is_available() and isinstance(value, dist.ProcessGroup))

@@ -114,6 +114,7 @@ def test_what_is_no_module_is_refused_by_name(use):
 def test_layers_know_their_name_in_the_model():
     model = net()
     model.again = model[1]
+    model.me = model
     copied = pickle.loads(pickle.dumps(copy.deepcopy(convert_sync_batchnorm(model))))
     assert (copied[1].name_in_model, copied[2][0].name_in_model) == ("1", "2.0")
     assert SyncBatchNorm2d(3).name_in_model is None
@@ -140,17 +141,18 @@ def test_converting_twice_changes_the_group_and_nothing_else():
     assert type(layer) is cls
 
 
-class Mine(SyncBatchNorm1d):
-    @classmethod
-    def convert_sync_batchnorm(cls, module, process_group=None):
-        return super().convert_sync_batchnorm(module, process_group=process_group)
-
-
-@pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm3d, Mine])
+@pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm3d])
 def test_the_method_of_a_class_converts_a_model_in_place_to_the_classes_of_the_package(cls):
     model = net()
     assert cls.convert_sync_batchnorm(model) is model
     assert type(model[1]) is SyncBatchNorm2d
+
+
+def test_torchs_converter_replaces_ours_and_ours_takes_it_back():
+    """It takes all layers that derive from torch's, so it must not follow; after it ours makes these ours again."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2))))
+    assert type(model[0]) is nn.SyncBatchNorm
+    assert isinstance(convert_sync_batchnorm(model)[0], SyncBatchNorm)
 
 
 # Refusals
@@ -188,23 +190,18 @@ def test_what_raises_midway_leaves_the_model_unchanged():
     assert [vars(layer) for layer in model] == attributes
 
 
-OPTIONS = {
-    "activation": ({"activation": "relu"}, {"fused_activation": None}, "fused_activation=Activation"),
-    "eps_mode": ({"eps_mode": "clamp"}, {"eps_mode": "plus"}, "eps_mode='clamp'"),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "default", "said"), [
+    ({"activation": "relu"}, {"fused_activation": None}, "fused_activation=Activation"),
+    ({"eps_mode": "clamp"}, {"eps_mode": "plus"}, "eps_mode='clamp'"),
+])  # fmt: skip
 @pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm2d])
-def test_revert_refuses_options_that_would_be_lost(option, cls):
-    given, taken_back, said = OPTIONS[option]
-    model = recompute_outputs(nn.Sequential(nn.Sequential(SyncBatchNorm2d(3)), cls(3, **given)))
+def test_revert_refuses_options_that_would_be_lost(cls, option, default, said):
+    model = recompute_outputs(nn.Sequential(nn.Sequential(SyncBatchNorm2d(3)), cls(3, **option)))
     types = [type(part) for part in model.modules()]
     with pytest.raises(ValueError, match=f"BatchNorm.* can stand for, got {cls.__name__} .*with {said}"):
         revert_sync_batchnorm(model)
     assert [type(part) for part in model.modules()] == types
-    for name, value in taken_back.items():
-        setattr(model[1], name, value)
+    vars(model[1]).update(default)
     revert_sync_batchnorm(model)
     assert type(model[1]) is cls.local_class
 
@@ -283,7 +280,8 @@ def test_removing_parametrizations_after_conversion(cls):
     parametrized = type(layer)
     convert_sync_batchnorm(model)
     converted = type(layer)
-    assert type(revert_sync_batchnorm(model)[0]) is parametrized
+    assert isinstance(revert_sync_batchnorm(model)[0], before)
+    assert type(layer).__name__ == parametrized.__name__
     assert type(convert_sync_batchnorm(model)[0]).__name__ == converted.__name__
     parametrize.remove_parametrizations(layer, "weight")
     assert isinstance(layer, SyncBatchNorm)

@@ -107,18 +107,19 @@ def assert_same(results, expected):
     torch.testing.assert_close(results, expected, rtol=1e-11, atol=1e-11)
 
 
-def is_masked(model, mask, input, runs=None):
+def is_masked(model, mask, input):
     with masked(model, mask):
-        return (runs or model)(input)
+        return model(input)
+
+
+def is_masked_and_repeated(model, mask, input):
+    with masked(model, mask):
+        return checkpoint(model, input, use_reentrant=False)
 
 
 WAYS = {
     "plain": lambda model, mask, input: model(input),
-    "checkpoint": lambda model, mask, input: checkpoint(model, input, use_reentrant=False),
-    "masked": is_masked,
-    "masked checkpoint": lambda model, mask, input: is_masked(
-        model, mask, input, lambda input: checkpoint(model, input, use_reentrant=False)
-    ),
+    "masked": is_masked_and_repeated,
     "second derivatives": lambda model, mask, input: model(input),
 }
 
@@ -133,7 +134,7 @@ WAYS = {
 def test_ranks_equal_one_process_wherever_activations_are_fused(kind, where, way):
     batch, grad_output, mask = draw()
     rank, alone, model = dist.get_rank(), make_model(kind, LOCAL), make_model(kind)
-    whole = WAYS["masked" if "masked" in way else "plain"]
+    whole = is_masked if way == "masked" else WAYS["plain"]
     expected = step(alone, batch, grad_output, partial(whole, alone, mask), way == "second derivatives")
     if where == "on all ranks" or rank == 0:
         fuse_activations(model)

@@ -1,6 +1,5 @@
 """Trainers that call torch's converter, or build torch's layer, train with ours under the patch."""
 
-import copy
 import inspect
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn import SyncBatchNorm as ImportedBefore
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, patch_torch_converter, revert_sync_batchnorm
+from bagua_syncbn import SyncBatchNorm, patch_torch_converter, revert_sync_batchnorm
 from tests.helpers.training import check, make_model, make_optimizer, train
 from tests.helpers.user_layers import BatchNormReLU
 
@@ -22,25 +21,6 @@ def of_nnunet(model):
     optimizer = make_optimizer(model)
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return DistributedDataParallel(model), optimizer
-
-
-def of_detectors(model):
-    """As Pointcept, D-FINE, RT-DETR and Ultralytics' forks do, and Lightning with sync_batchnorm=True."""
-    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
-    return model, make_optimizer(model)
-
-
-def of_libreyolo(model):
-    """Sorts parameters by the class of their layer, after conversion, and copies the model that is wrapped."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    layers = [layer for layer in model if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    norms = [parameter for layer in layers for parameter in layer.parameters()]
-    others = [parameter for parameter in model.parameters() if all(parameter is not norm for norm in norms)]
-    assert (len(norms), len(others)) == (6, 5)
-    optimizer = torch.optim.SGD([{"params": norms}, {"params": others}], lr=0.1, momentum=0.9)
-    model = DistributedDataParallel(model)
-    assert isinstance(copy.deepcopy(model.module).eval()[1], SyncBatchNorm)
-    return model, optimizer
 
 
 class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
@@ -74,51 +54,35 @@ def train_in(trainer, sizes):
     return train(model, optimizer, sizes, dist.get_rank())
 
 
-@pytest.mark.parametrize(
-    ("trainer", "prefix"),
-    [
-        (of_nnunet, "module._orig_mod."),
-        (of_detectors, "module."),
-        (of_libreyolo, "module."),
-        (of_mmengine_and_timm, "module."),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "prefix"), [(of_nnunet, "module._orig_mod."), (of_mmengine_and_timm, "module.")])
 def test_trainers_train_synchronized(pool, trainer, prefix):
     check(pool.run(train_in, 2, trainer, (1, 3)), (1, 3), prefix)
 
 
 def torchs():
-    return vars(nn.SyncBatchNorm)["__init__"], vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
+    functions = vars(nn.SyncBatchNorm)["__init__"], vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
+    return functions, [inspect.signature(f) for f in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)]
 
 
 def test_the_patch_is_torchs_and_ends():
-    before = torchs()
-    signatures = [
-        inspect.signature(function) for function in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)
-    ]
+    before, signatures = torchs()
     with patch_torch_converter() as outer:
         patched = torchs()
+        assert patched[1] == signatures
         with pytest.raises(KeyError), patch_torch_converter():
             raise KeyError
         for_good = patch_torch_converter()
         assert torchs() == patched
-        assert signatures == [
-            inspect.signature(function) for function in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)
-        ]
-        model = nn.Sequential(
-            nn.BatchNorm2d(2), BatchNormReLU(2), nn.SyncBatchNorm(2), ImportedBefore(2, process_group=1)
-        )
+        model = nn.Sequential(BatchNormReLU(2), nn.SyncBatchNorm(2), ImportedBefore(2, process_group=1))
         assert ImportedBefore.convert_sync_batchnorm(model) is model
     outer.undo()
     assert torchs() == patched
     for_good.undo()
-    assert torchs() == before
+    assert torchs() == (before, signatures)
 
-    assert type(model[0]) is SyncBatchNorm2d
-    assert isinstance(model[1], BatchNormReLU)
     assert all(isinstance(layer, SyncBatchNorm) for layer in model)
-    assert [layer.process_group for layer in model] == [None, None, None, 1]
+    assert [layer.process_group for layer in model] == [None, None, 1]
     revert_sync_batchnorm(model)
-    assert [type(layer) for layer in model] == [nn.BatchNorm2d, BatchNormReLU, nn.SyncBatchNorm, nn.SyncBatchNorm]
-    assert model[3].process_group == 1
+    assert [type(layer) for layer in model] == [BatchNormReLU, nn.SyncBatchNorm, nn.SyncBatchNorm]
+    assert model[2].process_group == 1
     assert type(nn.SyncBatchNorm(2)) is nn.SyncBatchNorm

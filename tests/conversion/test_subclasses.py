@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,14 +37,6 @@ class OfAten(nn.BatchNorm2d):
         factor = 1 / float(self.num_batches_tracked.add_(1)) if self.momentum is None else self.momentum
         buffers = self.running_mean, self.running_var
         return torch.batch_norm(input, self.weight, self.bias, *buffers, self.training, factor, self.eps, False)
-
-
-class ByHelper(nn.BatchNorm2d):
-    def forward(self, input):
-        return self._normalize(input) * 2
-
-    def _normalize(self, input):
-        return super().forward(input)
 
 
 class WithPart(nn.BatchNorm2d):
@@ -86,17 +79,16 @@ class OfTorchsSync(nn.SyncBatchNorm):
         return self.act(super().forward(input))
 
 
-CLASSES = [BatchNormAct, ByName, OfAten, ByHelper, WithPart, TwoBuffers, OfTorchsSync]
+CLASSES = [BatchNormAct, ByName, OfAten, WithPart, TwoBuffers, OfTorchsSync]
 THROUGH = {
-    "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "compile": lambda model: torch.compile(model, backend="eager"),
+    "compile": partial(torch.compile, backend="eager"),
 }
 NOTHING = {"affine": False, "track_running_stats": False}
 RUNS = [
     *((cls, options, None) for cls in CLASSES for options in ({}, {"momentum": None})),
     *((BatchNormAct, options, None) for options in ({"affine": False}, {"track_running_stats": False}, NOTHING)),
-    *((cls, {}, through) for cls in (BatchNormAct, ByHelper, OfTorchsSync) for through in THROUGH),
+    *((cls, {}, through) for cls in (BatchNormAct, OfTorchsSync) for through in THROUGH),
 ]
 
 
@@ -225,9 +217,8 @@ def test_frozen_statistics_stay_frozen():
     assert model[0].running_mean.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten, ByHelper], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten])
 def test_replicas_normalize_by_the_whole_batch_in_own_forwards(cls):
-    """The redirected call goes to the other replicas, like that of any synchronized layer."""
     model, batch = nn.Sequential(cls(3)).double(), torch.randn(6, 3, 4, 4, dtype=torch.float64)
     expected = copy.deepcopy(model)
     parallel = DataParallelWithCallback(convert_sync_batchnorm(model), device_ids=["cpu", "cpu"])
@@ -293,19 +284,13 @@ def test_a_registered_converter_is_used_and_undone():
         assert not hasattr(net[1], "process_group")
 
 
-@pytest.mark.parametrize(
-    ("cls", "converter", "argument"),
-    [
-        (int, None, "cls"),
-        ("Foreign", None, "cls"),
-        (SyncBatchNorm2d, None, "cls"),
-        (Foreign, "name", "converter"),
-        (Foreign, SyncBatchNorm, "converter"),
-    ],
-)
-def test_register_converter_checks_its_arguments(cls, converter, argument):
-    with pytest.raises(TypeError, match=f"{argument}: expected"):
-        register_converter(cls, converter)
+def test_register_converter_checks_its_arguments():
+    for cls in (int, "Foreign", SyncBatchNorm2d):
+        with pytest.raises(TypeError, match="cls: expected"):
+            register_converter(cls, None)
+    for converter in ("name", SyncBatchNorm):
+        with pytest.raises(TypeError, match="converter: expected"):
+            register_converter(Foreign, converter)
 
 
 @pytest.mark.usefixtures("registered")
