@@ -39,39 +39,6 @@ def on_almost_the_same_batch(layer, input, own):
     return InBackward.apply(layer(input).sin(), lambda grad: grad * layer(input.detach() + 1e-9 * own(draw(5))))
 
 
-def penalty(layer, points):
-    (grad,) = torch.autograd.grad(layer(points).sin().sum(), points, create_graph=True)
-    return torch.autograd.grad(grad.square().sum(), points)[0]
-
-
-def penalty_in_a_function(layer, input, own):
-    return InBackward.apply(layer(input).sin(), lambda grad: grad + penalty(layer, grad))
-
-
-def deep_equilibrium(layer, input, own):
-    """As its authors write it (Bai et al., 2019): the adjoint is iterated in a hook."""
-
-    def step(z):
-        return (layer(z) / 4 + input).tanh()
-
-    with torch.no_grad():
-        z = torch.zeros_like(input)
-        for _ in range(20):
-            z = step(z)
-    z = step(z)
-    start = z.detach().requires_grad_()
-    again = step(start)
-
-    def solve(grad):
-        adjoint = grad
-        for _ in range(20):
-            adjoint = grad + torch.autograd.grad(again, start, adjoint, retain_graph=True)[0]
-        return adjoint
-
-    z.register_hook(solve)
-    return z
-
-
 class Reversible(torch.autograd.Function):
     """y1 = x1 + f(x2), y2 = x2 + g(y1); in backward x is computed from y (Gomez et al., 2017)."""
 
@@ -106,13 +73,7 @@ def marked_reversible(layer, input, own):
     return reversible(layer, input, own, lambda function: Repeatable()(function))
 
 
-PROGRAMS = [
-    in_a_hook,
-    on_almost_the_same_batch,
-    penalty_in_a_function,
-    deep_equilibrium,
-    reversible,
-]
+PROGRAMS = [in_a_hook, on_almost_the_same_batch, reversible]
 
 
 def train(program, layer, own, dtype=torch.float64):

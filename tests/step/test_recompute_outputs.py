@@ -71,11 +71,6 @@ def step(model, batch, forward=None, penalize=False):
     return [output.detach(), input.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 
-def nested(model, input):
-    with recompute_outputs(), recompute_outputs():
-        return recompute_outputs(model)(input)
-
-
 def around(*contexts):
     def forward(model, input):
         with ExitStack() as stack:
@@ -94,7 +89,7 @@ def in_checkpoint(use_reentrant, outside, inside, model, input):
 
 HOWS = {
     "context": around(recompute_outputs),
-    "nested": nested,
+    "nested": around(recompute_outputs, recompute_outputs),
     "outside of save_on_cpu": around(recompute_outputs, save_on_cpu),
     "inside of save_on_cpu": around(save_on_cpu, recompute_outputs),
 } | {
@@ -248,11 +243,6 @@ class Forwards(nn.Module):
         super().__init__()
         self.bn, self.act, self.last = SyncBatchNorm(4, eps_mode="clamp"), nn.ReLU(), nn.Conv2d(4, 4, 1)
 
-    def kept(self, input):
-        output = self.bn(input)
-        self.out = output, self.act(output)
-        return self.last(self.out[1]) + self.out[0]
-
     def branch(self, input):
         output = self.bn(input)
         return self.last(self.act(output) if torch.is_grad_enabled() else output)
@@ -273,12 +263,6 @@ class Forwards(nn.Module):
             output.zero_()
         return self.last(activated)
 
-    def result_written(self, input):
-        output = F.leaky_relu(self.bn(input))
-        with torch.no_grad():
-            output.mul_(2)
-        return self.last(output)
-
     def in_place_twice(self, input):
         return self.last(F.relu_(F.silu(self.bn(input), inplace=True)))
 
@@ -286,9 +270,6 @@ class Forwards(nn.Module):
         output = self.bn(input)
         output[:, :2].sigmoid_()
         return self.last(output)
-
-    def other_format(self, input):
-        return self.last(self.bn(input).clone(memory_format=torch.channels_last)).sigmoid()
 
     def other_formulas(self, input):
         output = self.bn(input)
@@ -334,16 +315,6 @@ def test_parameters_may_change_before_backward():
     assert torch.equal(torch.autograd.grad(loss, output)[0], *expected)
 
 
-def test_no_effect_where_there_is_no_backward():
-    model = make_model("chain")
-    batch = torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    with recompute_outputs(), torch.no_grad():
-        model(batch)
-    expected = model.eval()(batch)
-    with recompute_outputs():
-        assert torch.equal(model(batch), expected)
-
-
 def test_transforms_of_functions_have_no_hooks():
     model = recompute_outputs(nn.Sequential(SyncBatchNorm(4, track_running_stats=False), nn.SiLU()))
     batch = torch.randn(5, 4)
@@ -362,7 +333,6 @@ COMPILED = {
     "the context within": lambda model, compiles: compiles(partial(forward_within, model)),
     "the context around": lambda model, compiles: partial(forward_within, compiles(model)),
     "the model": lambda model, compiles: compiles(recompute_outputs(model)),
-    "a part of the model": lambda model, compiles: compiles(nn.Sequential(recompute_outputs(model))),
 }
 
 
