@@ -6,7 +6,7 @@ uses and in whatever order it runs the replicas.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any, NamedTuple, TypeAlias
@@ -26,9 +26,10 @@ class ReplicaError(RuntimeError):
 
 
 class _Sent(NamedTuple):
-    """Tensors that are passed to another thread, and the CUDA event after which their values are computed."""
+    """Tensors of one device that are passed to another thread, their CUDA stream, and the event that ends its work."""
 
     tensors: Tensors
+    stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
 
     def receive(self) -> Tensors:
@@ -44,13 +45,21 @@ class _Sent(NamedTuple):
 
 
 def _send(tensors: Tensors) -> _Sent:
-    """``tensors`` are on one device."""
     first = tensors[0]
     if first is None or not first.is_cuda:
-        return _Sent(tensors, None)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(first.device))
-    return _Sent(tensors, event)
+        return _Sent(tensors, None, None)
+    stream = torch.cuda.current_stream(first.device)
+    return _Sent(tensors, stream, stream.record_event())
+
+
+@contextmanager
+def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
+    """Makes ``streams`` the current ones of their devices; of several for one device, the first."""
+    with ExitStack() as stack:
+        for stream in reversed(streams):
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 @dataclass
@@ -103,7 +112,7 @@ class Replicas:
             layer: the name of the layer, the same in all replicas.
             tensors: the tensors of this replica, on its device.
             compute: turns the tensors of all replicas, in their order, into the results for each replica, on its
-                device. Replica 0 calls its own ``compute``, on its thread.
+                device. Replica 0 calls its own ``compute``, on its thread, in the streams of all replicas.
 
         Raises:
             ReplicaError: another replica raised.
@@ -114,9 +123,11 @@ class Replicas:
             meeting = self._arrive(rank, layer, _send(tensors))
             if rank == 0:
                 self._wait(meeting, lambda: len(meeting.sent) == self.size)
-                results = compute([meeting.sent[other].receive() for other in range(self.size)])
+                brought = [meeting.sent[other] for other in range(self.size)]
+                with in_streams([sent.stream for sent in brought]):
+                    results = [_send(own) for own in compute([sent.receive() for sent in brought])]
                 with self._changed:
-                    meeting.results = [_send(own) for own in results]
+                    meeting.results = results
                     self._changed.notify_all()
             self._wait(meeting, lambda: meeting.results is not None)
         except BaseException as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..communicators.replicas import Replica, Tensors
+from ..communicators.replicas import Replica, Tensors, in_streams
 from ..sync import FIXED_STATISTICS
 from ..torch_internals import is_batched, is_transforming
 from .call import Call
@@ -64,11 +64,19 @@ class _Replicated(torch.autograd.Function):
             outputs.append(ops.batch_norm_elemt(input, weight, bias, *own, *after(call, residual)))
             kept += [input, weight, *((None, None) if call.options.activation is None else (bias, residual)), *own]
         ctx.call = call
+        devices = [row[0].device for row in rows]
+        ctx.streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
         ctx.save_for_backward(count, clamped, *kept)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd itself sets the stream of one device alone.
+        with in_streams(ctx.streams):
+            return _Replicated._backward(ctx, *grad_outputs)
+
+    @staticmethod
+    def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # An output that is not in the loss has a gradient of 0; its input still affects the statistics of all.
         call, needed = ctx.call, ctx.needs_input_grad[2:]
         count, clamped, *kept = ctx.saved_tensors

@@ -159,12 +159,40 @@ def test_replicas_on_a_side_stream_wait_for_their_input(place):
     check_equal(result, reference)
 
 
+class InAStream(nn.Module):
+    """Runs a layer in a stream of its device, behind waits in both passes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input):
+        input = input * 1  # a node of the outer stream: torch's scatter of replicas would not wait for the inner one
+        outer, stream = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
+        stream.wait_stream(outer)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            output = self.layer(input * 1).tanh()
+            output.register_hook(lambda _: torch.cuda._sleep(50_000_000))
+        outer.wait_stream(stream)
+        return output * 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["one GPU", "several GPUs"])
+def test_each_replica_may_run_in_a_stream_of_its_own(place):
+    expected = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Tanh()).double()
+    actual = parallel(nn.Sequential(InAStream(SynchronizedBatchNorm2d(3, affine=False))).double(), place, 2)
+    batch, grad_output = inputs_of(nn.BatchNorm2d, 6), torch.randn(6, 3, 2, 3, dtype=torch.float64)
+    check_equal(run(actual, batch.cuda(), grad_output.cuda()), run(expected, batch, grad_output))
+
+
 @pytest.mark.gpu
 def test_memory_that_another_replica_still_reads_is_not_given_out_again():
-    sent = replicas._send(torch.ones(1000, device="cuda"))
+    sent = replicas._send([torch.ones(1000, device="cuda")])
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
-        received = sent.receive(sent.tensor.device).clone()
+        received = sent.receive()[0].clone()
     del sent
     torch.zeros(1000, device="cuda")  # would take the same memory
     torch.cuda.synchronize()
