@@ -118,8 +118,8 @@ class _Merged(torch.autograd.Function):
     def forward(input: Tensor, call: Call, statistics: Statistics) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, invstd, count, clamped = statistics(input, call)
         clamped = torch.zeros_like(mean, dtype=torch.bool) if clamped is None else clamped
-        # Cloned, because a function must not return tensors that other objects hold.
-        return mean.clone(), invstd.clone(), count.clone(), clamped.clone()
+        # Cloned, because a function must not return tensors that other objects hold. Derivatives divide by the count.
+        return mean.clone(), invstd.clone(), count.clamp(min=1), clamped.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

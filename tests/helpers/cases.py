@@ -30,7 +30,7 @@ class Case:
     way: str = "forward"  # among WAYS
     frozen: tuple[str, ...] = ()  # among "input", "weight", "bias"; "statistics" too
     residual: bool = False
-    masks: str = ""  # "random", "padded rank", "lengths"
+    masks: str = ""  # "random", "padded rank", "nothing", "lengths"
     zero_masked: bool = False  # ranks then have NaN at masked positions
     spoiled: bool = False  # one value of the last step in training is infinite
     evaluates: bool = False  # the last step is in evaluation
@@ -75,7 +75,7 @@ class Case:
         mask = torch.rand(samples, 1, *self.shape[1:], generator=generator) < 0.5
         if self.masks == "padded rank":
             mask[self.splits[0] :] = False
-        return mask
+        return mask & (self.masks != "nothing")
 
     @property
     def last_in_training(self) -> int:

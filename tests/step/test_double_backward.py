@@ -26,7 +26,8 @@ def test_second_derivatives_equal_one_process(pool, splits):
     shapes = [double(shape) for shape in ((4,), (3, 2, 3), (2, 2, 1, 3))]
     activations = [double((2, 3), options={"activation": name}, residual=True) for name in ACTIVATIONS]
     frozen = [double((3, 2), frozen=names) for names in FROZEN]
-    check(pool, *frozen, *shapes, *activations, double((3, 2), options=CLAMP))
+    masked = [double((3, 2), masks="nothing", zero_masked=zero) for zero in (False, True)]
+    check(pool, *frozen, *shapes, *activations, *masked, double((3, 2), options=CLAMP))
 
 
 @pytest.mark.parametrize("splits", [(5,), (2, 5), (0, 3, 4)], ids=str)
