@@ -41,11 +41,12 @@ class SharedCommunicator(TorchCommunicator):
     Sums are added up in rank order, so that all ranks have the same bits. The memory lives as long as the group.
     """
 
-    __slots__ = ("_native", "_segment")
+    __slots__ = ("_begun", "_native", "_segment")
 
     def __init__(self, group: Any, native: Any, segment: Any) -> None:
         super().__init__(group)
         self._native, self._segment = native, segment
+        self._begun: list[_Published] = []
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the end of the process frees the memory anyway
 
@@ -79,7 +80,8 @@ class SharedCommunicator(TorchCommunicator):
         packed = packed.contiguous()
         numel, itemsize = packed.numel(), packed.element_size()
         self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize)
-        return _Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel))
+        self._begun.append(_Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel)))
+        return self._begun[-1]
 
     def leave(self, why: str) -> None:
         super().leave(why)
@@ -97,7 +99,9 @@ class _Published(AsyncCollective):
 
     def wait(self) -> Tensor:
         communicator, target = self._communicator, self._target
-        communicator._native.collect(communicator._segment, target.data_ptr())
+        if self in communicator._begun:
+            communicator._begun.remove(self)
+            communicator._native.collect(communicator._segment, target.data_ptr())
         return target
 
 
@@ -128,6 +132,8 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     packed = packed.contiguous()
     target = torch.empty_like(packed) if sums else packed.new_empty((ranks, packed.numel()))
     try:
+        for begun in communicator._begun[:]:  # of a call that was refused outside of compiled code
+            begun.wait()
         return communicator._exchange(_SUM if sums else _GATHER, packed, target)
     except RuntimeError as error:  # named here, because compiled code calls this without its layer
         members = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))

@@ -210,6 +210,16 @@ def test_a_rank_that_falls_back_from_compiled_code_is_no_other(groups):
         assert running_mean.tolist() == [0.5] * 8
 
 
+@pytest.mark.ranks(2)
+def test_ranks_go_on_in_compiled_code_after_a_call_that_all_are_refused():
+    with own_group() as communicator:
+        model = bagua_syncbn.convert_sync_batchnorm(Judge(nn.BatchNorm1d(8)), communicator)
+        for call, channels in ((model, 8), (model, 7), (torch.compile(model, backend="eager"), 8), (model, 8)):
+            message = message_of(lambda call=call, channels=channels: call(torch.randn(4, channels)))
+            assert (message == "finished") is (channels == 8)
+        assert model[0].num_batches_tracked == 3
+
+
 BESIDE = {"bac<": (A, B), "cab<": (A, C), "abc>": ("backward of", C), "ac<": (B, C), "abc<": ("finished",)}
 
 
