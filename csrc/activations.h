@@ -47,6 +47,11 @@ template <typename A>
 struct Act {
   int64_t code;
   A parameter;
+
+  template <typename B>
+  explicit operator Act<B>() const {
+    return {code, static_cast<B>(parameter)};
+  }
 };
 
 }  // namespace bagua_syncbn

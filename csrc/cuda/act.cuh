@@ -1,8 +1,7 @@
-// The epilogues of a kernel that normalizes: none; or y = act(z), z = (x - mean) * invstd * weight + bias + residual.
+// What kernels that activate do besides: act(z) or act'(z), where z = (x - mean) * invstd * weight + bias + residual.
 //
-// One kernel with an activation for each dtype, width and layout computes all activations: which one it is, is decided
-// once for all values of a slot, after all loads of a batch. A kernel for each activation would be as fast, in ten
-// times the machine code.
+// One kernel for each dtype, width and layout computes all activations: it branches once for all values of a slot,
+// after all loads of a batch. A kernel for each activation would be as fast, in ten times the machine code.
 #pragma once
 
 #include "../activations.h"
@@ -17,45 +16,33 @@ template <typename V>
 __device__ __forceinline__ V of(double constant) {
   return static_cast<V>(constant);
 }
-__device__ __forceinline__ float exp_of(float x) {
-  return expf(x);
+template <typename V>
+__device__ __forceinline__ V exp_of(V x) {
+  return exp(x);
 }
-__device__ __forceinline__ float exp_between(float x) {
-  return expf(x);
+template <typename V>
+__device__ __forceinline__ V exp_between(V x) {
+  return exp(x);
 }
-__device__ __forceinline__ float expm1_of(float x) {
-  return expm1f(x);
+template <typename V>
+__device__ __forceinline__ V expm1_of(V x) {
+  return expm1(x);
+}
+template <typename V>
+__device__ __forceinline__ V tanh_of(V x) {
+  return tanh(x);
+}
+template <typename V>
+__device__ __forceinline__ V normal_cdf(V z) {
+  return of<V>(0.5) * erfc(z * of<V>(-0.7071067811865476));
+}
+__device__ __forceinline__ double sigmoid_of(double x) {
+  return 1.0 / (1.0 + exp(-x));
 }
 // To 2 units in the last place, at a third of the instructions of a division.
 __device__ __forceinline__ float sigmoid_of(float x) {
   return __fdividef(1.0f, 1.0f + expf(-x));
 }
-__device__ __forceinline__ float tanh_of(float x) {
-  return tanhf(x);
-}
-__device__ __forceinline__ float normal_cdf(float z) {
-  return 0.5f * erfcf(z * -0.7071067811865476f);
-}
-
-__device__ __forceinline__ double exp_of(double x) {
-  return exp(x);
-}
-__device__ __forceinline__ double exp_between(double x) {
-  return exp(x);
-}
-__device__ __forceinline__ double expm1_of(double x) {
-  return expm1(x);
-}
-__device__ __forceinline__ double sigmoid_of(double x) {
-  return 1.0 / (1.0 + exp(-x));
-}
-__device__ __forceinline__ double tanh_of(double x) {
-  return tanh(x);
-}
-__device__ __forceinline__ double normal_cdf(double z) {
-  return 0.5 * erfc(z * -0.7071067811865476);
-}
-
 template <typename V>
 __device__ __forceinline__ V times_sigmoid(V a, V x) {
   return a * sigmoid_of(x);
@@ -85,42 +72,6 @@ __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
 #undef BAGUA_SYNCBN_CASE
   }
 }
-
-// Policies of a kernel: what it does besides normalizing.
-template <typename T>
-struct Plain {
-  static constexpr bool kActivates = false;
-  static constexpr const T* residual = nullptr;
-
-  template <bool kDerivative, typename A, int W>
-  __device__ __forceinline__ void apply(A (&)[W]) const {}
-};
-
-template <typename T>
-struct Activated {
-  static constexpr bool kActivates = true;
-  const T* __restrict__ residual;
-  Act<Accumulate<T>> act;
-
-  template <bool kDerivative, typename A, int W>
-  __device__ __forceinline__ void apply(A (&z)[W]) const {
-    activate<kDerivative>(z, act);
-  }
-};
-
-// Makes either of them from what an op is given.
-struct EpilogueOf {
-  const Options& options;
-  template <typename T>
-  operator Plain<T>() const {
-    return {};
-  }
-  template <typename T>
-  operator Activated<T>() const {
-    return {static_cast<const T*>(options.residual),
-            {options.act.code, static_cast<Accumulate<T>>(options.act.parameter)}};
-  }
-};
 
 // Sets `z` to that of a slot, without a residual; and adds one.
 template <typename F, int kLanes, typename T, int W, typename A>

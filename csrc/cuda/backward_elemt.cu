@@ -12,29 +12,29 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename Where, typename Epilogue>
+template <typename T, int W, bool kMasked, bool kActivates>
 struct Traits {
-  static constexpr int kUnroll = Epilogue::kActivates ? 1 : kPairs<W>;  // the code of all activations is long
+  static constexpr int kUnroll = kActivates ? 1 : kPairs<W>;  // the code of all activations is long
   // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
   static constexpr int resident() {
-    if (Epilogue::kActivates) return sizeof(T) == 4 ? 3 : 2;
-    return std::is_same_v<Where, Masked> && W == 8 ? 2 : 3;
+    if (kActivates) return sizeof(T) == 4 ? 3 : 2;
+    return kMasked && W == 8 ? 2 : 3;
   }
 };
 
-template <typename T, int W, typename Plan, typename Where, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, Traits<T, W, Where, Epilogue>::resident())
-    backward_elemt(Plan plan, const T* dy, const T* __restrict__ x, T* dx, BackwardElemtArguments arguments,
-                   Where where, Epilogue epilogue) {
-  using Slots = Batch<Plan, W, kPairs<W>, Where>;
-  using Factors = std::conditional_t<Epilogue::kActivates, ShiftedGradientFactors<A>, GradientFactors<A>>;
-  Slots batch(plan, where, true);
+template <typename T, int W, typename Plan, bool kMasked, bool kActivates, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, Traits<T, W, kMasked, kActivates>::resident())
+    backward_elemt(Plan plan, const T* dy, const T* __restrict__ x, T* dx, BackwardElemtArguments arguments, Mask mask,
+                   Act<A> act) {
+  using Slots = Batch<Plan, W, kPairs<W>, kMasked>;
+  using Factors = std::conditional_t<kActivates, ShiftedGradientFactors<A>, GradientFactors<A>>;
+  Slots batch(plan, true, mask);
   Loaded<T, W, kPairs<W>, Read::kLast> grads, values;
   const auto load = [&] {
     batch.next();
     grads.load(dy, batch);
     values.load(x, batch);
-    if (Slots::kMasked) batch.read_mask();
+    if (kMasked) batch.read_mask();
   };
   load();
   const Agreement agreement(arguments, plan.channels);
@@ -45,36 +45,33 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Where, Epilogue>::resid
     for (Factors& each : factors) each.scale = static_cast<A>(NAN);
   }
   while (batch.any) {
-#pragma unroll(Traits<T, W, Where, Epilogue>::kUnroll)
+#pragma unroll(Traits<T, W, kMasked, kActivates>::kUnroll)
     for (int u = 0; u < kPairs<W>; ++u) {
       const auto slot = batch.pop();
       const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
       A g[W];
-      if constexpr (Epilogue::kActivates) {
+      if constexpr (kActivates) {
         normalize(factors, x_slot, g);
-        epilogue.template apply<true>(g);
+        activate<true>(g, act);
       }
 #pragma unroll
       for (int w = 0; w < W; ++w) {
         const Factors& own = factors[w % Slots::kLanes];
         const A dy_value = widen(dy_slot.values[w]), x_value = widen(x_slot.values[w]);
-        g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
-        g[w] = Slots::kMasked && !slot.counts(w) ? g[w] * own.scale : own.gradient(g[w], x_value);
+        g[w] = kActivates ? g[w] * dy_value : dy_value;
+        g[w] = kMasked && !slot.counts(w) ? g[w] * own.scale : own.gradient(g[w], x_value);
       }
-      slot.store(dx, narrow_all<T>(g));
+      store_slot(dx, slot.slot, narrow_all<T>(g));
     }
     if (batch.walk.done()) break;
     load();
   }
 }
 
-template <typename Where, template <typename> class Epilogue>
+template <bool kMasked, bool kActivates>
 struct BackwardElemt {
-  template <typename T, int W>
-  struct Kernels {
-    static constexpr auto planar = backward_elemt<T, W, Planar, Where, Epilogue<T>>;
-    static constexpr auto interleaved = backward_elemt<T, W, Interleaved, Where, Epilogue<T>>;
-  };
+  template <typename T, int W, typename Plan>
+  static constexpr auto kernel = backward_elemt<T, W, Plan, kMasked, kActivates>;
 };
 
 }  // namespace
@@ -83,12 +80,11 @@ const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype,
                            const BackwardElemtArguments& arguments, const Mask* mask, const Options& options,
                            Stream stream) {
   const auto start = [&](auto op) {
-    return launch_elementwise<decltype(op)::template Kernels>(dtype, g, {dy, x, dx}, stream, In{dy}, In{x}, Out{dx},
-                                                              arguments, WhereOf{mask}, EpilogueOf{options});
+    return launch_elementwise<decltype(op)>(dtype, g, {dy, x, dx}, stream, dy, x, dx, arguments,
+                                            mask == nullptr ? Mask{} : *mask, options.act);
   };
-  if (mask != nullptr) return start(BackwardElemt<Masked, Plain>());
-  return options.act.code != 0 ? start(BackwardElemt<Everywhere, Activated>())
-                               : start(BackwardElemt<Everywhere, Plain>());
+  if (mask != nullptr) return start(BackwardElemt<true, false>());
+  return options.act.code != 0 ? start(BackwardElemt<false, true>()) : start(BackwardElemt<false, false>());
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -10,9 +10,9 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename Plan, typename Epilogue>
+template <typename T, int W, typename Plan, bool kActivates>
 struct Traits {
-  static constexpr bool kActivates = Epilogue::kActivates, kPlanar = std::is_same_v<Plan, Planar>;
+  static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
   // Whether a batch is added up before it is added to the sums: else there are no registers for it.
   static constexpr bool kAddsUp = !kActivates || kPlanar;
   static constexpr int kUnroll = kActivates ? 1 : kPairs<W>;  // the code of all activations is long
@@ -25,22 +25,22 @@ struct Traits {
   }
 };
 
-template <typename T, int W, typename Plan, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, Epilogue>::resident())
+// Without an activation, `residual` and `act` are not used.
+template <typename T, int W, typename Plan, bool kActivates, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, kActivates>::resident())
     backward_reduce(Plan plan, const T* dy, const T* x, T* __restrict__ grad, BackwardReduceArguments arguments,
-                    Epilogue epilogue, Scratch scratch) {
-  using Slots = Batch<Plan, W, kPairs<W>, Everywhere>;
-  constexpr bool kAddsUp = Traits<T, W, Plan, Epilogue>::kAddsUp;
-  using Factors = std::conditional_t<Epilogue::kActivates, NormalizeFactors<A>, Center<A>>;
+                    const T* residual, Act<A> act, Scratch scratch) {
+  using Slots = Batch<Plan, W, kPairs<W>>;
+  constexpr bool kAddsUp = Traits<T, W, Plan, kActivates>::kAddsUp;
+  using Factors = std::conditional_t<kActivates, NormalizeFactors<A>, Center<A>>;
   constexpr int kLanes = Slots::kLanes;
-  constexpr Everywhere everywhere;
-  Slots batch(plan, everywhere, false);
+  Slots batch(plan, false);
   Loaded<T, W, kPairs<W>, Read::kAgain> grads, values, residuals;
   const auto load = [&] {
     batch.next();
     grads.load(dy, batch);
     values.load(x, batch);
-    if (epilogue.residual != nullptr) residuals.load(epilogue.residual, batch);
+    if (kActivates && residual != nullptr) residuals.load(residual, batch);
     batch.read_mask();
   };
   load();
@@ -49,23 +49,23 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, Epilogue>::reside
   Sums<A> sums[kLanes] = {};
   while (batch.any) {
     Sums<A> added[kLanes] = {};
-#pragma unroll(Traits<T, W, Plan, Epilogue>::kUnroll)
+#pragma unroll(Traits<T, W, Plan, kActivates>::kUnroll)
     for (int u = 0; u < kPairs<W>; ++u) {
       const auto slot = batch.pop();
       const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
       A g[W];
-      if constexpr (Epilogue::kActivates) {
+      if constexpr (kActivates) {
         normalize(factors, x_slot, g);
-        if (epilogue.residual != nullptr) add(residuals.pop(), g);
-        epilogue.template apply<true>(g);
+        if (residual != nullptr) add(residuals.pop(), g);
+        activate<true>(g, act);
       }
 #pragma unroll
       for (int w = 0; w < W; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
-        g[w] = Epilogue::kActivates ? g[w] * dy_value : dy_value;
+        g[w] = kActivates ? g[w] * dy_value : dy_value;
         if (slot.counts(w)) (kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
       }
-      if (Epilogue::kActivates && grad != nullptr) slot.store(grad, narrow_all<T>(g));
+      if (kActivates && grad != nullptr) store_slot(grad, slot.slot, narrow_all<T>(g));
     }
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) sums[lane].add(added[lane].first, added[lane].second);
@@ -73,18 +73,16 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, Epilogue>::reside
     load();
   }
   double uncounted = 0;
-  Sums<double> total = Sums<double>::unpacked(reduce_threads<Plan>(sums, uncounted).packed());
+  Sums<double> total = Sums<double>::unpacked(reduce_threads(batch.walk, sums, uncounted).packed());
   if (!merge_parts(total, uncounted, plan, batch.walk, scratch)) return;
   write_sums<A>(arguments, plan.channels, batch.walk.first_channel() + thread_index(), total);
 }
 
-template <template <typename> class Epilogue>
+template <bool kActivates>
 struct BackwardReduce {
-  template <typename T, int W>
-  struct Kernels {
-    static constexpr auto planar = backward_reduce<T, W, Planar, Epilogue<T>>;
-    static constexpr auto interleaved = backward_reduce<T, W, Interleaved, Epilogue<T>>;
-  };
+  static constexpr int kEntries = 1;
+  template <typename T, int W, typename Plan>
+  static constexpr auto kernel = backward_reduce<T, W, Plan, kActivates>;
 };
 
 }  // namespace
@@ -95,10 +93,10 @@ const char* backward_reduce(const void* dy, const void* x, void* grad, DType dty
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
   const std::initializer_list<const void*> tensors = {dy, x, or_x(options.residual), or_x(grad)};
   const auto start = [&](auto op) {
-    return launch_reduction<decltype(op)::template Kernels>(dtype, g, tensors, workspace, stream, In{dy}, In{x},
-                                                            Out{grad}, arguments, EpilogueOf{options});
+    return launch_reduction<decltype(op)>(dtype, g, tensors, workspace, stream, dy, x, grad, arguments,
+                                          options.residual, options.act);
   };
-  return options.act.code != 0 || grad != nullptr ? start(BackwardReduce<Activated>()) : start(BackwardReduce<Plain>());
+  return options.act.code != 0 || grad != nullptr ? start(BackwardReduce<true>()) : start(BackwardReduce<false>());
 }
 
 }  // namespace bagua_syncbn::cuda

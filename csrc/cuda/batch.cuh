@@ -7,31 +7,9 @@
 
 namespace bagua_syncbn::cuda {
 
-// Policies of a kernel: where values count. All channels share a mask, so its bytes are mostly cached; they are read
-// after the values are under way.
-struct Everywhere {};
-struct Masked : Mask {};
-
-// Makes either of them from what an op is given.
-struct WhereOf {
-  const Mask* mask;
-  operator Everywhere() const { return {}; }
-  operator Masked() const { return {*mask}; }
-};
-
-template <int W>
-__device__ __forceinline__ Slot<W> next_slot(PlanarWalk<W>& walk) {
-  return walk.next();
-}
-template <int W>
-__device__ __forceinline__ Slot<W> next_slot(InterleavedWalk<W>& walk) {
-  const int64_t offset = walk.next();
-  return {offset, 0, offset >= 0 ? W : 0};
-}
-
 // Planar: a bit for each value that `slot` of `sample` and `channel` holds and that counts.
 template <int W>
-__device__ __forceinline__ unsigned counting(const Masked& mask, const Planar& plan, int64_t channel, int64_t sample,
+__device__ __forceinline__ unsigned counting(const Mask& mask, const Planar& plan, int64_t channel, int64_t sample,
                                              const Slot<W>& slot) {
   if (slot.last <= 0) return 0;
   // In its row; before it, where the slot is cut short.
@@ -65,9 +43,11 @@ __device__ __forceinline__ unsigned counting(const Masked& mask, const Planar& p
   return bits;
 }
 
-// Interleaved: whether a row counts.
-__device__ __forceinline__ bool counting(const Masked& mask, int64_t row) {
-  return mask.positions != nullptr ? mask.positions[row] != 0 : row % mask.length < mask.lengths[row / mask.inner];
+// Interleaved: whether `row`, in which a thread has `slot`, counts.
+__device__ __forceinline__ unsigned counting(const Mask& mask, const Interleaved&, int64_t, int64_t row,
+                                             const RowSlot& slot) {
+  return slot.offset >= 0 &&
+         (mask.positions != nullptr ? mask.positions[row] != 0 : row % mask.length < mask.lengths[row / mask.inner]);
 }
 
 // The first of `items`; the rest moves up. With an index that is known only when a kernel runs, an array would have to
@@ -80,17 +60,19 @@ __device__ __forceinline__ V take(V (&items)[K]) {
   return first;
 }
 
-// K slots of each tensor, of channels of which a thread has `kLanes`.
-template <typename Plan, int W, int K, typename Where>
+// K slots of each tensor, of channels of which a thread has `kLanes`. All channels share a mask, so its bytes are
+// mostly cached; they are read after the values are under way.
+template <typename Plan, int W, int K, bool kMasked = false>
 class Batch {
  public:
   static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
-  static constexpr bool kMasked = std::is_same_v<Where, Masked>;
   static constexpr int kLanes = kPlanar ? 1 : W;
   static constexpr int kBits = kPlanar ? W : 1;  // of a slot
+  using Walk = std::conditional_t<kPlanar, PlanarWalk<W>, InterleavedWalk<W>>;
+  using AnySlot = std::conditional_t<kPlanar, Slot<W>, RowSlot>;
 
   struct Taken {
-    Slot<W> slot;
+    AnySlot slot;
     unsigned valid;
 
     // Whether value w counts. An interleaved slot that is not there is all zeros, which add nothing to a sum of
@@ -99,29 +81,21 @@ class Batch {
       if (!kMasked && !kPlanar) return true;
       return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
     }
-    template <typename T>
-    __device__ __forceinline__ void store(T* y, const Pack<T, W>& pack) const {
-      if constexpr (kPlanar) {
-        store_slot(y, slot, pack);
-      } else if (slot.offset >= 0) {
-        store_pack(y + slot.offset, pack);
-      }
-    }
   };
 
-  std::conditional_t<kPlanar, PlanarWalk<W>, InterleavedWalk<W>> walk;
-  Slot<W> slots[K];
+  Walk walk;
+  AnySlot slots[K];
   bool any;
 
-  __device__ __forceinline__ Batch(const Plan& plan, const Where& where, bool reversed)
-      : walk(plan, reversed), plan_(plan), where_(where) {}
+  __device__ __forceinline__ Batch(const Plan& plan, bool reversed, const Mask& mask = {})
+      : walk(plan, reversed), plan_(plan), mask_(mask) {}
 
   __device__ __forceinline__ void next() {
     any = !walk.done();
 #pragma unroll
     for (int u = 0; u < K; ++u) {
       if constexpr (kMasked) places_[u] = walk.place();
-      slots[u] = next_slot(walk);
+      slots[u] = walk.next();
     }
   }
   // Reads which values count: after the loads.
@@ -148,17 +122,12 @@ class Batch {
 
  private:
   __device__ __forceinline__ unsigned valid(int u) const {
-    if constexpr (!kMasked) {
-      return kPlanar ? slots[u].mask() : slots[u].offset >= 0;
-    } else if constexpr (kPlanar) {
-      return counting(where_, plan_, walk.channel, places_[u], slots[u]);
-    } else {
-      return slots[u].offset >= 0 && counting(where_, places_[u]);
-    }
+    if constexpr (kMasked) return counting(mask_, plan_, walk.channel, places_[u], slots[u]);
+    return slots[u].mask();
   }
 
   const Plan& plan_;
-  const Where& where_;
+  const Mask mask_;
   int64_t places_[K];  // samples or rows
   unsigned valid_;     // a bit for each value, or row, that counts
 };
@@ -168,21 +137,15 @@ template <typename T, int W, int K, Read kRead>
 struct Loaded {
   Bits<T, W> bits[K];
 
-  template <typename Plan, typename Where>
-  __device__ __forceinline__ void load(const T* tensor, const Batch<Plan, W, K, Where>& batch) {
+  template <typename Slots>
+  __device__ __forceinline__ void load(const T* tensor, const Slots& batch) {
 #pragma unroll
-    for (int u = 0; u < K; ++u) {
-      if constexpr (Batch<Plan, W, K, Where>::kPlanar) {
-        bits[u] = load_slot<W, kRead>(tensor, batch.slots[u], batch.walk.whole());
-      } else {
-        bits[u] = load_at<W, kRead>(tensor, batch.slots[u].offset);
-      }
-    }
+    for (int u = 0; u < K; ++u) bits[u] = load_slot<W, kRead>(tensor, batch.slots[u], batch.walk.whole());
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
   // Sets values that do not count to those of their channels in `others`.
-  template <typename Plan, typename Where, typename A, int kLanes>
-  __device__ __forceinline__ void replace(const Batch<Plan, W, K, Where>& batch, const A (&others)[kLanes]) {
+  template <typename Slots, typename A, int kLanes>
+  __device__ __forceinline__ void replace(const Slots& batch, const A (&others)[kLanes]) {
 #pragma unroll
     for (int u = 0; u < K; ++u) {
       Pack<T, W> pack = slot(u);

@@ -20,11 +20,6 @@ cudaError_t load_all() {
 
 }  // namespace
 
-bool driver_will_do() {
-  const Versions here = versions();
-  return here.driver / 1000 >= here.runtime / 1000;
-}
-
 Support load_kernels(int32_t device) {
   cudaError_t error = cudaSetDevice(device);
   if (error == cudaSuccess) error = load_all();
@@ -49,22 +44,16 @@ Versions versions() {
 }
 
 const char* set_device(int32_t device) {
-  const cudaError_t error = cudaSetDevice(device);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return problem_of(cudaSetDevice(device));
 }
 
-const char* is_capturing(Stream stream, bool& result) {
+const char* state_of(Stream stream, StreamState& result) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  result = status != cudaStreamCaptureStatusNone;
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-const char* stream_id(Stream stream, uint64_t& result) {
   unsigned long long id = 0;
-  const cudaError_t error = cudaStreamGetId(stream, &id);
-  result = id;
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
+  result = {status != cudaStreamCaptureStatusNone, id};
+  return problem_of(error);
 }
 
 }  // namespace bagua_syncbn::cuda

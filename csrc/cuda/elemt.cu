@@ -11,9 +11,8 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename Epilogue>
+template <typename T, int W, bool kActivates>
 struct Traits {
-  static constexpr bool kActivates = Epilogue::kActivates;
   // Slots that a thread loads at once: half as many if there may be a residual too.
   static constexpr int kCount = kActivates ? kPairs<W> : kSlots<W>;
   static constexpr int kUnroll = kActivates ? 1 : kCount;  // the code of all activations is long
@@ -21,44 +20,42 @@ struct Traits {
   static constexpr int kResident = (sizeof(T) == 8 ? 3 : 4) - kActivates;
 };
 
-template <typename T, int W, typename Plan, typename Epilogue, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, Traits<T, W, Epilogue>::kResident)
-    elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments, Epilogue epilogue) {
-  constexpr int kCount = Traits<T, W, Epilogue>::kCount;
-  using Slots = Batch<Plan, W, kCount, Everywhere>;
-  constexpr Everywhere everywhere;
-  Slots batch(plan, everywhere, true);
+// Without an activation, `residual` and `act` are not used.
+template <typename T, int W, typename Plan, bool kActivates, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, Traits<T, W, kActivates>::kResident)
+    elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments, const T* residual,
+          Act<A> act) {
+  constexpr int kCount = Traits<T, W, kActivates>::kCount;
+  using Slots = Batch<Plan, W, kCount>;
+  Slots batch(plan, true);
   Loaded<T, W, kCount, Read::kLast> values, residuals;
   const auto load = [&] {
     batch.next();
     values.load(x, batch);
-    if (epilogue.residual != nullptr) residuals.load(epilogue.residual, batch);
+    if (kActivates && residual != nullptr) residuals.load(residual, batch);
   };
   load();
   NormalizeFactors<A> factors[Slots::kLanes];  // waited for together with the first batch
   share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
   while (batch.any) {
-#pragma unroll(Traits<T, W, Epilogue>::kUnroll)
+#pragma unroll(Traits<T, W, kActivates>::kUnroll)
     for (int u = 0; u < kCount; ++u) {
       const auto slot = batch.pop();
       A z[W];
       normalize(factors, values.pop(), z);
-      if (epilogue.residual != nullptr) add(residuals.pop(), z);
-      epilogue.template apply<false>(z);
-      slot.store(y, narrow_all<T>(z));
+      if (kActivates && residual != nullptr) add(residuals.pop(), z);
+      if (kActivates) activate<false>(z, act);
+      store_slot(y, slot.slot, narrow_all<T>(z));
     }
     if (batch.walk.done()) break;
     load();
   }
 }
 
-template <template <typename> class Epilogue>
+template <bool kActivates>
 struct Elemt {
-  template <typename T, int W>
-  struct Kernels {
-    static constexpr auto planar = elemt<T, W, Planar, Epilogue<T>>;
-    static constexpr auto interleaved = elemt<T, W, Interleaved, Epilogue<T>>;
-  };
+  template <typename T, int W, typename Plan>
+  static constexpr auto kernel = elemt<T, W, Plan, kActivates>;
 };
 
 }  // namespace
@@ -67,10 +64,9 @@ const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const 
                   const Options& options, Stream stream) {
   const auto tensors = {x, static_cast<const void*>(y), options.residual == nullptr ? x : options.residual};
   const auto start = [&](auto op) {
-    return launch_elementwise<decltype(op)::template Kernels>(dtype, g, tensors, stream, In{x}, Out{y}, arguments,
-                                                              EpilogueOf{options});
+    return launch_elementwise<decltype(op)>(dtype, g, tensors, stream, x, y, arguments, options.residual, options.act);
   };
-  return options.act.code != 0 || options.residual != nullptr ? start(Elemt<Activated>()) : start(Elemt<Plain>());
+  return options.act.code != 0 || options.residual != nullptr ? start(Elemt<true>()) : start(Elemt<false>());
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -18,6 +18,14 @@ constexpr int kAtOnce = 8;
 // Threads of a block where there are several: few, so that many multiprocessors share the arithmetic in double.
 constexpr int kFewThreads = 64;
 
+// The sum over the lanes of a warp; all of them get it.
+template <typename A>
+__device__ __forceinline__ A add_lanes(A value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance >= 1; distance /= 2) value += from_lane_after(value, distance);
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
 // The messages of the ranks. All lanes of a warp must construct it together, and ask for shares and channels together.
 template <typename A>
 struct Ranks {
@@ -63,7 +71,7 @@ struct Ranks {
       const double share = rank < number ? static_cast<double>(valid ? count(rank) : 1) * inverse : 0;
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
-        add(from_lane(share, u), static_cast<double>(means[u]), static_cast<double>(vars[u]));
+        add(__shfl_sync(kAllLanes, share, u), static_cast<double>(means[u]), static_cast<double>(vars[u]));
       }
     }
   }
@@ -138,13 +146,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_ranks(const GatherArguments
   }
 }
 
-const Known known(merge_ranks<float>, merge_ranks<double>);
-
 template <typename A>
 const char* launch_merge(const GatherArguments& arguments, Stream stream) {
   const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
   const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, kFewThreads);
-  return launch(merge_ranks<A>, {blocks, 1}, {one_block ? kThreads : kFewThreads, 1}, stream, arguments);
+  return Kernel<merge_ranks<A>>::launch({blocks, 1}, {one_block ? kThreads : kFewThreads, 1}, stream, arguments);
 }
 
 }  // namespace

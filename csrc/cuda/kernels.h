@@ -20,8 +20,8 @@ using Stream = CUstream_st*;
 
 // One value for each channel, of any dtype; `data` may be null where the op says so.
 struct PerChannel {
-  void* data;
-  DType dtype;
+  void* data = nullptr;
+  DType dtype = DType::kFloat;
 };
 
 // Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
@@ -35,8 +35,6 @@ Support support_of(int32_t device);
 // Has ATen's kernels compute on a device, or on all if it is -1.
 void turn_off(int32_t device);
 
-// Whether the driver runs the CUDA runtime in this library. Makes no context.
-bool driver_will_do();
 // Loads the machine code of all kernels on `device`, and makes it current: kRuns or kNoImage.
 Support load_kernels(int32_t device);
 
@@ -48,11 +46,13 @@ struct Versions {
 };
 Versions versions();
 
-// Whether work on `stream` is being recorded into a graph.
-const char* is_capturing(Stream stream, bool& result);
-
-// A number that no other stream of this program has or will have, unlike the handle of one that was destroyed.
-const char* stream_id(Stream stream, uint64_t& result);
+// Whether work on a stream is being recorded into a graph; and a number that no other stream of this program has or
+// will have, unlike the handle of one that was destroyed.
+struct StreamState {
+  bool capturing;
+  uint64_t id;
+};
+const char* state_of(Stream stream, StreamState& result);
 
 // Memory for reductions that are split over blocks. Called only for those.
 class Workspace {
@@ -67,12 +67,10 @@ class Workspace {
 };
 constexpr int64_t kTickets = 1024;
 
-// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. With a mask, of the positions
-// that count; it points to memory of the device.
-const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
-                  Stream stream);
-const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
-                         const Words& words, Workspace& workspace, Stream stream);
+// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. `mask`, in memory of the
+// device, says which positions count; null: all do.
+const char* stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
+                  Workspace& workspace, Stream stream);
 
 // Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
 const char* zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Stream stream);
@@ -145,8 +143,8 @@ struct BackwardElemtArguments {
   int64_t* fault;
   PerChannel bias;  // read for the activation only
 };
-// Without a residual. `dx` may be `dy`. `mask`: positions that count, in memory of the device, or null; where a
-// position does not count, `dx` is dy * invstd * weight. There is no activation then.
+// Without a residual. `dx` may be `dy`. `mask`: as for `stats`, and without an activation; where a position does not
+// count, `dx` is dy * invstd * weight.
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                            const BackwardElemtArguments& arguments, const Mask* mask, const Options& options,
                            Stream stream);

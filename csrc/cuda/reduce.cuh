@@ -14,19 +14,6 @@ __device__ __forceinline__ A from_lane_after(A value, int distance) {
   return __shfl_down_sync(kAllLanes, value, distance);
 }
 
-template <typename A>
-__device__ __forceinline__ A from_lane(A value, int lane) {
-  return __shfl_sync(kAllLanes, value, lane);
-}
-
-// The sum over the lanes of a warp; all of them get it.
-template <typename A>
-__device__ __forceinline__ A add_lanes(A value) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance >= 1; distance /= 2) value += from_lane_after(value, distance);
-  return from_lane(value, 0);
-}
-
 // How two sets of `a` and `b` values are merged (Chan, Golub and LeVeque): the share of the second, and the factor of
 // the squared difference of the means. No share if both are empty.
 template <typename A>
@@ -103,30 +90,22 @@ __device__ __forceinline__ void reduce_warp(S (&values)[W], Count& count, int st
   for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// Gives the first threads of the block, one for each warp, the value of that warp's first lane; S{} to all others.
-// Needs a barrier between two calls, such as those of arrives_last().
-template <typename S>
-__device__ __forceinline__ S share_warps(const S& own) {
-  __shared__ S of_warps[kThreads / kWarp];
-  const int thread = thread_index(), warps = blockDim.x * blockDim.y / kWarp;
-  if (thread % kWarp == 0) of_warps[thread / kWarp] = own;
-  __syncthreads();
-  return thread < warps ? of_warps[thread] : S{};
-}
-
-template <typename S, typename A>
-struct Counted {
-  S value;
-  A count;
-};
-
 // Merges the values of all threads of the block, of which the first `threads` have any; the result is that of thread 0.
 // The other warps do nothing: consumer cards take 64 times as long for arithmetic in double as for that in float.
+// Needs a barrier between two calls, such as those of arrives_last().
 template <typename S, typename Count>
 __device__ void reduce_block(S (&value)[1], Count& count, int64_t threads = kThreads) {
-  if (thread_index() / kWarp * kWarp < threads) reduce_warp(value, count, 1);
-  const Counted<S, Count> of_warp = share_warps(Counted<S, Count>{value[0], count});
-  if (thread_index() >= kWarp) return;
+  struct Counted {
+    S value;
+    Count count;
+  };
+  __shared__ Counted of_warps[kThreads / kWarp];
+  const int thread = thread_index(), warps = blockDim.x * blockDim.y / kWarp;
+  if (thread / kWarp * kWarp < threads) reduce_warp(value, count, 1);
+  if (thread % kWarp == 0) of_warps[thread / kWarp] = {value[0], count};
+  __syncthreads();
+  if (thread >= kWarp) return;
+  const Counted of_warp = thread < warps ? of_warps[thread] : Counted{};
   value[0] = of_warp.value;
   count = of_warp.count;
   reduce_warp(value, count, 1);
@@ -153,7 +132,7 @@ __device__ inline unsigned count_up(unsigned* counter, unsigned highest) {
 // visible to all blocks, also what thread 0 knows of only by the barrier; and an acquire: the block that draws the last
 // number is after all other increments, and the second barrier orders the reads of its threads after that. It reads
 // with __ldcg, from L2: L1 might hold what lay there before. tests/ops/test_cuda.py holds these steps.
-// Where thread 0 alone has written, as in planar kernels, the first barrier only separates two calls of share_warps().
+// Where thread 0 alone has written, as in planar kernels, the first barrier only separates two calls of reduce_block().
 // The counter wraps to zero at the last increment, so the next kernel on the stream finds it as this one did.
 __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   __shared__ bool last;
@@ -166,7 +145,7 @@ __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
   return last;
 }
 
-// What the parts of a channel leave in memory: two doubles each, and two more if their values are counted.
+// Partial results of the parts of a channel in memory: two doubles each, and two more if their values are counted.
 template <typename S>
 class Partials {
  public:
@@ -229,10 +208,17 @@ __device__ bool merge_parts(S& value, double& count, const Planar& plan, const P
   return thread_index() == 0;
 }
 
-// Interleaved: merges the sums that the threads of a block have for their W channels; the result for channel t of the
-// tile is that of thread t.
+// Planar: merges what the threads of a block have for its channel; the result is that of thread 0.
 template <int W, typename S, typename Count>
-__device__ S reduce_rows(S (&values)[W], Count& count) {
+__device__ __forceinline__ S reduce_threads(const PlanarWalk<W>&, S (&values)[1], Count& count) {
+  reduce_block(values, count);
+  return values[0];
+}
+
+// Interleaved: merges what the threads of a block have for their W channels; the result for channel t of the tile is
+// that of thread t.
+template <int W, typename S, typename Count>
+__device__ __forceinline__ S reduce_threads(const InterleavedWalk<W>&, S (&values)[W], Count& count) {
   using A = typename S::Scalar;
   __shared__ S rows[kThreads / kWarp][kTileChannels<W>];
   __shared__ Count counts[kThreads / kWarp];
@@ -254,17 +240,6 @@ __device__ S reduce_rows(S (&values)[W], Count& count) {
     }
   }
   return result;
-}
-
-// Merges the values of the threads of a block: of its channel, in thread 0, or of channel t of its tile, in thread t.
-template <typename Plan, int W, typename S, typename Count>
-__device__ __forceinline__ S reduce_threads(S (&values)[W], Count& count) {
-  if constexpr (std::is_same_v<Plan, Planar>) {
-    reduce_block(values, count);
-    return values[0];
-  } else {
-    return reduce_rows(values, count);
-  }
 }
 
 // Interleaved: merges what thread t of each part has for channel t of the tile. Whether this thread has a result.

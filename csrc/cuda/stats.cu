@@ -15,11 +15,11 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, typename Plan, typename Where>
+template <typename T, typename Plan, bool kMasked>
 struct Traits {
   // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
   static constexpr int resident() {
-    if (std::is_same_v<Where, Masked>) return 2;
+    if (kMasked) return 2;
     if (std::is_same_v<Plan, Planar> || sizeof(T) == 4) return 4;
     return sizeof(T) == 8 ? 3 : 2;
   }
@@ -33,12 +33,12 @@ __device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t
   if (c == 0) pack_count(packed, channels, static_cast<int64_t>(count), words);
 }
 
-template <typename T, int W, typename Plan, typename Where, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, Traits<T, Plan, Where>::resident())
-    stats(Plan plan, const T* x, Where where, A* packed, Words words, Scratch scratch) {
-  using Slots = Batch<Plan, W, kSlots<W>, Where>;
+template <typename T, int W, typename Plan, bool kMasked, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident())
+    stats(Plan plan, const T* x, Mask mask, A* packed, Words words, Scratch scratch) {
+  using Slots = Batch<Plan, W, kSlots<W>, kMasked>;
   constexpr int kLanes = Slots::kLanes, kValues = kSlots<W> * W / kLanes;
-  Slots batch(plan, where, false);
+  Slots batch(plan, false, mask);
   Loaded<T, W, kSlots<W>, Read::kAgain> values;
   const auto load = [&] {
     batch.next();
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, Where>::resident())
   load();
   const int64_t channel = batch.walk.first_channel() + thread_index();  // if this thread writes one
   T first_of_channel = narrow<T>(0);                                    // waited for after the reduction
-  if (!Slots::kMasked && batch.walk.writes()) first_of_channel = x[channel * plan.channel_stride()];
+  if (!kMasked && batch.walk.writes()) first_of_channel = x[channel * plan.channel_stride()];
   A centers[kLanes] = {};
   Sums<A> sums[kLanes] = {};
   unsigned count = 0;
@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, Where>::resident())
     const A mean = sums[lane].first * inverse;
     own[lane] = {centers[lane], mean, max(A(0), sums[lane].second - mean * sums[lane].first)};
   }
-  const double2 of_block = reduce_threads<Plan>(own, count).packed();
+  const double2 of_block = reduce_threads(batch.walk, own, count).packed();
   double all = count;
-  if constexpr (Slots::kMasked) {
+  if constexpr (kMasked) {
     Centered<double> total = Centered<double>::unpacked(of_block);
     if (!merge_parts(total, all, plan, batch.walk, scratch)) return;
     write_stats(packed, plan.channels, channel, total.packed(), all, words);
@@ -101,27 +101,22 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, Where>::resident())
   }
 }
 
-template <typename Where>
+template <bool kMasked>
 struct Stats {
-  template <typename T, int W>
-  struct Kernels {
-    static constexpr auto planar = stats<T, W, Planar, Where>;
-    static constexpr auto interleaved = stats<T, W, Interleaved, Where>;
-  };
+  static constexpr int kEntries = kMasked ? 2 : 1;
+  template <typename T, int W, typename Plan>
+  static constexpr auto kernel = stats<T, W, Plan, kMasked>;
 };
 
 }  // namespace
 
-const char* stats(const void* x, DType dtype, const Geometry& g, void* packed, const Words& words, Workspace& workspace,
-                  Stream stream) {
-  return launch_reduction<Stats<Everywhere>::Kernels>(dtype, g, {x}, workspace, stream, In{x}, Everywhere{},
-                                                      Out{packed}, words);
-}
-
-const char* masked_stats(const void* x, DType dtype, const Geometry& g, const Mask& mask, void* packed,
-                         const Words& words, Workspace& workspace, Stream stream) {
-  return launch_reduction<Stats<Masked>::Kernels, 2>(dtype, g, {x}, workspace, stream, In{x}, Masked{mask}, Out{packed},
-                                                     words);
+const char* stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
+                  Workspace& workspace, Stream stream) {
+  const auto start = [&](auto op) {
+    return launch_reduction<decltype(op)>(dtype, g, {x}, workspace, stream, x, mask == nullptr ? Mask{} : *mask, packed,
+                                          words);
+  };
+  return mask != nullptr ? start(Stats<true>()) : start(Stats<false>());
 }
 
 }  // namespace bagua_syncbn::cuda

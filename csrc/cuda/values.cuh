@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
   }
 }
 
-// The W values at `offset` belong to the row from `first` to before `last`. `last` <= 0: none.
+// Planar: the W values at `offset` belong to the row from `first` to before `last`. `last` <= 0: none.
 template <int W>
 struct Slot {
   int64_t offset;
@@ -55,6 +55,14 @@ struct Slot {
   __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
   // A bit for each value that it holds.
   __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
+};
+
+// Interleaved: all values at `offset`; none if it is negative.
+struct RowSlot {
+  int64_t offset;
+
+  // A bit for the row.
+  __device__ __forceinline__ unsigned mask() const { return offset >= 0; }
 };
 
 // How a tensor is read: to be read once more by the next pass; or for the last time, so that its lines are the first to
@@ -72,7 +80,7 @@ __device__ __forceinline__ V load(const V* address) {
 
 // The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
 // tensor, so that they can be loaded at once.
-template <int W, Read kRead = Read::kAgain, typename T>
+template <int W, Read kRead, typename T>
 __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
   if constexpr (W == 1) {
     return slot.holds(0) ? load<kRead>(x + slot.offset) : narrow<T>(0);
@@ -90,16 +98,15 @@ __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot,
   }
 }
 
-// The W values at `offset`; zeros if it is negative.
-template <int W, Read kRead = Read::kAgain, typename T>
-__device__ __forceinline__ Bits<T, W> load_at(const T* x, int64_t offset) {
-  if constexpr (W == 1) {
-    return offset >= 0 ? load<kRead>(x + offset) : narrow<T>(0);
-  } else {
-    return offset >= 0 ? load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + offset)) : Bits<T, W>{};
-  }
+template <int W, Read kRead, typename T>
+__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const RowSlot& slot, bool) {
+  return slot.offset >= 0 ? load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset)) : Bits<T, W>{};
 }
 
+template <int W, typename T>
+__device__ __forceinline__ void store_slot(T* y, const RowSlot& slot, const Pack<T, W>& pack) {
+  if (slot.offset >= 0) store_pack(y + slot.offset, pack);
+}
 template <int W, typename T>
 __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack<T, W>& pack) {
   if (W > 1 && slot.full()) {
@@ -118,73 +125,10 @@ using Unsigned =
     std::conditional_t<kBytes == 8, uint64_t,
                        std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
 
-// A value of a per-channel tensor as it was loaded. It is converted later, by as(), so that those of several tensors
-// are under way together: a conversion waits for its load, and which one it is has to be found out by a branch.
-struct ChannelValue {
-  uint64_t bits;
-  DType dtype;
-
-  template <typename A>
-  __device__ __forceinline__ A as() const {
-    switch (dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)     \
-  case DType::k##name: {                                          \
-    const auto own = static_cast<Unsigned<sizeof(Stored)>>(bits); \
-    Stored value;                                                 \
-    memcpy(static_cast<void*>(&value), &own, sizeof(value));      \
-    return static_cast<A>(widen(value));                          \
-  }
-      BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
-#undef BAGUA_SYNCBN_CASE
-    }
-    __builtin_unreachable();
-  }
-};
-
-// Loads value c of a per-channel tensor; nothing if there is none.
-__device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, int64_t c) {
-  uint64_t bits = 0;
-  if (tensor.data == nullptr) return {bits, tensor.dtype};
-  switch (tensor.dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)            \
-  case DType::k##name:                                                   \
-    bits = static_cast<const Unsigned<sizeof(Stored)>*>(tensor.data)[c]; \
-    break;
-    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
-#undef BAGUA_SYNCBN_CASE
-  }
-  return {bits, tensor.dtype};
-}
-
-// Value c of a per-channel tensor, converted at once.
-template <typename A>
-__device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c) {
-  switch (tensor.dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored) \
-  case DType::k##name:                                        \
-    return static_cast<A>(widen(static_cast<const Stored*>(tensor.data)[c]));
-    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
-#undef BAGUA_SYNCBN_CASE
-  }
-  __builtin_unreachable();
-}
-
-template <typename A>
-__device__ __forceinline__ void write_channel(const PerChannel& tensor, int64_t c, A value) {
-  switch (tensor.dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored)                                      \
-  case DType::k##name:                                                                             \
-    static_cast<Stored*>(tensor.data)[c] = narrow<Stored>(static_cast<Accumulate<Stored>>(value)); \
-    return;
-    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
-#undef BAGUA_SYNCBN_CASE
-  }
-  __builtin_unreachable();
-}
-
-// Calls `body(T())` for the type of `dtype`.
+// Calls `body(T())` for the type of `dtype`, on the host or on the device.
+#pragma nv_exec_check_disable
 template <typename Body>
-const char* dispatch(DType dtype, const Body& body) {
+BAGUA_SYNCBN_HOST_DEVICE auto dispatch(DType dtype, const Body& body) {
   switch (dtype) {
 #define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored) \
   case DType::k##name:                                        \
@@ -193,6 +137,47 @@ const char* dispatch(DType dtype, const Body& body) {
 #undef BAGUA_SYNCBN_CASE
   }
   __builtin_unreachable();
+}
+
+// A value of a per-channel tensor as it was loaded. It is converted later, by as(), so that those of several tensors
+// are under way together: a conversion waits for its load, and which one it is has to be found out by a branch.
+struct ChannelValue {
+  uint64_t bits;
+  DType dtype;
+
+  template <typename A>
+  __device__ __forceinline__ A as() const {
+    return dispatch(dtype, [&](auto value) {
+      const auto own = static_cast<Unsigned<sizeof(value)>>(bits);
+      memcpy(static_cast<void*>(&value), &own, sizeof(value));
+      return static_cast<A>(widen(value));
+    });
+  }
+};
+
+// Loads value c of a per-channel tensor; nothing if there is none.
+__device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, int64_t c) {
+  if (tensor.data == nullptr) return {0, tensor.dtype};
+  const auto load_bits = [&](auto value) -> uint64_t {
+    return static_cast<const Unsigned<sizeof(value)>*>(tensor.data)[c];
+  };
+  return {dispatch(tensor.dtype, load_bits), tensor.dtype};
+}
+
+// Value c of a per-channel tensor, converted at once.
+template <typename A>
+__device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c) {
+  return dispatch(tensor.dtype, [&](auto value) {
+    return static_cast<A>(widen(static_cast<const decltype(value)*>(tensor.data)[c]));
+  });
+}
+
+template <typename A>
+__device__ __forceinline__ void write_channel(const PerChannel& tensor, int64_t c, A value) {
+  dispatch(tensor.dtype, [&](auto stored) {
+    using T = decltype(stored);
+    static_cast<T*>(tensor.data)[c] = narrow<T>(static_cast<Accumulate<T>>(value));
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

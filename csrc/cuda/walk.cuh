@@ -117,12 +117,14 @@ class InterleavedWalk {
   // The row of the next slot.
   __device__ __forceinline__ int64_t place() const { return end_ - left_; }
 
-  // The offset of the next slot, or -1 when there are no more.
-  __device__ __forceinline__ int64_t next() {
-    const int64_t offset = done() ? -1 : offset_;
+  __device__ __forceinline__ bool whole() const { return true; }
+
+  // The next slot, or an empty one when there are no more.
+  __device__ __forceinline__ RowSlot next() {
+    const RowSlot slot{done() ? -1 : offset_};
     left_ -= static_cast<int>(plan_.sharing.step);
     offset_ += plan_.step;
-    return offset;
+    return slot;
   }
 
  private:

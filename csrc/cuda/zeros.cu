@@ -13,12 +13,10 @@ __global__ void __launch_bounds__(kThreads) write_zeros(A* target, int64_t zeros
   if (i == 0) pack_words(target + zeros, words);
 }
 
-const Known known(write_zeros<float>, write_zeros<double>);
-
 template <typename A>
 const char* launch_zeros(void* target, int64_t zeros, const Words& words, Stream stream) {
   const Extent grid{ceil_div(zeros + 1, kThreads), 1};
-  return launch(write_zeros<A>, grid, {kThreads, 1}, stream, static_cast<A*>(target), zeros, words);
+  return Kernel<write_zeros<A>>::launch(grid, {kThreads, 1}, stream, target, zeros, words);
 }
 
 }  // namespace

@@ -6,18 +6,14 @@
 
 #include <atomic>
 
-// Defined by libtorch_cuda, of which this library must not depend: it also loads beside a torch without CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
-
 namespace bagua_syncbn::cuda {
 namespace {
 
-using StreamGetter = decltype(&aoti_torch_get_current_cuda_stream);
+using StreamGetter = AOTITorchError (*)(int32_t device, void** stream);
 
-// The weak symbol is found where libtorch_cuda is in the global scope. Python loads it into a scope of its own, where
-// it is found by its name; RTLD_NOLOAD, because only the one that torch itself uses will do.
+// Null without libtorch_cuda, which this library is not linked with: it also loads beside a torch without CUDA.
+// RTLD_NOLOAD, because only the one that torch itself uses will do.
 StreamGetter find_stream_getter() {
-  if (&aoti_torch_get_current_cuda_stream != nullptr) return &aoti_torch_get_current_cuda_stream;
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
   return reinterpret_cast<StreamGetter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
@@ -28,7 +24,8 @@ constexpr int32_t kDevices = 128;
 std::atomic<int32_t> supports[kDevices];
 
 Support find_support(int32_t device) {
-  if (!driver_will_do()) return Support::kOldDriver;
+  const Versions here = versions();
+  if (here.driver / 1000 < here.runtime / 1000) return Support::kOldDriver;
   // torch's, which gives a thread the device back that it had, and makes no context where it had none.
   const torch::stable::accelerator::DeviceGuard guard(device);
   return load_kernels(device);
@@ -52,24 +49,19 @@ Support support_of(int32_t device) {
   return static_cast<Support>(known - 1);
 }
 
-Context::Context(const Tensor& input) : device_(input.get_device_index()), guard_(device_) {
+Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_index()) {
   static const StreamGetter getter = find_stream_getter();
   check(getter != nullptr, "input", "a torch with CUDA", "one without");
-  check_cuda(set_device(device_));
+  const int32_t device = input.get_device_index();
+  check_cuda(set_device(device));
   void* stream = nullptr;
-  check(getter(device_, &stream) == 0, "input", "it on a device with a current stream", device_);
+  check(getter(device, &stream) == 0, "input", "it on a device with a current stream", device);
   stream_ = static_cast<Stream>(stream);
 }
 
-bool Context::capturing() const {
-  bool result = false;
-  check_cuda(is_capturing(stream_, result));
-  return result;
-}
-
-uint64_t Context::stream_id() const {
-  uint64_t result = 0;
-  check_cuda(cuda::stream_id(stream_, result));
+StreamState Context::state() const {
+  StreamState result{};
+  check_cuda(state_of(stream_, result));
   return result;
 }
 

@@ -1,4 +1,4 @@
-// Where an op runs: the device of its input and the stream that torch uses there.
+// Where an op runs: the device of its input, the stream that torch uses there, and memory from torch's allocator.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -14,21 +14,24 @@ inline void check_cuda(const char* error) {
   check(error == nullptr, "CUDA", "success", error == nullptr ? "" : error);
 }
 
-// Makes the device of `input` current as long as it lives, for torch and for the CUDA runtime in this library.
-class Context {
+// Makes the device of `input` current as long as it lives, for torch and for the CUDA runtime in this library. Its
+// memory is freed on the host while the kernel may still be running; the allocator gives it out again for later work on
+// the same stream only.
+class Context final : public Workspace {
  public:
   explicit Context(const Tensor& input);
 
-  int32_t device() const { return device_; }
   Stream stream() const { return stream_; }
-  // Whether work on the stream is being recorded into a graph.
-  bool capturing() const;
-  uint64_t stream_id() const;
+  double* partials(int64_t count) override;
+  uint32_t* tickets() override;
 
  private:
-  int32_t device_;
+  StreamState state() const;
+
+  const Tensor& input_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
   Stream stream_ = nullptr;
+  std::optional<Tensor> partials_, tickets_;
 };
 
 }  // namespace bagua_syncbn::cuda

@@ -6,7 +6,6 @@
 #include "../../checks.h"
 #include "../../geometry.h"
 #include "context.h"
-#include "workspace.h"
 
 namespace bagua_syncbn::cuda {
 namespace {
@@ -23,32 +22,27 @@ DType dtype_of(const Tensor& tensor) {
   }
 }
 
-// A per-channel argument, which outlives this: contiguous, and alive until the kernel is launched.
+// A per-channel argument: contiguous, and alive until the kernel is launched. Null if there is none.
 class PerChannelTensor {
  public:
-  explicit PerChannelTensor(const Tensor& tensor) : channels_{nullptr, dtype_of(tensor)} {
-    if (!tensor.is_contiguous()) copy_ = torch::stable::contiguous(tensor);
-    channels_.data = const_cast<void*>((copy_ ? *copy_ : tensor).const_data_ptr());
-  }
   explicit PerChannelTensor(const std::optional<Tensor>& tensor)
-      : PerChannelTensor(tensor ? PerChannelTensor(*tensor) : PerChannelTensor()) {}
-  PerChannelTensor() = default;
+      : tensor_(tensor ? std::optional(dense(*tensor)) : std::nullopt) {}
 
-  operator PerChannel() const { return channels_; }
-
+  operator PerChannel() const {
+    return tensor_ ? PerChannel{const_cast<void*>(tensor_->const_data_ptr()), dtype_of(*tensor_)} : PerChannel{};
+  }
   // Copies the result back, if the kernel wrote to a copy.
   void copy_back(Tensor tensor) const {
-    if (copy_) torch::stable::copy_(tensor, *copy_);
+    if (tensor_->get() != tensor.get()) torch::stable::copy_(tensor, *tensor_);
   }
 
  private:
-  std::optional<Tensor> copy_;
-  PerChannel channels_{nullptr, DType::kFloat};
+  std::optional<Tensor> tensor_;
 };
 
-// Null if there is none.
-const void* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
+// The epilogue, whose tensors outlive this.
+Options options_of(const std::optional<Tensor>& residual, int64_t activation, double parameter) {
+  return {residual ? residual->const_data_ptr() : nullptr, {activation, parameter}};
 }
 
 // `zeros` of them, followed by the words: what a rank without values sends.
@@ -68,17 +62,12 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int
   const Laid laid = lay_out(input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const int64_t size = packed_size(laid.geometry.channels, words.count);
-  const Context context(input);
+  Context context(input);
   // Zeros: a count of 0, and moments that weigh nothing.
   if (input.numel() == 0) return make_zeros_and(words, size - words.count, accumulate, input, context);
   Tensor packed = allocate_vector(size, accumulate, input);
-  TorchWorkspace workspace(input, context);
-  const void* x = laid.tensor.const_data_ptr();
-  void* out = packed.mutable_data_ptr();
-  const DType dtype = dtype_of(input);
-  const Stream stream = context.stream();
-  check_cuda(where ? masked_stats(x, dtype, laid.geometry, *where, out, words, workspace, stream)
-                   : stats(x, dtype, laid.geometry, out, words, workspace, stream));
+  check_cuda(stats(laid.tensor.const_data_ptr(), dtype_of(input), laid.geometry, where ? &*where : nullptr,
+                   packed.mutable_data_ptr(), words, context, context.stream()));
   return packed;
 }
 
@@ -91,8 +80,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, fault);
   const Context context(gathered);
   const bool tracks = running_mean && running_var;
-  const PerChannelTensor mean_buffer = tracks ? PerChannelTensor(*running_mean) : PerChannelTensor();
-  const PerChannelTensor var_buffer = tracks ? PerChannelTensor(*running_var) : PerChannelTensor();
+  const PerChannelTensor mean_buffer(tracks ? running_mean : std::nullopt);
+  const PerChannelTensor var_buffer(tracks ? running_var : std::nullopt);
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   const Tensor rows = dense(gathered);
   const int64_t words = words_in(gathered.size(1)), channels = packed_channels(gathered.size(1), words);
@@ -111,15 +100,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   }
   return {mean, invstd, count};
 }
-
-namespace {
-
-// The epilogue, whose tensors outlive this.
-Options options_of(const std::optional<Tensor>& residual, int64_t activation, double parameter) {
-  return {data_of(residual), {activation, parameter}};
-}
-
-}  // namespace
 
 Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                         const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
@@ -146,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   if (grad) check_like_input(*grad, "grad", input);
   const Words words = words_of_sums(fingerprint);
   const Laid laid = lay_out(input);
-  const Context context(input);
+  Context context(input);
   const int64_t channels = laid.geometry.channels, width = 2 * channels;
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
@@ -162,7 +142,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   Tensor sums = allocate_vector(width + words.count, accumulate, input);
   Tensor grad_weight = allocate_vector(channels, parameters, input);
   Tensor grad_bias = allocate_vector(channels, parameters, input);
-  TorchWorkspace workspace(input, context);
   const BackwardReduceArguments arguments{means,
                                           invstds,
                                           sums.mutable_data_ptr(),
@@ -173,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
                                           biases};
   check_cuda(backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), g ? g->mutable_data_ptr() : nullptr,
                              dtype_of(input), laid.geometry, arguments, options_of(added, activation, parameter),
-                             workspace, context.stream()));
+                             context, context.stream()));
   if (g && g->get() != grad->get()) torch::stable::copy_(*grad, *g);
   return {sums, grad_weight, grad_bias};
 }

@@ -10,18 +10,15 @@ namespace {
 // Memory that nobody has written to holds 0xfe in all bytes, a large number of any type: what is read from there shows.
 [[maybe_unused]] const int perturbed = mallopt(M_PERTURB, 1);
 
-struct Place {
-  bagua_syncbn::cuda::Stream stream = nullptr;
-  uint64_t id = 0;
-  bool capturing = false;
-} place;
-
+bagua_syncbn::cuda::Stream stream = nullptr;
+bagua_syncbn::cuda::StreamState stream_state{};
 bagua_syncbn::cuda::Support support = bagua_syncbn::cuda::Support::kRuns;
 
 }  // namespace
 
 extern "C" void emulate_stream(uint64_t handle, uint64_t id, bool capturing) {
-  place = {reinterpret_cast<bagua_syncbn::cuda::Stream>(handle), id, capturing};
+  stream = reinterpret_cast<bagua_syncbn::cuda::Stream>(handle);
+  stream_state = {capturing, id};
 }
 
 extern "C" void emulate_support(int32_t value) {
@@ -34,14 +31,10 @@ Support support_of(int32_t) {
   return support;
 }
 
-Context::Context(const Tensor& input) : device_(input.get_device_index()), stream_(place.stream) {}
+Context::Context(const Tensor& input) : input_(input), stream_(::stream) {}
 
-bool Context::capturing() const {
-  return place.capturing;
-}
-
-uint64_t Context::stream_id() const {
-  return place.id;
+StreamState Context::state() const {
+  return stream_state;
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -48,9 +48,13 @@ uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance);
 #define gridDim emulator::grid_size
 #define blockDim emulator::block_size
 
+using std::erfc;
+using std::exp;
+using std::expm1;
 using std::isfinite;
 using std::max;
 using std::min;
+using std::tanh;
 
 inline void __syncthreads() {
   emulator::wait_at_barrier();
