@@ -2,7 +2,7 @@
 // they are converted to it and back.
 //
 // By itself it is the list. With BAGUA_SYNCBN_VECTOR_CONVERSIONS defined it is the conversions of vectors, included
-// once for each instruction set by cpu/loops/vectors.inl; with BAGUA_SYNCBN_CUDA_CONVERSIONS, those of CUDA.
+// once for each instruction set by cpu/loops/vectors.inl. Those of CUDA are in cuda/values.cuh.
 //
 // A new dtype is a line here, its name in kDTypeNames, its storage and its conversions; and a line in
 // bagua_syncbn/ops/dtypes.py, in the same order.
@@ -103,39 +103,4 @@ __attribute__((noinline)) Bits16 stored(Vec<float> v, HalfBits) {
 #endif
 
 #undef BAGUA_SYNCBN_VECTOR_CONVERSIONS
-#endif
-#if defined(BAGUA_SYNCBN_CUDA_CONVERSIONS)
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-namespace bagua_syncbn::cuda {
-
-__device__ __forceinline__ float widen(__half value) {
-  return __half2float(value);
-}
-__device__ __forceinline__ float widen(__nv_bfloat16 value) {
-  return __bfloat162float(value);
-}
-__device__ __forceinline__ float widen(float value) {
-  return value;
-}
-__device__ __forceinline__ double widen(double value) {
-  return value;
-}
-
-template <typename T>
-__device__ __forceinline__ T narrow(Accumulate<T> value) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(value);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(value);
-  } else {
-    return value;
-  }
-}
-
-}  // namespace bagua_syncbn::cuda
-
-#undef BAGUA_SYNCBN_CUDA_CONVERSIONS
 #endif

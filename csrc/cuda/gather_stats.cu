@@ -146,18 +146,16 @@ __global__ void __launch_bounds__(kThreads, 2) merge_ranks(const GatherArguments
   }
 }
 
-template <typename A>
-const char* launch_merge(const GatherArguments& arguments, Stream stream) {
-  const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
-  const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, kFewThreads);
-  return Kernel<merge_ranks<A>>::launch({blocks, 1}, {one_block ? kThreads : kFewThreads, 1}, stream, arguments);
-}
-
 }  // namespace
 
 const char* gather_stats(const GatherArguments& arguments, Stream stream) {
-  return arguments.accumulate == DType::kDouble ? launch_merge<double>(arguments, stream)
-                                                : launch_merge<float>(arguments, stream);
+  const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
+  const int threads = one_block ? kThreads : kFewThreads;
+  const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, threads);
+  return dispatch(arguments.accumulate, [&](auto value) {
+    using Merge = Kernel<merge_ranks<Accumulate<decltype(value)>>>;
+    return Merge::launch({blocks, 1}, {threads, 1}, stream, arguments);
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

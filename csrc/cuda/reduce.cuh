@@ -147,10 +147,13 @@ __device__ inline bool arrives_last(uint32_t* ticket, int64_t parts) {
 
 // Partial results of the parts of a channel in memory: two doubles each, and two more if their values are counted.
 template <typename S>
-class Partials {
- public:
-  __device__ __forceinline__ Partials(const Scratch& scratch, int64_t channels)
-      : values_(scratch.partials), channels_(channels) {}
+struct Partials {
+  double2* values;
+  int64_t channels;
+
+  __device__ __forceinline__ double2* entry(int64_t part, int64_t channel) const {
+    return values + (S::kCounted ? 2 : 1) * (part * channels + channel);
+  }
 
   __device__ __forceinline__ void leave(int64_t part, int64_t channel, const S& value, double count) const {
     double2* const at = entry(part, channel);
@@ -181,14 +184,6 @@ class Partials {
       }
     }
   }
-
- private:
-  __device__ __forceinline__ double2* entry(int64_t part, int64_t channel) const {
-    return values_ + (S::kCounted ? 2 : 1) * (part * channels_ + channel);
-  }
-
-  double2* values_;
-  int64_t channels_;
 };
 
 // Planar: merges what thread 0 of each part has. Whether this thread has the result, in the last block thread 0.
@@ -197,7 +192,7 @@ __device__ bool merge_parts(S& value, double& count, const Planar& plan, const P
                             const Scratch& scratch) {
   const int64_t parts = plan.parts;
   if (parts > 1) {
-    const Partials<S> partials(scratch, plan.channels);
+    const Partials<S> partials{scratch.partials, plan.channels};
     if (thread_index() == 0) partials.leave(walk.part, walk.channel, value, count);
     if (!arrives_last(scratch.tickets + walk.channel, parts)) return false;
     S merged[1];
@@ -248,7 +243,7 @@ __device__ bool merge_parts(S& value, double& count, const Interleaved& plan, co
                             const Scratch& scratch) {
   const int64_t parts = plan.parts;
   if (parts == 1) return walk.writes();
-  const Partials<S> partials(scratch, plan.channels);
+  const Partials<S> partials{scratch.partials, plan.channels};
   const int thread = thread_index(), tile = blockDim.x * W;
   if (walk.writes()) partials.leave(walk.part, walk.first_channel() + thread, value, count);
   if (!arrives_last(scratch.tickets + walk.first_channel() / tile, parts)) return false;

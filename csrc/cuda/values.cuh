@@ -1,14 +1,37 @@
 // Values as they lie in memory and as they are computed.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <type_traits>
 
-#define BAGUA_SYNCBN_CUDA_CONVERSIONS
-#include "../dtypes.h"
 #include "kernels.h"
 #include "split.h"
 
 namespace bagua_syncbn::cuda {
+
+__device__ __forceinline__ float widen(__half value) {
+  return __half2float(value);
+}
+__device__ __forceinline__ float widen(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+template <typename A>
+__device__ __forceinline__ A widen(A value) {
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ T narrow(Accumulate<T> value) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
 
 // Values of type T in a vector.
 template <typename T>
