@@ -57,18 +57,28 @@ def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class OnDevice:
-    """``ops`` for tensors on CPU: copies go to a device and come back, so that nothing but the ops computes there."""
+    """``ops`` for tensors on CPU: their memory goes to a device and comes back, so that only the ops compute there."""
 
     def __init__(self, ops: Any, device: str) -> None:
         self._ops, self._device = ops, device
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            there = [each.to(self._device) if isinstance(each, Tensor) else each for each in arguments]
-            results = getattr(self._ops, name)(*there)
-            for here, changed in zip(arguments, there, strict=True):
-                if isinstance(here, Tensor):
-                    here.copy_(changed)
+        def call(*arguments: Any, **options: Any) -> Any:
+            moved = {}
+
+            def move(tensor: Tensor) -> Tensor:
+                here = tensor.untyped_storage()
+                if here.data_ptr() not in moved:
+                    moved[here.data_ptr()] = here, here.clone().to(device=self._device)
+                _, there = moved[here.data_ptr()]
+                empty = tensor.new_empty(0, device=self._device)
+                return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+            results = getattr(self._ops, name)(
+                *tree_map_only(Tensor, move, arguments), **tree_map_only(Tensor, move, options)
+            )
+            for here, there in moved.values():
+                here.copy_(there)
             return tree_map_only(Tensor, Tensor.cpu, results)
 
         return call

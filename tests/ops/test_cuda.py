@@ -7,20 +7,29 @@ missing fence between blocks, and speed.
 import mmap
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bagua_syncbn import ops
 from bagua_syncbn.ops import activation_of, fallback, reference
 from bagua_syncbn.ops.activations import ACTIVATIONS
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
-from tests.helpers.comparison import OpCase, check, check_merge
+from tests.helpers.comparison import OnDevice, OpCase, check, check_merge
 from tests.helpers.compiled import ROOT
 from tests.helpers.tolerances import assert_close
 
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
+
+
+def test_ops_on_a_device_are_compared_as_those_here():
+    """The way in which tests/gpu calls the ops, with the CPU for the device."""
+    options = {}, {"mask": "lengths"}, {"activation": activation_of("silu"), "residual": True}
+    for layout, given in product(("contiguous", "sliced"), options):
+        check(OnDevice(ops, "cpu"), OpCase((3, 2, 5, 8), layout, **given), torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
