@@ -27,20 +27,33 @@ def nccl(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def reference(layer, steps):
-    """torch's layer in float64 over the same steps, each batch twice, as the ranks of :class:`OneRankGroup` have it;
-    returns outputs and gradients of the last, and the layer.
+def take(layer, steps):
+    """Returns output and gradient of the last of ``steps``, which are inputs and gradients."""
+    for input, grad_output in steps:
+        layer.zero_grad()
+        x = input.detach().requires_grad_()
+        output = layer(x)
+        output.backward(grad_output)
+    return output.detach(), x.grad
+
+
+def check_steps(layer, steps, output, grad):
+    """Compares ``layer``, and what it gave in the last of its steps, with torch's layer in float64, which gets each
+    batch twice, as the ranks of :class:`OneRankGroup` have it.
     """
     wide = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, dtype=torch.float64, device="cuda")
     with torch.no_grad():
         for target, source in zip(wide.parameters(), layer.parameters(), strict=True):
             target.copy_(source)
-    for input, grad_output in steps:
-        wide.zero_grad()
-        x = input.double().detach().requires_grad_()
-        output = wide(torch.cat([x, x]))
-        output.backward(grad_output.double().repeat(2, 1, 1, 1) / 2)
-    return output.detach()[: len(x)], x.grad, wide
+    twice = [(torch.cat([x, x]).double(), dy.double().repeat(2, 1, 1, 1) / 2) for x, dy in steps]
+    expected, expected_grad = (both[: len(output)] for both in take(wide, twice))
+    assert_close(output, expected, "output")
+    assert_close(grad, 2 * expected_grad, "input.grad")
+    assert_close(layer.running_mean, wide.running_mean, "running_mean", roundings=2)
+    assert_close(layer.running_var, wide.running_var, "running_var", roundings=2)
+    assert layer.num_batches_tracked == wide.num_batches_tracked == len(steps)
+    for actual, wanted in zip(layer.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -52,26 +65,9 @@ def test_one_rank_over_nccl(nccl, dtype, layout, momentum):
     with torch.no_grad():
         layer.weight.copy_(torch.rand(6) + 0.5)
         layer.bias.copy_(torch.randn(6))
-    steps = [
-        (
-            laid_out((torch.randn(8, 6, 20, 20) * 2 + 1).to("cuda", dtype), layout),
-            torch.randn(8, 6, 20, 20).to("cuda", dtype),
-        )
-        for _ in range(2)
-    ]
-    for input, grad_output in steps:
-        layer.zero_grad()
-        x = input.detach().requires_grad_()
-        output = layer(x)
-        output.backward(laid_out(grad_output, layout))
-    expected, expected_grad, wide = reference(layer, steps)
-    assert_close(output.detach(), expected, "output")
-    assert_close(x.grad, expected_grad, "input.grad")
-    assert_close(layer.running_mean, wide.running_mean, "running_mean", roundings=2)
-    assert_close(layer.running_var, wide.running_var, "running_var", roundings=2)
-    assert layer.num_batches_tracked == wide.num_batches_tracked == 2
-    for actual, wanted in zip(layer.parameters(), wide.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-2)
+    values = torch.randn(2, 2, 8, 6, 20, 20).to("cuda", dtype)
+    steps = [(laid_out(x * 2 + 1, layout), laid_out(dy, layout)) for x, dy in values]
+    check_steps(layer, steps, *take(layer, steps))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -84,6 +80,11 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
     parameters = (input, *layer.parameters())
     for _ in range(2):  # makes the counters of the stream, and all that is made once
         torch.autograd.grad(layer(input), parameters, grad_output)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(layer(input), parameters, grad_output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     outputs = []
     forward = count(trace(lambda: outputs.append(layer(input)), torch.cuda.synchronize))
     backward = count(trace(lambda: torch.autograd.grad(outputs[0], parameters, grad_output), torch.cuda.synchronize))
@@ -117,19 +118,6 @@ def test_masks_together_with_an_activation_and_a_residual(layout, zero_masked):
         torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_nothing_waits_for_the_device(nccl):
-    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None, process_group=nccl, device="cuda")
-    input, grad_output = torch.randn(2, 4, 6, 9, 9, device="cuda").unbind()
-    input.requires_grad_()
-    for _ in range(2):
-        layer(input).backward(grad_output)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer(input).backward(grad_output)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_a_step_on_a_side_stream_waits_for_its_input(nccl):
     """A step on a stream of its own, input and all, beside a long kernel on the default stream."""
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=nccl, device="cuda")
@@ -143,9 +131,7 @@ def test_a_step_on_a_side_stream_waits_for_its_input(nccl):
         output = layer(x)
         output.backward(dy)
     stream.synchronize()
-    expected, expected_grad, _ = reference(layer, [(x, dy)])
-    assert_close(output.detach(), expected, "output")
-    assert_close(x.grad, expected_grad, "input.grad")
+    check_steps(layer, [(x.detach(), dy)], output.detach(), x.grad)
 
 
 def little_model(momentum):
@@ -306,15 +292,8 @@ def test_the_layers_own_group_of_one_rank(nccl):
     assert group is job.layers_group((0,)) is not dist.group.WORLD
     assert dist.get_backend(group) == dist.get_backend()
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=OneRankGroup(group), device="cuda")
-    steps = [torch.randn(2, 8, 6, 20, 20, device="cuda").unbind() for _ in range(2)]
-    for input, grad_output in steps:
-        x = input.detach().requires_grad_()
-        output = layer(x)
-        output.backward(grad_output)
-    expected, expected_grad, wide = reference(layer, steps)
-    assert_close(output.detach(), expected, "output")
-    assert_close(x.grad, expected_grad, "input.grad")
-    assert_close(layer.running_var, wide.running_var, "running_var", roundings=2)
+    steps = torch.randn(2, 2, 8, 6, 20, 20, device="cuda").unbind()
+    check_steps(layer, steps, *take(layer, steps))
 
 
 def test_ddp_over_nccl(nccl):

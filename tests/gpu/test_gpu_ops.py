@@ -6,26 +6,23 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from bagua_syncbn import ops
-from bagua_syncbn.ops import IDENTITY, activation_of, agreement, aten
-from bagua_syncbn.ops.activations import ACTIVATIONS
+from bagua_syncbn.ops import activation_of, agreement, aten
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
 from tests.helpers.tolerances import DTYPES
 from tests.helpers.traced import count, trace
+from tests.ops.test_values import TABLE
 
 pytestmark = pytest.mark.gpu
 
 CUDA = OnDevice(ops, "cuda")
-
-# Light and split, with rows that are aligned and rows that are not, and more channels than the target of blocks.
-SHAPES = [(5, 3), (70, 33), (4100, 8), (3, 5, 49), (8, 64, 28, 28), (4, 3, 100, 101), (2, 2000, 7, 7), (1, 2, 300000)]
 
 
 def tensors(shape, dtype, layout="contiguous"):
@@ -71,25 +68,35 @@ def test_a_device_whose_kernels_differ_is_served_by_torchs(tmp_path):
     assert re.search(f"RuntimeWarning: .*{said}", run.stderr)
 
 
-def layouts_of(shape):
-    return ["contiguous"] + ["channels_last"] * (len(shape) == 4)
+# Inputs that are split, with rows that are aligned and rows that are not; more channels than there are blocks.
+LARGE = [(4100, 8), (8, 64, 28, 28), (4, 3, 100, 101), (2, 2000, 7, 7), (1, 2, 300000)]
+
+
+def large(masks):
+    for shape, mask in product(LARGE, masks):
+        if mask != "lengths" or len(shape) > 2:
+            for layout in ("contiguous", "channels_last") if len(shape) == 4 else ("contiguous",):
+                yield OpCase(shape, layout, mask=mask)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", [None, "scattered", "lengths"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_equal_the_reference(shape, mask, dtype):
-    if mask != "lengths" or len(shape) > 2:
-        for layout in layouts_of(shape):
-            check(CUDA, OpCase(shape, layout, mask=mask), dtype)
+@pytest.mark.parametrize("cases", ["large", *TABLE])
+def test_values_and_gradients_equal_the_reference(cases, dtype):
+    """Large inputs in all dtypes, each case of the other tables in one of them."""
+    if cases == "large":
+        table = large((None, "scattered", "lengths"))
+    else:
+        table = list(TABLE[cases]("cuda", dtype))[DTYPES.index(dtype) :: len(DTYPES)]
+    for case in table:
+        check(CUDA, case, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_atens_kernels_give_what_the_reference_gives(shape, dtype):
-    for layout in layouts_of(shape):
-        if len(shape) == 2 or layout == "channels_last" or dtype.itemsize > 2:  # they round products of planar halves
-            check(OnDevice(aten, "cuda"), OpCase(shape, layout), dtype)
+def test_atens_kernels_give_what_the_reference_gives(dtype):
+    for case in large((None,)):
+        # They round products of planar halves.
+        if len(case.shape) == 2 or case.layout == "channels_last" or dtype.itemsize > 2:
+            check(OnDevice(aten, "cuda"), case, dtype)
 
 
 @pytest.mark.parametrize("shape", [(2**31 // 64 + 3, 64), (2, 1, 2**30), (3, 2**30 // 2**12, 2**12)], ids=str)
@@ -97,14 +104,6 @@ def test_more_than_two_to_the_31_elements(shape):
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs 24 GB of memory on the device")
     check_last_of_many(ops, shape, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_gradients_with_each_activation_equal_the_reference(dtype):
-    inputs = ((8, 64, 28, 28), "contiguous"), ((8, 64, 28, 28), "channels_last"), ((70, 33), "contiguous")
-    for activation, (shape, layout) in zip((IDENTITY, *map(activation_of, ACTIVATIONS)), cycle(inputs), strict=False):
-        for residual in (False, True):
-            check(CUDA, OpCase(shape, layout, activation=activation, residual=residual), dtype)
 
 
 # Rows that are aligned and rows that are not; channels that fill slots and channels that do not; more than one part.
@@ -134,19 +133,32 @@ def test_every_kernel_that_merges_ranks(buffer_dtype, momentum):
     check_merge(CUDA, (4, 0, 7), 300, torch.float32, buffer_dtype, momentum)
 
 
-def test_side_streams_do_not_disturb_each_other():
+@pytest.fixture
+def reductions():
+    """Runs reductions that are split, and their results."""
     input, grad_output = tensors((4, 8, 200, 200), torch.float32)
     ones = torch.ones(8, device="cuda")
-    expected = ops.batch_norm_stats(input), ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)[0]
+
+    def reduce():
+        return ops.batch_norm_stats(input), ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)[0]
+
+    expected = torch.cat(reduce())
     torch.cuda.synchronize()
+    return reduce, expected
+
+
+def check_all(results, expected):
+    torch.cuda.synchronize()
+    assert all(torch.equal(torch.cat(result), expected) for result in results)
+
+
+def test_side_streams_do_not_disturb_each_other(reductions):
+    reduce, expected = reductions
     results = []
     for stream in [torch.cuda.Stream() for _ in range(4)] * 10:
         with torch.cuda.stream(stream):
-            sums, *_ = ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)
-            results.append((ops.batch_norm_stats(input), sums))
-    torch.cuda.synchronize()
-    for result in results:
-        assert all(torch.equal(actual, wanted) for actual, wanted in zip(result, expected, strict=True))
+            results.append(reduce())
+    check_all(results, expected)
 
 
 @contextmanager
@@ -160,56 +172,46 @@ def foreign_stream():
         assert int(runtime.cudaStreamDestroy(handle.value)) == 0
 
 
-def test_a_stream_that_takes_the_handle_of_another():
-    input, _ = tensors((4, 8, 200, 200), torch.float32)
-    expected = ops.batch_norm_stats(input)
-    torch.cuda.synchronize()
+def test_a_stream_that_takes_the_handle_of_another(reductions):
+    reduce, expected = reductions
     results = []
     for _ in range(20):
         with foreign_stream() as stream, torch.cuda.stream(stream):
-            results += [ops.batch_norm_stats(input), ops.batch_norm_stats(input)]
-    torch.cuda.synchronize()
-    assert all(torch.equal(result, expected) for result in results)
+            results += [reduce(), reduce()]
+    check_all(results, expected)
 
 
-def test_graphs_replay_beside_eager_work():
+def test_graphs_replay_beside_eager_work(reductions):
     """Replayed beside eager work on the same and on another stream, which has counters of its own."""
-    input, grad_output = tensors((4, 8, 200, 200), torch.float32)
-    ones = torch.ones(8, device="cuda")
-    expected = ops.batch_norm_stats(input), ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)[0]
+    reduce, expected = reductions
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        packed = ops.batch_norm_stats(input)
-        sums, *_ = ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)
+        captured = reduce()
     side, eager = torch.cuda.Stream(), []
     for _ in range(20):
-        packed.zero_()
+        captured[0].zero_()
         side.wait_stream(torch.cuda.current_stream())
         graph.replay()
         with torch.cuda.stream(side):
-            eager.append(ops.batch_norm_stats(input))
-        eager.append(ops.batch_norm_stats(input))
-        assert torch.equal(packed, expected[0])
-        assert torch.equal(sums, expected[1])
-    torch.cuda.synchronize()
-    assert all(torch.equal(result, expected[0]) for result in eager)
+            eager.append(reduce())
+        eager.append(reduce())
+        assert torch.equal(torch.cat(captured), expected)
+    check_all(eager, expected)
 
 
-def test_the_first_use_of_a_stream_may_be_in_a_graph():
+def test_the_first_use_of_a_stream_may_be_in_a_graph(reductions):
     """Counters that are made during capture belong to the graph, and are not there for work that comes after it."""
-    input, _ = tensors((4, 8, 200, 200), torch.float32)
-    expected = ops.batch_norm_stats(input)
+    reduce, expected = reductions
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        packed = ops.batch_norm_stats(input)
+        captured = reduce()
     with torch.cuda.stream(stream):
-        eager = ops.batch_norm_stats(input)
+        eager = reduce()
         graph.replay()
-        again = ops.batch_norm_stats(input)
-    torch.cuda.synchronize()
-    assert all(torch.equal(result, expected) for result in (packed, eager, again))
+        again = reduce()
+    check_all([captured, eager, again], expected)
 
 
 def test_what_waits_is_counted():
