@@ -147,17 +147,21 @@ def test_repetitions_are_not_counted(reentrant, repeated):
     torch.testing.assert_close(dict(model.named_buffers()), expected_buffers(plain, [batch]))
 
 
-def test_replicas_accumulate_as_the_whole_batch():
-    layer = convert_model(nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3))).double()
-    whole = nn.BatchNorm1d(3, momentum=None).double()
-    model = parallel(layer, "cpu", 2)
+@pytest.mark.parametrize(("make", "wrap"), [
+    (nn.BatchNorm1d, lambda model: parallel(model, "cpu", 2)),
+    (lambda _, **options: nn.LazyBatchNorm1d(**options), lambda model: model),
+], ids=["replicas", "lazy layers"])  # fmt: skip
+def test_other_models_accumulate_as_the_whole_batch(make, wrap):
+    whole, model = nn.BatchNorm1d(3, momentum=None), nn.Sequential(make(3, momentum=None), make(3))
+    model = wrap(convert_model(model) if make is nn.BatchNorm1d else convert_sync_batchnorm(model))
     for number in range(2):
         batches, batch = draw((3, 5), number)
         with accumulate_statistics(model):
-            step(model, batches)
-        whole(batch)
-    torch.testing.assert_close(layer[0].state_dict(), whole.state_dict())
-    assert layer[1].num_batches_tracked == 2
+            step(model, [own.float() for own in batches])
+        whole(batch.float())
+    first, second = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
+    torch.testing.assert_close(first.state_dict(), whole.state_dict())
+    assert second.num_batches_tracked == 2
 
 
 def test_compiled_once_however_many():
@@ -192,16 +196,6 @@ def test_what_leaves_the_buffers_alone():
     sync_batch_norm(batch, skipping.running_mean, skipping.running_var)
     assert skipping.num_batches_tracked == 1
     assert not torch.equal(skipping.running_mean, before[1]["running_mean"])
-
-
-def test_lazy_layers_accumulate_from_their_first_input_on():
-    model = convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
-    whole, batches = nn.BatchNorm1d(3), torch.randn(6, 3).split([4, 2])
-    with accumulate_statistics(model):
-        for batch in batches:
-            model(batch)
-    whole(torch.cat(batches))
-    torch.testing.assert_close(model[0].state_dict(), whole.state_dict())
 
 
 def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):

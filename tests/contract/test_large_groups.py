@@ -7,30 +7,22 @@ import pytest
 import torch
 
 from bagua_syncbn import SyncBatchNorm, ops
-from tests.contract.test_contract import GRID
+from tests.contract.test_contract import GRID, OPTIONS, SPLITS
 from tests.helpers.cases import Case, check, compare, run_rank
 
-# The contract on real ranks.
+MORE = [*OPTIONS, {"options": {"momentum": None}, "way": "compiled"}, {"order": 2}, {"way": "accumulated"}]
+MORE.append({"masks": "random"})
 
 
-@pytest.mark.parametrize("case", [case for case in GRID if len(case[0]) > 1 and case[2][0] != torch.float64], ids=str)
-def test_ranks_equal_one_process(large, case):
-    splits, (shape, layout), dtypes = case
-    check(large, Case(splits, shape, *dtypes, layout))
+@pytest.mark.parametrize("splits", SPLITS[1:], ids=str)
+def test_ranks_equal_one_process(large, splits):
+    check(large, *(Case(own, shape, *dtypes, layout) for own, (shape, layout), dtypes in GRID
+                   if own == splits and dtypes[0] != torch.float64))  # fmt: skip
 
 
-def test_ranks_equal_one_process_with_each_option(large):
-    average, untracked = {"momentum": None}, {"track_running_stats": False}
-    check(large, *(Case((3, 0, 2), (3, 4, 2), steps=3, **given) for given in (
-        {"options": average}, {"options": average, "dtype": torch.float16}, {"options": average, "way": "compiled"},
-        {"options": untracked}, {"dtype": torch.float64}, {"order": 2}, {"frozen": ("input", "weight", "bias")},
-        {"way": "accumulated"}, {"masks": "random"},
-    )))  # fmt: skip
-
-
-@pytest.mark.slow
-def test_eight_ranks_equal_one_process(large):
-    check(large, Case((1, 0, 3, 2, 2, 5, 0, 4), (5, 3), steps=3, options={"momentum": None}))
+@pytest.mark.parametrize("splits", [(3, 0, 2), pytest.param((1, 0, 3, 2, 2, 5, 0, 4), marks=pytest.mark.slow)], ids=str)
+def test_ranks_equal_one_process_with_each_option(large, splits):
+    check(large, *(Case(splits, **{"shape": (3, 4, 2), "steps": 3} | given) for given in MORE))
 
 
 # Sums held against the gather.
@@ -69,31 +61,23 @@ HARD = {
     "empty ranks": ([row([0.0, 0.0], [0.0, 0.0], 0), *drawn(2, 3.0, 2.0), row([0.0, 0.0], [0.0, 0.0], 0)], 1e-12),
     "all ranks empty": ([row([0.0, 0.0], [0.0, 0.0], 0)] * 3, 0.0),
     "no deviation": ([row([0.1, 7.7], [0.0, 0.0], 3)] * 3, 0.0),
-}
+} | {
+    f"{value} in one channel": ([*drawn(3, 1.0, 1.0), row([value, 1.0], [math.nan, 1.0], 40)], 1e-6)
+    for value in (math.nan, math.inf, -math.inf)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HARD)
 def test_sums_give_what_the_gather_gives(name):
     rows, tolerance = HARD[name]
     every = added_up(rows)
-    assert all(torch.equal(one, every[0]) for one in every)
+    torch.testing.assert_close(every, [every[0]] * len(rows), rtol=0, atol=0, equal_nan=True)
     mean, var, count, batches = merged(every[0])
     expected = merged(torch.stack(rows))
-    torch.testing.assert_close(mean, expected[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(mean, expected[0], rtol=1e-12, atol=0, equal_nan=True)
     # A variance of nothing but rounding is no more than that of the squared mean.
-    torch.testing.assert_close(var, expected[1], rtol=tolerance, atol=1e-14)
+    torch.testing.assert_close(var, expected[1], rtol=tolerance, atol=1e-14, equal_nan=True)
     assert (count, batches) == expected[2:]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_channel_that_is_not_finite_on_one_rank_stays_alone(value):
-    rows = [*drawn(3, 1.0, 1.0), row([value, 1.0], [math.nan, 1.0], 40)]
-    mean, var, count, _ = merged(added_up(rows)[0])
-    expected = merged(torch.stack(rows))
-    torch.testing.assert_close(mean, expected[0], equal_nan=True)
-    torch.testing.assert_close(var, expected[1], equal_nan=True)
-    assert var.isnan().tolist() == [True, False]
-    assert count == 160
 
 
 @pytest.mark.parametrize("word", [-1, -2, -3])
@@ -123,46 +107,48 @@ def test_a_rank_whose_words_are_the_mean_of_all_finds_out_too():
         assert result[0, -5].isnan()
 
 
-# Many ranks, as threads.
+class Alike:
+    """A communicator of ranks that all send the same."""
 
+    rank = 0
 
-class Meeting:
-    """Where the threads meet, each a rank."""
-
-    def __init__(self, size):
-        self.size, self.sent, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
-        self.gathered = self.total = None
-
-
-class ThreadedCommunicator:
-    """One rank of a :class:`Meeting`."""
-
-    def __init__(self, meeting, rank):
-        self._meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.messages = []
-
-    def _meet(self, packed):
-        self._meeting.sent[self.rank] = packed.clone()
-        if self._meeting.barrier.wait() == 0:
-            self._meeting.gathered = torch.stack(self._meeting.sent)
-            self._meeting.total = self._meeting.gathered.sum(0)
-        self._meeting.barrier.wait()
-        return self._meeting
+    def __init__(self, size, **attributes):
+        self.size, self.messages = size, []
+        vars(self).update(attributes)
 
     def all_gather(self, packed):
         self.messages.append(("gather", packed.nbytes))
-        return self._meet(packed).gathered.clone()
+        return packed.repeat(self.size, 1)
 
     def all_reduce(self, packed):
         self.messages.append(("sum", packed.nbytes))
-        return self._meet(packed).total.clone()
+        return packed * self.size
+
+
+class Threaded(Alike):
+    """One of many ranks, each a thread."""
+
+    def _meet(self, packed):
+        self.sent[self.rank] = packed.clone()
+        self.barrier.wait()
+        gathered = torch.stack(self.sent)
+        self.barrier.wait()
+        return gathered
+
+    def all_gather(self, packed):
+        super().all_gather(packed)
+        return self._meet(packed)
+
+    def all_reduce(self, packed):
+        super().all_reduce(packed)
+        return self._meet(packed).sum(0)
 
 
 @pytest.mark.parametrize("ranks", [64, 256])
 def test_many_ranks_equal_one_process(ranks, single_threaded):
     case = Case(tuple(index % 3 for index in range(ranks)), (3, 2), mean=5.0)
-    meeting, results = Meeting(ranks), [None] * ranks
-    communicators = [ThreadedCommunicator(meeting, rank) for rank in range(ranks)]
+    shared = {"sent": [None] * ranks, "barrier": threading.Barrier(ranks, timeout=60)}
+    communicators, results = [Threaded(ranks, rank=rank, **shared) for rank in range(ranks)], [None] * ranks
 
     def run(rank):
         results[rank] = run_rank(case, communicators[rank], rank)
@@ -177,36 +163,15 @@ def test_many_ranks_equal_one_process(ranks, single_threaded):
         assert communicator.messages[-2:] == [("sum", 8 * (2 * 3 + 13)), ("sum", 4 * (2 * 3 + 6))]
 
 
-# The cost of a message.
-
-
-class Alike:
-    """So many ranks that all do the same: sizes of messages without anyone to send them to."""
-
-    rank = 0
-
-    def __init__(self, size):
-        self.size, self.messages = size, []
-
-    def all_gather(self, packed):
-        self.messages.append(("gather", packed.nbytes))
-        return packed.repeat(self.size, 1)
-
-    def all_reduce(self, packed):
-        self.messages.append(("sum", packed.nbytes))
-        return packed * self.size
-
-
-def forward_message(ranks, channels=2048, dtype=torch.float32, **attributes):
-    communicator = Alike(ranks)
-    vars(communicator).update(attributes)
-    SyncBatchNorm(channels, process_group=communicator, dtype=dtype)(torch.randn(2, channels, dtype=dtype))
+def forward_message(ranks, dtype=torch.float32, **attributes):
+    communicator = Alike(ranks, **attributes)
+    SyncBatchNorm(3, process_group=communicator, dtype=dtype)(torch.randn(2, 3, dtype=dtype))
     return communicator.messages[-1]
 
 
 def test_who_adds_up_is_decided_by_what_all_ranks_know():
     gathered, added = ("gather", 4 * (2 * 3 + 5)), ("sum", 8 * (2 * 3 + 13))
-    assert forward_message(31, 3) == gathered
-    assert forward_message(32, 3) == forward_message(32, 3, torch.bfloat16) == added
-    assert forward_message(32, 3, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # has no wider dtype
-    assert forward_message(32, 3, adds_float64=False) == gathered
+    assert forward_message(31) == gathered
+    assert forward_message(32) == forward_message(32, torch.bfloat16) == added
+    assert forward_message(32, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # has no wider dtype
+    assert forward_message(32, adds_float64=False) == gathered

@@ -23,13 +23,15 @@ def test_evaluation_waits_for_nobody():
 
 
 def few_values(counts, momentum):
-    layer = SyncBatchNorm(2, momentum=momentum)
-    input = torch.randn(counts[dist.get_rank()], 2, requires_grad=True)
-    output = layer(input)
-    output.backward(torch.randn_like(output))
-    assert output.isfinite().all()
-    assert all(tensor.grad.isfinite().all() for tensor in (input, *layer.parameters()))
-    torch.testing.assert_close(layer.state_dict(), SyncBatchNorm(2).state_dict(), rtol=0, atol=0)
+    count = counts[dist.get_rank()]
+    plain, masked = torch.randn(count, 2), torch.randn(3, 2, 4)
+    for input, mask in ((plain, None), (masked, torch.arange(12).view(3, 1, 4) < count)):
+        layer = SyncBatchNorm(2, momentum=momentum)
+        output = layer(input.requires_grad_(), mask=mask)
+        output.backward(torch.randn_like(output))
+        assert output.isfinite().all()
+        assert all(tensor.grad.isfinite().all() for tensor in (input, *layer.parameters()))
+        torch.testing.assert_close(layer.state_dict(), SyncBatchNorm(2).state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -1,4 +1,4 @@
-"""The examples: what ``make demo`` shows, in a few steps, and how it judges what it has measured."""
+"""The demo in a few steps."""
 
 import importlib.util
 import json
@@ -40,8 +40,8 @@ def run_script(port, arguments):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool, monkeypatch, capsys, tmp_path):
-    """Synchronized ranks train like one process, others do not; two in place of four."""
+def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool, monkeypatch, tmp_path):
+    """Two ranks in place of four."""
 
     def train(name):
         output = tmp_path / f"{name}.json"
@@ -54,24 +54,16 @@ def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool,
     monkeypatch.setattr(demo, "train", train)
     demo.main()
     results = json.loads((demo.OUTPUT / "results.json").read_text())
-    losses = results["reference"]["losses"]
-    assert len(losses) == 10
-    assert losses[0] == pytest.approx(math.log(10), abs=0.5)  # ten classes, nothing learnt yet
-    assert losses[-1] < losses[0]
+    assert results["reference"]["losses"][-1] < results["reference"]["losses"][0]
     assert results["synced"]["max_gap"] < 1e-12 < 1e-2 < results["unsynced"]["max_gap"]
     assert results["synced"]["test_accuracy"] == results["reference"]["test_accuracy"] > 0.1
-    shown = capsys.readouterr().out
-    assert f"reference         {losses[-1]:.4f}" in shown
     assert (demo.OUTPUT / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_demo_fails_and_still_writes_what_it_measured(demo, monkeypatch):
+def test_the_demo_fails_if_ranks_differ_or_the_control_does_not(demo, monkeypatch):
     losses = {"reference": [2.25, 1.0], "synced": [2.25, 1.0001], "unsynced": [2.25, 1.0001]}
     monkeypatch.setattr(demo, "train", lambda name: {"losses": losses[name], "test_accuracy": 0.9625})
-    with pytest.raises(SystemExit, match=r"synced: expected .*\nunsynced: expected ") as exit_info:
+    with pytest.raises(SystemExit, match=r"synced: expected .*\nunsynced: expected "):
         demo.main()
-    assert isinstance(exit_info.value.code, str)  # which sys.exit prints, with status 1
     assert {path.name for path in demo.OUTPUT.iterdir()} == {"results.json", "loss.png"}
-    assert demo.loss_gaps([1.0, math.nan, 1.0, 3.5], [1.0, 1.0, math.nan, 3.0]) == [0.0, math.inf, math.inf, 0.5]
-    assert demo.find_failures(1e-9, 1e-2) == []
-    assert [failure.split(":")[0] for failure in demo.find_failures(math.nan, math.nan)] == ["synced", "unsynced"]
+    assert len(demo.find_failures(math.nan, math.nan)) == 2

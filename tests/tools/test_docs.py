@@ -100,15 +100,11 @@ def test_each_script_of_the_docs_runs_on_two_ranks(pool, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_read_and_its_marker_known(page):
-    blocks = read_blocks(page)
-    assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
+def test_every_block_is_read_and_linked_files_exist(page):
+    text, blocks = page.read_text(encoding="utf-8"), read_blocks(page)
+    assert len(blocks) == text.count("```python")
     assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN, *(PACKAGE + name for name in PACKAGES)}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_linked_files_exist(page):
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+    for target in LINK.findall(text):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 
@@ -120,8 +116,8 @@ def take_a_step(package, module, name, is_synchronized):
     """In training, with an unregistered layer, which is synchronized or raises."""
     with stand_in_for(package):
         model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(getattr(import_module(module), name)(8)))
-        told = nullcontext() if is_synchronized else pytest.raises(RuntimeError, match=f"{name}: expected its forward")
-        with told:
+        refusal = pytest.raises(RuntimeError, match=f"{name}: expected its forward")
+        with nullcontext() if is_synchronized else refusal:
             model(torch.randn(4, 8, 3, 3))
         assert model[0].num_batches_tracked == is_synchronized
 
@@ -136,7 +132,6 @@ def test_layers_of_other_packages_convert_as_their_row_says(pool, package, modul
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert row.endswith(f"| {unregistered} |")
-    images = torch.randn(4, 8, 3, 3)
     monkeypatch.setattr(registry, "_converters", registry._converters.copy())
     with stand_in_for(package):
         layer = getattr(import_module(module), name)(8)
@@ -150,10 +145,10 @@ def test_layers_of_other_packages_convert_as_their_row_says(pool, package, modul
         for block in read_blocks(page):
             if block.package == package and "register_converter" in block.code.co_names:
                 exec(block.code, {"bagua_syncbn": bagua_syncbn, "nn": nn})
-        model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
-    assert model[0] is layer
+        bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
+    images = torch.randn(4, 8, 3, 3)
     assert isinstance(layer, bagua_syncbn.SyncBatchNorm)
-    torch.testing.assert_close(model(images), nn.BatchNorm2d(8)(images))
+    torch.testing.assert_close(layer(images), nn.BatchNorm2d(8)(images))
 
 
 def run_recipe(package: str) -> dict:
