@@ -1,5 +1,6 @@
 """Batch noise: predictions against many random batches, one process against ranks, and what stays as it was."""
 
+import copy
 import random
 from xml.etree import ElementTree
 
@@ -57,6 +58,10 @@ def batches(rank, size):
     return [] if rank == 2 else [*x.split(5)][rank :: min(size, 2)]
 
 
+def state_of(own):
+    return [[module.training for module in own.modules()], torch.get_rng_state().tolist(), random.getstate()]
+
+
 def numbers(noise):
     return [(own.name, own.positions, own.worth, own.of_one_sample, own.spread) for own in noise.layers]
 
@@ -67,16 +72,14 @@ def test_ranks_measure_what_one_process_does_and_leave_the_model_as_it_was():
         model(filter=lambda name, _: name == "1"), filter=lambda name, _: name == "1"
     )
     for own, names in ((model(), "14"), (model(filter=lambda *_: False), "14"), (frozen, "4")):
-        before = {name: value.clone() for name, value in own.state_dict().items()}
-        seen = [[module.training for module in own.modules()], torch.get_rng_state().tolist(), random.getstate()]
+        before, seen = copy.deepcopy(own.state_dict()), state_of(own)
         noise = measure_batch_noise(own, batches(dist.get_rank(), 3))
         alone = measure_batch_noise(own, batches(0, 1), process_group=1)
         for (*name, worth, of_one, spread), expected in zip(numbers(noise), numbers(alone), strict=True):
             assert [*name, pytest.approx(worth), pytest.approx(of_one), pytest.approx(spread)] == list(expected)
         assert "".join(name for name, *_ in numbers(noise)) == names
         assert (noise.ranks, noise.samples, alone.ranks) == (3, 5, 1)
-        after = [[module.training for module in own.modules()], torch.get_rng_state().tolist(), random.getstate()]
-        assert after == seen
+        assert state_of(own) == seen
         torch.testing.assert_close(own.state_dict(), before, rtol=0, atol=0)
         assert not any(module._forward_pre_hooks for module in own.modules())
         bagua_syncbn.unfreeze_statistics(own)

@@ -143,16 +143,12 @@ def test_all_else_is_as_before(convert, breaks):
 
 
 def test_batches_of_another_kind_go_through_forward():
-    model = convert_sync_batchnorm(Model().double())
-    batches = draw((4, 3))
+    plain, batches = Model().double(), draw((4, 3))
+    model = convert_sync_batchnorm(copy.deepcopy(plain))
+    given = [{"image": batch} for batch in batches]
     with pytest.raises(TypeError, match="got a batch of dict; give forward"):
-        recalibrate_statistics(model, [{"image": batch} for batch in batches])
-    recalibrate_statistics(
-        model, ({"image": batch} for batch in batches), forward=lambda batch: model(input=batch["image"])
-    )
-    check(model, expected_statistics(Model().double().requires_grad_(False), []))
-    plain = Model().double()
-    plain.load_state_dict(model.state_dict())
+        recalibrate_statistics(model, given)
+    recalibrate_statistics(model, given, forward=lambda batch: model(input=batch["image"]))
     check(model, expected_statistics(plain, batches))
 
 
@@ -196,16 +192,16 @@ def test_what_cannot_be_recalibrated_is_refused_and_nothing_has_moved():
     model = nn.Sequential(nn.BatchNorm2d(3)).double()
     before = copy.deepcopy(model.state_dict())
     (batch,) = draw([4])
-    with pytest.raises(ValueError, match="device: expected None together with forward"):
-        recalibrate_statistics(model, [batch], forward=model, device="cpu")
-    with pytest.raises(TypeError, match="forward: expected a function"):
-        recalibrate_statistics(model, [batch], forward="model")
+    for error, match, arguments, options in (
+        (ValueError, "device: expected None together with forward", [batch], {"forward": model, "device": "cpu"}),
+        (TypeError, "forward: expected a function", [batch], {"forward": "model"}),
+        (ValueError, "more than 1 value per channel", [batch, batch[:1, :, :1, :1]], {}),
+        (RuntimeError, "finite statistics on all ranks, got others in 0", [batch, batch * torch.inf], {}),
+    ):
+        with pytest.raises(error, match=match):
+            recalibrate_statistics(model, arguments, **options)
     with pytest.raises(TypeError, match=r"got SyncBatchNorm '0' of torch; convert"):
         recalibrate_statistics(nn.Sequential(nn.SyncBatchNorm(3)), [batch])
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        recalibrate_statistics(model, [batch, batch[:1, :, :1, :1]])
-    with pytest.raises(RuntimeError, match="expected finite statistics on all ranks, got others in 0"):
-        recalibrate_statistics(model, [batch, batch * torch.inf])
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     with pytest.warns(UserWarning, match="found no layer with running statistics in Linear"):
         recalibrate_statistics(nn.Linear(6, 6).double(), [batch])

@@ -78,8 +78,6 @@ def of_pairs(model, batch):
 
 
 class Centered(nn.Module):
-    """A module that mixes samples."""
-
     def forward(self, x):
         return x - x.mean(0)
 
@@ -110,14 +108,6 @@ def of_images(model, batch):
     return model(images).square().sum()
 
 
-def embedding():
-    return convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3)))
-
-
-def of_embedding(model, batch):
-    return model(batch["y"][0]).sin().mean()
-
-
 def in_evaluation_on_one_rank():
     own = model()
     own[1].train(dist.get_rank() == 0)
@@ -128,9 +118,7 @@ class Case(NamedTuple):
     make: Any
     samples: tuple[int, ...] = (4, 4)
     loss: Any = cross_entropy
-    told: tuple[
-        str, ...
-    ] = ()  # the difference and the lines after it, each in part; none where ranks equal one process
+    told: tuple[str, ...] = ()  # parts of the lines of the verdict; none where ranks equal one process
     by_layer: bool = False
 
 
@@ -147,7 +135,10 @@ CASES = {
         lambda: DistributedDataParallel(Wrapped(), find_unused_parameters=True), loss=of_scores
     ),
     "buffers that DistributedDataParallel broadcasts": Case(lambda: with_other("module.1.running_mean", ddp())),
-    "sparse gradients": Case(embedding, loss=of_embedding),
+    "sparse gradients": Case(
+        lambda: convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3))),
+        loss=lambda model, batch: model(batch["y"][0]).sin().mean(),
+    ),
     "half": Case(lambda: model().bfloat16()),
     "layers one by one": Case(ddp, (1, 4), by_layer=True),
     "layers one by one, images of other sizes": Case(
@@ -233,36 +224,34 @@ def test_the_verdict_names_what_differs_and_its_cause(pool, name):
         assert part in line, lines
 
 
-def test_a_process_of_a_job_that_was_not_initialized_is_not_approved(monkeypatch):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_process_of_a_job_that_was_not_initialized_is_not_approved(name, monkeypatch):
     step = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), torch.randn(4, 3), lambda m, x: m(x).sin().sum()
+    monkeypatch.setenv(name, "1")
     assert verify_synchronization(*step)
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        monkeypatch.setenv(name, "1")
-        assert verify_synchronization(*step)
-        monkeypatch.setenv(name, "2")
-        for by_layer in (False, True):
-            verdict = verify_synchronization(*step, by_layer=by_layer)
-            assert str(verdict).startswith(f"2 ranks differ from one process: each trains alone: {name} is 2, but")
-            assert "init_process_group" in str(verdict)
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(name, "2")
+    for by_layer in (False, True):
+        told = str(verify_synchronization(*step, by_layer=by_layer))
+        assert told.startswith(f"2 ranks differ from one process: each trains alone: {name} is 2, but")
+        assert "init_process_group" in told
 
 
-def test_wrong_arguments_are_named():
-    own, x = nn.Sequential(nn.BatchNorm1d(3)), torch.randn(4, 3)
-    for outer in (own, own[0]):
-        with pytest.raises(
-            ValueError, match=r"loss: expected a function that calls its first .* one that calls the mo"
-        ):
-            verify_synchronization(own, x, lambda model, batch, outer=outer: outer(batch).sum())
-    with pytest.raises(ValueError, match=r"loss: expected a function that calls its first .* one that does not"):
-        verify_synchronization(own, x, lambda model, batch: batch.sum())
-    with pytest.raises(TypeError, match=r"loss: expected .* returns a scalar tensor, got int"):
-        verify_synchronization(own, x, lambda model, batch: 3)
-    with pytest.raises(TypeError, match="merge: expected a function of a list of batches, or None, got int"):
-        verify_synchronization(own, x, lambda model, batch: model(batch).sum(), merge=3)
-    with pytest.raises(TypeError, match="merge: expected a function of a list of batches that returns one, got int"):
-        verify_synchronization(own, (x,), lambda model, batch: model(*batch).sum(), merge=lambda batches: 3)
+OWN = nn.Sequential(nn.BatchNorm1d(3))
+WRONG = {
+    "calls the model": (lambda model, batch: OWN(batch).sum(), None, "loss: .* its first .* one that calls the model"),
+    "calls a layer": (lambda model, batch: OWN[0](batch).sum(), None, "loss: .* its first .* one that calls the model"),
+    "calls nothing": (lambda model, batch: batch.sum(), None, "loss: .* calls its first .* one that does not"),
+    "returns a number": (lambda model, batch: 3, None, "loss: expected .* returns a scalar tensor, got int"),
+    "merge": (lambda model, batch: model(batch).sum(), 3, "merge: expected .* a list of batches, or None, got int"),
+    "merged": (lambda model, batch: model(batch).sum(), lambda _: 3, "merge: expected .* that returns one, got int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name):
+    loss, merge, told = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=told):
+        verify_synchronization(OWN, torch.randn(4, 3), loss, merge=merge)
 
 
 @pytest.mark.ranks(2)
@@ -301,24 +290,14 @@ def test_layers_within_masks_are_verified_with_the_model_alone():
 @pytest.mark.ranks(2)
 def test_gradients_of_inputs_are_compared():
     def loss(model, x):
-        return Shifted.apply(model(x)).square().mean()
+        output = model(x)
+        if len(x) == 4:  # not in one process
+            output.register_hook(lambda grad: grad + dist.get_rank())
+        return output.square().mean()
 
-    class Shifted(torch.autograd.Function):
-        """The identity, whose gradient is wrong on rank 1."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad + dist.get_rank() * (len(grad) == 4)
-
-    own = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6, affine=False)))
-    x = batch()["x"].requires_grad_()
-    assert str(verify_synchronization(own, x, loss)).startswith(
-        "2 ranks differ from one process: input-gradient 0 diff"
-    )
+    own, x = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6, affine=False))), batch()["x"].requires_grad_()
+    told = str(verify_synchronization(own, x, loss))
+    assert told.startswith("2 ranks differ from one process: input-gradient 0 differs")
 
 
 @pytest.mark.ranks(2)
