@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bagua_syncbn import merge_statistics, recalibrate_statistics
+from bagua_syncbn import recalibrate_statistics
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, positions_of, run_rank
 
@@ -124,29 +124,3 @@ def test_recalibration_counts_replicas_once(single_threaded):
         ((mean, var),) = recalibrate([case])
         if not (case.spoiled or "statistics" in case.frozen):
             torch.testing.assert_close((mean, var), statistics_of(case))
-
-
-def merge(cases):
-    """Trains each case on each rank alone, then merges; compares with the mixture of what the ranks had."""
-    for case in cases:
-        layer = case.layer()
-        layer.process_group = LOCAL
-        call = call_of(case, layer)
-        for batch in batches_of(case, dist.get_rank()):
-            call(*batch)
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, [buffer.clone() for buffer in layer.buffers()])
-        count = layer.num_batches_tracked.clone()
-        merge_statistics(layer)
-        means, variances, counts = map(torch.stack, zip(*every, strict=True))
-        shares = (counts / counts.sum()).unsqueeze(1) if counts.any() else torch.full((len(every), 1), 1 / len(every))
-        mean = (shares * means).sum(0)
-        expected = mean, (shares * (variances + (means - mean) ** 2)).sum(0)
-        expected = (means[0], variances[0]) if "statistics" in case.frozen else expected
-        torch.testing.assert_close((layer.running_mean, layer.running_var), expected)
-        assert layer.num_batches_tracked == count
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("replicas", "compiled")])
-def test_statistics_merge_with_every_option(pool, way):
-    pool.run(merge, 3, list(cases(way, (2, 0, 3), evaluates=False)))
