@@ -17,8 +17,8 @@ from ..checks import check_callable, is_distributed
 from ..communicators import LOCAL, spec_of
 from ..sync_batchnorm import SyncBatchNorm
 
-# Attributes of modules that are as before after a run.
-_STATE = "training", "_frozen", "_group_spec", "_accumulator", "broadcast_buffers"
+# Attributes of modules that are as before after a run; the last is what torch calls broadcast_buffers from 2.13 on.
+_STATE = "training", "_frozen", "_group_spec", "_accumulator", "broadcast_buffers", "forward_sync_buffers"
 
 
 @contextmanager

@@ -85,6 +85,7 @@ def test_ranks_equal_one_process_over_all_batches(spread, kind):
     with torch.no_grad():
         model(torch.randn(4, 3, 6, 6, dtype=torch.float64))  # after a call that is cached
     recalibrate_statistics(wrapped, iter(own))
+    assert getattr(wrapped, "broadcast_buffers", True)
     check(model, expected_statistics(plain, [batch for batch in batches if len(batch)]))
     every = [None] * len(spread)
     dist.all_gather_object(every, model.state_dict())
