@@ -13,9 +13,8 @@ from .. import ops
 from ..checks import named
 from ..communicators import spec_of
 from ..models import check_module
-from ..options import Options
 from ..sync import name_of, sum_over_ranks, tells_peers
-from ..sync_batchnorm import SyncBatchNorm, options_of
+from ..sync_batchnorm import SyncBatchNorm
 from ..verification.unchanged import forward_of, observe
 from .masks import masking_of
 from .merging import layers_with_statistics, merged_over_ranks
@@ -76,7 +75,14 @@ def recalibrate_statistics(
         >>> bagua_syncbn.recalibrate_statistics(averaged, loader, device="cuda")
     """
     spec = spec_of(process_group)
-    layers = _checked_layers(module)
+    check_module(module)
+    layers = layers_with_statistics(module)
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise TypeError(
+                f"module: expected layers that can normalize on one rank, got {name_of(layer, name)} of torch; "
+                "convert_sync_batchnorm makes it one of this package"
+            )
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
     run = forward_of(module, forward, device)
@@ -95,19 +101,6 @@ def recalibrate_statistics(
     observe(module, layers, partial(_add, Lock(), accumulators), shown, run, training=True)
     own = [accumulator.moments() for accumulator in accumulators.values()]
     _set_statistics(layers, merged_over_ranks(_NAME, module, layers, own, communicator))
-
-
-def _checked_layers(module: nn.Module) -> dict[str, Any]:
-    """Returns the layers whose statistics are to be set."""
-    check_module(module)
-    layers = layers_with_statistics(module)
-    for name, layer in layers.items():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise TypeError(
-                f"module: expected layers that can normalize on one rank, got {name_of(layer, name)} of torch; "
-                "convert_sync_batchnorm makes it one of this package"
-            )
-    return layers
 
 
 def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
@@ -152,7 +145,5 @@ def _set_statistics(layers: dict[str, Any], merged: Sequence[ops.Moments]) -> No
         warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=4)
     for layer, moments, count in zip(layers.values(), merged, counts, strict=True):
         if count >= 2:
-            options = options_of(layer) if isinstance(layer, SyncBatchNorm) else Options()
-            # From 0, because the running statistics may be infinite or NaN, which stay by any weight.
-            buffers = ops.Buffers(layer.running_mean.zero_(), layer.running_var.zero_())
-            ops.merge_stats(moments.as_row(), buffers, options._replace(momentum=1.0))
+            layer.running_mean.copy_(moments.mean)
+            layer.running_var.copy_(moments.var * (count / (count - 1)))
