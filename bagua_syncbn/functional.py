@@ -186,12 +186,8 @@ def batch_norm(
         return replicated_batch_norm(input, weight, bias, residual, call, process_group)
     if call.sync is FIXED_STATISTICS:
         return _evaluate(input, weight, bias, residual, call)
-    if call.sync.communicator.size == 1:
-        follows = call.options.activation is not None or residual is not None
-        is_torchs = call.masking is None and call.buffers.accumulator is None and _is_torchs(call.options)
-        is_torchs = is_torchs and (not follows or _is_recorded(input))
-        if is_torchs and _suits_torch(input, (*call.buffers[:2], weight, bias)):
-            return follow(_batch_norm_alone(input, weight, bias, call), residual, call.options)
+    if call.sync.communicator.size == 1 and _suits_torch(input, weight, bias, residual, call):
+        return follow(_batch_norm_alone(input, weight, bias, call), residual, call.options)
     return synchronized_batch_norm(input, weight, bias, residual, call)
 
 
@@ -282,14 +278,27 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     return input.dtype in ops.ATEN_DTYPES and (dtypes <= {input.dtype} or beside_float32)
 
 
-def _suits_torch(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether F.batch_norm computes training on one rank: if it accepts the dtypes, is exact enough and is fast.
+_DEFAULTS = Options()[2:-1]  # of all options but eps, momentum and the activation
 
-    torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs are off by several units in the
-    last place.
+
+def _suits_torch(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
+) -> bool:
+    """Whether F.batch_norm computes training on one rank: if it supports the call, is exact enough and is fast.
+
+    It has eps and momentum; all other options, new ones too, must have their defaults. With ``momentum=None`` the host
+    would have to read the factor. torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs
+    are off by several units in the last place.
     """
+    options, buffers = call.options, call.buffers
+    if options.momentum is None or options[2:-1] != _DEFAULTS:
+        return False
+    if call.masking is not None or buffers.accumulator is not None:
+        return False
+    if (options.activation is not None or residual is not None) and not _is_recorded(input):
+        return False
     rounds = input.device.type == "cpu" and input.dtype in ops.HALF_DTYPES
-    if rounds or not _torch_takes(input, tensors):
+    if rounds or not _torch_takes(input, (*buffers[:2], weight, bias)):
         return False
     if is_tracing():
         return True
@@ -303,18 +312,6 @@ def _is_recorded(input: Tensor) -> bool:
     """Whether a tracer, compiler or transform, and not only autograd, records the call."""
     is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
     return is_traced or is_transforming()
-
-
-_DEFAULTS = list(Options()[2:-1])  # all options but eps, momentum and the activation
-
-
-def _is_torchs(options: Options) -> bool:
-    """Whether F.batch_norm supports these options: it has eps and momentum, and an activation can follow it.
-
-    All others, new ones too, must have their defaults. With ``momentum=None`` the host would have to read the factor.
-    """
-    _, momentum, *others, _ = options
-    return momentum is not None and others == _DEFAULTS
 
 
 def _batch_norm_alone(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
@@ -16,7 +17,7 @@ from .functional import batch_norm
 from .ops import activation_of
 from .options import Masks, Options
 from .step.cached import CachedCall, remember_call
-from .step.tracing import Proxy, TraceError, as_one_node
+from .step.tracing import as_one_node
 from .sync import raise_for_all
 
 
@@ -116,14 +117,9 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 64, 14, 14])
     """
 
-    # Way in which eps keeps the deviation from zero, see sync_batch_norm.
+    # Options, see sync_batch_norm. Classes that get converted have modules named "activation".
     eps_mode: str = "plus"
-
-    # Whether a step with statistics that are not finite leaves the running ones as they are, see sync_batch_norm.
     skip_nonfinite: bool = False
-
-    # Activation computed after the normalization, see sync_batch_norm. Not named "activation", because classes that get
-    # converted have modules of that name.
     fused_activation: str | tuple[str, float] | nn.Module | None = None
 
     # Set by conversion: the first name of the layer in the converted model, for messages. Copies and files keep it.
@@ -135,26 +131,13 @@ class SyncBatchNorm(_BatchNorm):
     # does not import.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
-    # Ranks to synchronize with. Copies and files keep its description.
-    _group_spec: GroupSpec = EVERYONE
-
-    # This layer as one of several replicas, set in the copies that data parallelism within one process makes.
-    _replica: Replica | None = None
-
-    # True in the copies that torch's DataParallel makes, which sets it.
-    _is_replica: bool = False
-
-    # Mask or lengths within masked.
-    _masking: Any = None
-
-    # Accumulator of statistics within accumulate_statistics.
-    _accumulator: ops.StatisticsAccumulator | None = None
-
-    # Set by freeze_statistics: the layer is in evaluation, whatever sets its mode.
-    _frozen: Frozen | None = None
-
-    # The last training call over several ranks, which passed all checks.
-    _cached_call: CachedCall | None = None
+    _group_spec: GroupSpec = EVERYONE  # ranks to synchronize with
+    _replica: Replica | None = None  # this layer as one of several replicas of data parallelism in one process
+    _is_replica: bool = False  # set by torch's DataParallel in its copies
+    _masking: Any = None  # mask or lengths within masked
+    _accumulator: ops.StatisticsAccumulator | None = None  # within accumulate_statistics
+    _frozen: Frozen | None = None  # by freeze_statistics: the layer is in evaluation, whatever sets its mode
+    _cached_call: CachedCall | None = None  # the last training call over several ranks, which passed all checks
 
     # Whether the class looks attributes up by itself: then it may give others than its parameters and buffers.
     _has_getattr: ClassVar[bool] = False

@@ -31,7 +31,8 @@ _selective_modes = tuple(
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-_takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
+# Whether torch allows hooks for saved tensors here.
+takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _seen = nullcontext()
 
 # Exceptions that end a forward pass and are no errors: a checkpoint has all the tensors that it repeats for, or
@@ -78,11 +79,6 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
     ):
         # torch's guards would see that a layer has changed, but options of torch.compile can leave them out.
         torch.compiler.reset()
-
-
-def may_hook_saving() -> bool:
-    """Whether hooks for saved tensors may be set here: torch allows them, and no other hooks are in force."""
-    return _takes_saving_hooks() and saving_hooks() is None
 
 
 def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

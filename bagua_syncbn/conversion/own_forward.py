@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import ops
 from ..communicators import LOCAL
 from ..functional import batch_norm
 from ..step import is_repetition, this_thread
-from ..step.tracing import Proxy, as_one_node
+from ..step.tracing import as_one_node
 from ..sync_batchnorm import SyncBatchNorm, options_of
 from ..torch_internals import unseen_by_selective_checkpointing
 

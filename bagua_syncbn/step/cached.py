@@ -1,6 +1,7 @@
 """Cached calls: a layer remembers a training call over several ranks that passed all checks, for later ones like it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -34,26 +35,20 @@ _attributes_of = attrgetter(
 )
 
 
+@dataclass(slots=True, eq=False)
 class CachedCall:
     """A training call of a layer over several ranks that passed all checks, with all facts that the checks depend on.
 
     A later call with the same facts passes the checks too, and is computed in the same way.
     """
 
-    __slots__ = ("_buffers", "_communicator", "_facts", "_given", "_guard", "_options", "_sync")
-
-    def __init__(
-        self,
-        facts: _Facts,
-        given: Sequence[bool],
-        guard: Callable[..., bool],
-        communicator: Communicator,
-        options: Options,
-        buffers: ops.Buffers,
-        sync: Sync,
-    ) -> None:
-        self._facts, self._given, self._guard, self._communicator = facts, given, guard, communicator
-        self._options, self._buffers, self._sync = options, buffers, sync
+    facts: _Facts
+    given: Sequence[bool]  # which of the tensors are not None
+    guard: Callable[..., bool]  # of tensors that are given
+    communicator: Communicator
+    options: Options
+    buffers: ops.Buffers
+    sync: Sync
 
     def run(self, layer: Any, input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
@@ -63,15 +58,15 @@ class CachedCall:
             return None
         facts, tensors = _look_at(layer, input)
         try:
-            same = facts == self._facts
+            same = facts == self.facts
         except (RuntimeError, ValueError):  # an option is a tensor or an array now, which the checks refuse by name
             return None
-        if not same or layer._group_spec.made() is not self._communicator:
+        if not same or layer._group_spec.made() is not self.communicator:
             return None
-        if not self._guard(*compress(tensors, self._given)):
+        if not self.guard(*compress(tensors, self.given)):
             return None
         weight, bias = tensors[1:3]
-        return cached_batch_norm(input, weight, bias, None, Call(self._options, self._buffers, self._sync, layer))
+        return cached_batch_norm(input, weight, bias, None, Call(self.options, self.buffers, self.sync, layer))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and files hold None

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
 from ..sync import name_of
-from ..torch_internals import may_hook_saving, saving_hooks
+from ..torch_internals import saving_hooks, takes_saving_hooks
 from .call import Call
 
 
@@ -42,7 +42,8 @@ class Recomputed(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             return
-        hooks = saved_tensors_hooks(_pack, _unpack) if may_hook_saving() else None
+        may_hook = takes_saving_hooks() and saving_hooks() is None
+        hooks = saved_tensors_hooks(_pack, _unpack) if may_hook else None
         if hooks is not None:
             hooks.__enter__()
         self._hooks.append(hooks)

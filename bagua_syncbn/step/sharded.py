@@ -33,9 +33,8 @@ def shards_of(
     mask, lengths, _ = masks
     shards = _Shards(input)
     mean, var, batches, _ = buffers
-    buffers = ops.Buffers(
-        shards.buffer("running_mean", mean), shards.buffer("running_var", var), shards.counter(batches)
-    )
+    mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
+    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches))
     if mask is not None or lengths is not None or getattr(layer, "_masking", None) is not None:
         raise TypeError("mask, lengths: expected none with a DTensor input; call the layer with its to_local()")
     if training:
@@ -102,24 +101,10 @@ class _Shards:
         return tensor.redistribute(placements=self._of_channels).to_local(grad_placements=shares)
 
     def buffer(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """Returns the elements of ``tensor`` for the channels of this rank, for calls to write to."""
+        """Returns the elements of ``tensor`` for the channels of this rank, or the scalar, for calls to write to."""
         if not isinstance(tensor, DTensor):
             return self._plain(name, tensor)
-        return self._written(name, tensor, self._of_channels)
-
-    def counter(self, tensor: Tensor | None) -> Tensor | None:
-        """Returns the scalar of this rank, for calls to write to."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        return self._written("num_batches_tracked", tensor, tuple(Replicate() for _ in self._placements))
-
-    def whole(self, output: Tensor) -> Tensor:
-        """Returns the DTensor whose shard ``output`` is, placed as the input."""
-        shape, stride = self._like.shape, self._like.stride()
-        stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
-        return DTensor.from_local(output, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
-
-    def _written(self, name: str, tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+        placements = self._of_channels if tensor.dim() else (Replicate(),) * len(self._placements)
         if not self._is_placed(tensor, placements):
             raise TypeError(
                 f"{name}: expected a DTensor of placements {placements} on the mesh of input, got {_told(tensor)}"
@@ -127,8 +112,14 @@ class _Shards:
         with torch.no_grad():
             return tensor.to_local()
 
+    def whole(self, output: Tensor) -> Tensor:
+        """Returns the DTensor whose shard ``output`` is, placed as the input."""
+        shape, stride = self._like.shape, self._like.stride()
+        stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+        return DTensor.from_local(output, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
+
     def _plain(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is not None and not self._has_all_channels:
+        if isinstance(tensor, Tensor) and tensor.dim() and not self._has_all_channels:
             raise TypeError(
                 f"{name}: expected a DTensor beside an input that is sharded over channels, got {_told(tensor)}"
             )

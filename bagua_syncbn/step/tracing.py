@@ -5,9 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.fx.proxy import TraceError
-
-__all__ = ["Proxy", "TraceError", "as_one_node"]
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
