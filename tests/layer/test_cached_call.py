@@ -206,14 +206,6 @@ def test_all_that_goes_on_around_a_call_is_seen(around):
     compare(around=AROUND[around])
 
 
-def test_an_activation_that_follows_is_still_fused():
-    model = nn.Sequential(SyncBatchNorm(CHANNELS, process_group=Twin()), nn.ReLU())
-    for _ in range(2):
-        model(torch.randn(SHAPE))
-    fused = bagua_syncbn.fuse_activations(model)(torch.randn(SHAPE))
-    assert fused.grad_fn.call.options.activation.name == "relu"
-
-
 def test_a_class_that_gives_parts_of_its_tensors_is_asked_in_each_call():
     layer = SyncBatchNorm(CHANNELS, process_group=Twin())
     nn.init.normal_(layer.weight)

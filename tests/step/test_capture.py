@@ -6,10 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import convert_sync_batchnorm, fuse_activations, masked, recompute_outputs
@@ -74,45 +71,6 @@ def step_without_host_reads(loss, sizes):
 def test_nothing_is_read_on_the_host(pool, loss, sizes):
     counted = 4 if loss is checkpointed else 2
     assert pool.run(step_without_host_reads, len(sizes), loss, sizes) == [counted] * len(sizes)
-
-
-class ForbidInGraphs(ForbidHostReads):
-    supports_higher_order_operators = True  # such as that which calls the op that writes to buffers
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, HigherOrderOperator):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def compiled_and_data_parallel(sizes):
-    """With a backend that runs each graph, forward and backward, where host reads are forbidden."""
-    torch._dynamo.reset()  # what other tests have compiled in this process counts against the limit of torch
-    seen = set()
-
-    def compiler(graph, inputs):
-        # An op that may write to an argument is itself the argument of one that calls it.
-        seen.update(str(called) for node in graph.graph.nodes for called in (node.target, *node.args[:1]))
-
-        def run(*args):
-            with ForbidInGraphs():
-                return graph(*args)
-
-        return make_boxed_func(run)
-
-    compiled = torch.compile(make_model(), fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
-    model = nn.parallel.DistributedDataParallel(compiled)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=True)
-        model(torch.randn(sizes[dist.get_rank()], 2, 9)).square().mean().backward()
-        optimizer.step()
-    return seen
-
-
-def test_a_compiled_step_of_data_parallel_ranks_has_our_ops(pool):
-    for seen in pool.run(compiled_and_data_parallel, 2, (3, 2)):
-        assert {"bagua_syncbn.batch_norm_stats.default", "bagua_syncbn.batch_norm_backward_reduce.default"} <= seen
 
 
 def steps_without_data():
