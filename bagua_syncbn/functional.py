@@ -20,7 +20,6 @@ from .statistics.masks import masking_of
 from .step import (
     Call,
     call_in_first_run,
-    evaluated_batch_norm,
     follow,
     is_repetition,
     replicated_batch_norm,
@@ -339,7 +338,9 @@ def _evaluate(input: Tensor, weight: Tensor | None, bias: Tensor | None, residua
         dtype = ops.accumulate_dtype(input.dtype)
         var = var.to(dtype)
         invstd = (var.clamp(min=eps) if is_clamp else var + eps).rsqrt()
-        return evaluated_batch_norm(input, weight, bias, residual, call, mean.to(dtype), invstd)
+        count = torch.ones((), dtype=torch.int64, device=input.device)
+        call.statistics = mean.to(dtype), invstd, count, None
+        return synchronized_batch_norm(input, weight, bias, residual, call)
     if is_clamp:
         # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
         var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)

@@ -2,7 +2,7 @@
 
 from .call import Call, follow
 from .checkpointing import Repeatable, call_in_first_run, is_repetition
-from .function import evaluated_batch_norm, synchronized_batch_norm
+from .function import synchronized_batch_norm
 from .recomputation import Recomputed, this_thread
 from .replicas import replicated_batch_norm
 
@@ -11,7 +11,6 @@ __all__ = [
     "Recomputed",
     "Repeatable",
     "call_in_first_run",
-    "evaluated_batch_norm",
     "follow",
     "is_repetition",
     "replicated_batch_norm",

@@ -30,7 +30,7 @@ from .recomputation import note_output, this_thread
 def synchronized_batch_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor:
-    """Computes :func:`~bagua_syncbn.sync_batch_norm` in training over the ranks of ``call``."""
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` over the ranks of ``call``, or by the statistics that it has."""
     if torch.compiler.is_compiling():  # the compiler plans what to fuse, and what to repeat in backward
         merged = gather(input.detach(), call)
         options = call.options
@@ -45,7 +45,7 @@ def synchronized_batch_norm(
             )
         return differentiable_batch_norm(input, weight, bias, residual, call, gather)
     output = _SyncBatchNorm.apply(input, weight, bias, residual, call)
-    if this_thread.depth and call.statistics is not None:
+    if this_thread.depth and call.statistics is not None and call.sync is not FIXED_STATISTICS:
         note_output(output, call, input, weight, bias, call.statistics[:2], residual)
     return output
 
@@ -75,21 +75,6 @@ def gather(input: Tensor, call: Call) -> ops.MergedStats:
     return merged
 
 
-def evaluated_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    call: Call,
-    mean: Tensor,
-    invstd: Tensor,
-) -> Tensor:
-    """Computes :func:`~bagua_syncbn.sync_batch_norm` in evaluation, with constant ``mean`` and ``invstd``."""
-    count = torch.ones((), dtype=torch.int64, device=input.device)
-    output: Tensor = _SyncBatchNorm.apply(input, weight, bias, residual, call, mean, invstd, count, None)
-    return output
-
-
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -103,7 +88,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         if given:
             mean, invstd, count, clamped = given
-        elif call.statistics is not None:  # in a repetition by a checkpoint
+        elif call.statistics is not None:  # in evaluation, and in a repetition by a checkpoint
             mean, invstd, count, clamped = call.statistics
         elif this_thread.runs:
             if is_repetition():
