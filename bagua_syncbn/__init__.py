@@ -16,7 +16,7 @@ from .statistics.freezing import freeze_statistics, unfreeze_statistics
 from .statistics.masks import masked
 from .statistics.merging import merge_statistics
 from .statistics.recalibration import recalibrate_statistics
-from .step import Repeatable
+from .step.checkpointing import Repeatable
 from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .verification import measure_batch_noise, verify_synchronization

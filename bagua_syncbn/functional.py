@@ -17,15 +17,11 @@ from .checks import check_flag, check_tensors, check_tracer, checked_options, is
 from .communicators import EVERYONE, LOCAL, Replica, spec_of
 from .options import NO_MASKS, Masks, Options, Tensors
 from .statistics.masks import masking_of
-from .step import (
-    Call,
-    call_in_first_run,
-    follow,
-    is_repetition,
-    replicated_batch_norm,
-    synchronized_batch_norm,
-    this_thread,
-)
+from .step.call import Call, follow
+from .step.checkpointing import call_in_first_run, is_repetition
+from .step.function import synchronized_batch_norm
+from .step.recomputation import this_thread
+from .step.replicas import replicated_batch_norm
 from .sync import FIXED_STATISTICS, sync_of, tells_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 

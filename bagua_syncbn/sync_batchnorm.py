@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from .functional import batch_norm
 from .ops import activation_of
 from .options import Masks, Options
 from .step.cached import CachedCall, remember_call
-from .step.tracing import as_one_node
 from .sync import raise_for_all
 
 
@@ -322,6 +321,17 @@ def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mas
     tensors = input, layer._tensor("weight"), layer._tensor("bias"), residual
     ranks = layer._ranks() if layer.training else LOCAL
     return batch_norm(tensors, buffers, options_of(layer), uses_batch, ranks, layer, masks)
+
+
+def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Returns one graph node that calls ``layer``, as a tracer makes it for torch's layers; ``proxy`` is in ``args``.
+
+    A tracer makes one node of a layer whose module's name begins with ``torch.nn``, and traces into any other layer.
+    Synchronized layers cannot be traced into: they branch on the input, and their calls depend on the job.
+    """
+    tracer: Any = proxy.tracer
+    node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), tuple(args), dict(kwargs))
+    return node
 
 
 def options_of(layer: Any) -> Options:

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from .. import ops
 from ..communicators import LOCAL
 from ..functional import batch_norm
-from ..step import is_repetition, this_thread
-from ..step.tracing import as_one_node
-from ..sync_batchnorm import SyncBatchNorm, options_of
+from ..step.checkpointing import is_repetition
+from ..step.recomputation import this_thread
+from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of
 from ..torch_internals import unseen_by_selective_checkpointing
 
 

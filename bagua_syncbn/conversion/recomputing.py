@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ..step import Recomputed
+from ..step.recomputation import Recomputed
 
 _Module = TypeVar("_Module", bound=nn.Module)
 # torch numbers hooks; a number in a copy or file may be that of another hook.

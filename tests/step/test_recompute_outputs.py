@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.ops import activations
-from bagua_syncbn.step import this_thread
+from bagua_syncbn.step.recomputation import this_thread
 from bagua_syncbn.torch_internals import saving_hooks
 from benchmarks.sections.stored import Storages
 from tests.helpers.replicated import PAIRS, inputs_of, parallel
