@@ -119,7 +119,7 @@ def test_no_count_grows(pool, name, world_size):
 
 
 # Calls of this package's functions, from the layer to the wait for the answer of each collective, and back.
-CALLS = 28 if SHARES else 30
+CALLS = 26 if SHARES else 28
 
 
 def count_calls():
