@@ -11,36 +11,28 @@
 
 #include <cstdint>
 
-// DO(name, whether it is cheap: a few operations, which take less time than memory; then CPUs compute it anew and do
-// not store it, as in bagua_syncbn/ops/activations.py)
 #define BAGUA_SYNCBN_ACTIVATIONS(DO) \
-  DO(Identity, false)                \
-  DO(Relu, true)                     \
-  DO(Relu6, true)                    \
-  DO(LeakyRelu, true)                \
-  DO(Elu, false)                     \
-  DO(Silu, false)                    \
-  DO(Gelu, false)                    \
-  DO(GeluTanh, false)                \
-  DO(Hardswish, true)                \
-  DO(Sigmoid, false)                 \
-  DO(Tanh, false)
+  DO(Identity)                       \
+  DO(Relu)                           \
+  DO(Relu6)                          \
+  DO(LeakyRelu)                      \
+  DO(Elu)                            \
+  DO(Silu)                           \
+  DO(Gelu)                           \
+  DO(GeluTanh)                       \
+  DO(Hardswish)                      \
+  DO(Sigmoid)                        \
+  DO(Tanh)
 
 namespace bagua_syncbn {
 
-#define BAGUA_SYNCBN_CODE(name, ...) k##name,
+#define BAGUA_SYNCBN_CODE(name) k##name,
 enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 #undef BAGUA_SYNCBN_CODE
 
-#define BAGUA_SYNCBN_CHEAP(name, is_cheap) is_cheap,
-constexpr bool kCheapCodes[] = {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CHEAP)};
-#undef BAGUA_SYNCBN_CHEAP
-
-constexpr int64_t kActivations = sizeof(kCheapCodes);
-
-constexpr bool is_cheap(int64_t code) {
-  return kCheapCodes[code];
-}
+#define BAGUA_SYNCBN_ONE(name) +1
+constexpr int64_t kActivations = BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ONE);
+#undef BAGUA_SYNCBN_ONE
 
 // An activation of this code. The parameter is that of leaky_relu and elu, and unused in all others.
 template <typename A>

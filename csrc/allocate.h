@@ -7,7 +7,7 @@
 
 namespace bagua_syncbn {
 
-// Raises for memory that torch did not give: its own error does not cross the stable ABI. ops/memory.py has torch raise
+// Raises for memory that torch did not give: its own error does not cross the stable ABI. ops/native.py has torch raise
 // it once more, and reads this text for that.
 [[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
                                        const Tensor& like) {

@@ -5,7 +5,7 @@
 // once for each instruction set by cpu/loops/vectors.inl. Those of CUDA are in cuda/values.cuh.
 //
 // A new dtype is a line here, its name in kDTypeNames, its storage and its conversions; and a line in
-// bagua_syncbn/ops/dtypes.py, in the same order.
+// DTYPES of bagua_syncbn/ops/definition.py, in the same order.
 #if !defined(BAGUA_SYNCBN_DTYPES)
 
 #include <cstdint>

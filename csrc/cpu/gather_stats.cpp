@@ -13,38 +13,26 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Mean and biased variance of each channel over all ranks, in double, and the number of values per channel. Ranks are
-// merged at once by their shares, in rank order: all ranks get the same bits.
+// Adds mean and biased variance of each channel over all ranks, in double, to zeros; returns the number of values per
+// channel. Ranks are merged at once by their shares, in rank order: all ranks get the same bits.
 template <typename A>
-int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t size, double* mean, double* var) {
+int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t size, std::vector<double>& mean,
+                    std::vector<double>& var) {
   int64_t total = 0;
   for (int64_t r = 0; r < ranks; ++r) total += unpack_count(gathered + r * size, channels);
-  std::fill_n(mean, channels, 0.0);
-  std::fill_n(var, channels, 0.0);
-  const auto share = [&](const A* row) {
-    return static_cast<double>(unpack_count(row, channels)) / std::max<int64_t>(total, 1);
-  };
-  for (int64_t r = 0; r < ranks; ++r) {
-    const A* row = gathered + r * size;
-    const double s = share(row);
-    for (int64_t c = 0; c < channels; ++c) mean[c] += s * row[c];
-  }
-  for (int64_t r = 0; r < ranks; ++r) {
-    const A* row = gathered + r * size;
-    const double s = share(row);
-    for (int64_t c = 0; c < channels; ++c) {
-      const double difference = row[c] - mean[c];
-      var[c] += s * (row[channels + c] + difference * difference);
+  const auto for_each_rank = [&](const auto& add) {
+    for (int64_t r = 0; r < ranks; ++r) {
+      const A* row = gathered + r * size;
+      const double share = static_cast<double>(unpack_count(row, channels)) / std::max<int64_t>(total, 1);
+      for (int64_t c = 0; c < channels; ++c) add(c, share, row[c], row[channels + c]);
     }
-  }
+  };
+  for_each_rank([&](int64_t c, double share, A rank_mean, A) { mean[c] += share * rank_mean; });
+  for_each_rank([&](int64_t c, double share, A rank_mean, A rank_var) {
+    const double difference = rank_mean - mean[c];
+    var[c] += share * (rank_var + difference * difference);
+  });
   return total;
-}
-
-// NaN and a count of 0: statistics of ranks whose words differ.
-int64_t no_statistics(std::vector<double>& mean, std::vector<double>& var) {
-  std::fill(mean.begin(), mean.end(), std::numeric_limits<double>::quiet_NaN());
-  std::fill(var.begin(), var.end(), std::numeric_limits<double>::quiet_NaN());
-  return 0;
 }
 
 bool all_finite(const std::vector<double>& values) {
@@ -85,9 +73,13 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
     const A* data = static_cast<const A*>(rows.const_data_ptr());
     const Fault found = find_fault(data, ranks, channels, words);
     record_fault(record_of(fault), found, data, channels, words);
-    const int64_t total = found.kind == Fault::kNone
-                              ? merge_ranks(data, ranks, channels, size, merged_mean.data(), merged_var.data())
-                              : no_statistics(merged_mean, merged_var);
+    int64_t total = 0;
+    if (found.kind == Fault::kNone) {
+      total = merge_ranks(data, ranks, channels, size, merged_mean, merged_var);
+    } else {
+      merged_mean.assign(channels, std::numeric_limits<double>::quiet_NaN());
+      merged_var = merged_mean;
+    }
     *static_cast<int64_t*>(count.mutable_data_ptr()) = total;
     A* mean_out = static_cast<A*>(mean.mutable_data_ptr());
     A* invstd_out = static_cast<A*>(invstd.mutable_data_ptr());

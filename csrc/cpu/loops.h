@@ -26,17 +26,17 @@ struct GradSums {
   double dy_xmu = 0;
 };
 
-// Per-channel factors: y = (x - mean) * scale + shift.
+// z = (x - mean) * scale + shift + residual, with factors for each channel, and the parameter of the activation.
 template <typename A>
 struct NormalizeFactors {
   const A* mean;
   const A* scale;
   const A* shift;
+  A parameter;
   bool stream;  // with streaming stores, see streams() in work.h
 };
 
-// Per-channel factors: dx = ((g - mean_dy) - (x - mean) * projection) * scale, of g = dy * act'((x - mean) * scale +
-// shift).
+// dx = ((g - mean_dy) - (x - mean) * projection) * scale, of g = dy * act'(z).
 template <typename A>
 struct GradientFactors : NormalizeFactors<A> {
   const A* mean_dy;
@@ -46,64 +46,60 @@ struct GradientFactors : NormalizeFactors<A> {
 // Inlined always, which functions that the loops call have to be: see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
-// Follows the normalization: y = act(z), z = (x - mean) * scale + shift + residual, which may be null.
-template <typename T>
-struct Epilogue {
-  const T* residual = nullptr;
-  Act<Accumulate<T>> act = {};
-
-  BAGUA_SYNCBN_IN_LOOPS bool is_none() const { return residual == nullptr && act.code == 0; }
-  BAGUA_SYNCBN_IN_LOOPS Epilogue from(int64_t offset) const { return {residual ? residual + offset : nullptr, act}; }
-};
-
-// Gradients that backward adds up: g = dy * act'(z), also written to `g` unless that is null, as it may be if the
-// activation is cheap. Without both, only the means are needed.
+// Gradients that backward adds up: g = dy * act'(z), also written to `g` unless that is null. `residual` may be null.
 template <typename T>
 struct Gradients {
   const T* dy;
   const T* x;
+  const T* residual;
   T* g;
   NormalizeFactors<Accumulate<T>> factors;
-  Epilogue<T> epilogue;
 
-  BAGUA_SYNCBN_IN_LOOPS bool is_given() const { return g == nullptr && epilogue.act.code == 0; }
   BAGUA_SYNCBN_IN_LOOPS Gradients from(int64_t offset) const {
-    return {dy + offset, x + offset, g ? g + offset : nullptr, factors, epilogue.from(offset)};
+    return {dy + offset, x + offset, residual ? residual + offset : nullptr, g ? g + offset : nullptr, factors};
   }
 };
 
-// The first values of a row, so many, give a value near the mean; with a mask, more of them are looked at.
-constexpr int64_t kSample = 256;
-constexpr int64_t kMaskedSample = 1024;
+// Rows of n values, one after another in memory. Planar: the first is of `channel`, each other one of the next channel.
+// Interleaved: n is `channels`, and `channel` 0.
+struct Rows {
+  int64_t count, n, channel, channels;
+};
 
-// `valid` has a byte for each value of a row, or in columns for each row, 1 or 0: what is 0 does not count. It is null
-// where all count.
+// The first values of a span, which give a value near the mean: `rows` rows of n, of which `count` values count.
+struct Sample {
+  int64_t rows, n, count;
+};
+
+// The loops of one activation. Elementwise ones come in pairs: planar and interleaved.
+template <typename T>
+struct ActivatedLoops {
+  using A = Accumulate<T>;
+
+  // y = act(z); `residual` may be null.
+  void (*normalize[2])(const T* x, const T* residual, T* y, Rows, const NormalizeFactors<A>&);
+  // dx, without a residual. `valid`, which only Identity takes, may be null: where it is 0, dx is dy * scale. It has a
+  // byte for each value of a row, the same for all rows; interleaved, for each row.
+  void (*gradient[2])(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows, const GradientFactors<A>&);
+  // Planar: of rows of n values of one channel, `stride` apart.
+  GradSums (*sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
+  // Interleaved: of rows of one value for each channel. Writes the two sums, [2][channels], to `out`; `columns` is
+  // scratch of that size.
+  void (*sums_columns)(const Gradients<T>&, int64_t rows, int64_t channels, A* columns, double* out);
+};
+
 template <typename T>
 struct Loops {
   using A = Accumulate<T>;
 
-  // Planar: rows of n values of one channel, `stride` apart, whose bytes follow one another. `count` values count, of
-  // which `sampled` are among the first kSample of the first row; with `valid`, among the first kMaskedSample.
-  Moments (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
+  // Planar: of rows of n values of one channel, `stride` apart. `valid` has a byte for each value, row after row, of
+  // which `count` are 1 and count; it is null where all do.
+  Moments (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample&,
                      int64_t count);
-  GradSums (*grad_sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
-  // Planar: contiguous rows of n values, which all have the same bytes; the channel of the first is given, and each row
-  // is of the next channel. Where a value does not count, dx is dy * scale. The activation of grad_rows is cheap, there
-  // is no residual, and all values count.
-  void (*normalize_rows)(const T* x, T* y, int64_t rows, int64_t n, int64_t channel, int64_t channels,
-                         const NormalizeFactors<A>&, const Epilogue<T>&);
-  void (*grad_rows)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t n, int64_t channel,
-                    int64_t channels, const GradientFactors<A>&, const Act<A>&);
-
-  // Interleaved: the same of rows of one value for each channel. `columns` is scratch of 3 * channels values; mean and
-  // m2, or the two sums, of these rows are written to `out`, 2 * channels values. `list` has the numbers of the rows
-  // that count; or it is null where they follow one another.
+  // Interleaved: of rows of one value for each channel, by their numbers in `list`, or one after another where that is
+  // null. Writes mean and m2, [2][channels], to `out`; `columns` is scratch of 3 * channels values.
   void (*moments_columns)(const T* x, const int64_t* list, int64_t rows, int64_t channels, A* columns, double* out);
-  void (*grad_sums_columns)(const Gradients<T>&, int64_t rows, int64_t channels, A* columns, double* out);
-  void (*normalize_columns)(const T* x, T* y, int64_t rows, int64_t channels, const NormalizeFactors<A>&,
-                            const Epilogue<T>&);
-  void (*grad_columns)(const T* dy, const T* x, T* dx, const uint8_t* valid, int64_t rows, int64_t channels,
-                       const GradientFactors<A>&, const Act<A>&);
+  ActivatedLoops<T> activated[kActivations];
 };
 
 // The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names

@@ -61,7 +61,7 @@ __device__ __forceinline__ V sigmoid_slope(V x) {
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   switch (static_cast<Code>(act.code)) {
-#define BAGUA_SYNCBN_CASE(name, ...)                                                      \
+#define BAGUA_SYNCBN_CASE(name)                                                           \
   case Code::k##name:                                                                     \
     _Pragma("unroll") for (int i = 0; i < N; ++i) {                                       \
       z[i] = kDerivative ? activations::name::template derivative<A>(z[i], act.parameter) \

@@ -207,6 +207,15 @@ def test_statistics_survive_a_mean_large_beside_the_deviation(ops, shape):
         torch.testing.assert_close(packed.double(), expected, rtol=2e-6, atol=0)
 
 
+def test_the_merge_survives_a_mean_large_beside_the_deviation(ops):
+    input = torch.randn(4, 3, 2500, dtype=torch.float64) * 1e-2 + 1e3
+    gathered = torch.stack([reference.batch_norm_stats(part) for part in input.split(1)])
+    mean, invstd, _ = ops.batch_norm_gather_stats(gathered, None, None, None, None, 0.0)
+    var, expected_mean = torch.var_mean(input, (0, 2), correction=0)
+    torch.testing.assert_close(mean, expected_mean, rtol=1e-14, atol=0)
+    torch.testing.assert_close(invstd, var.rsqrt(), rtol=1e-9, atol=0)
+
+
 def test_a_gradient_of_one_value_for_all_positions_is_taken(ops):
     grad, input = torch.tensor(2.0).expand(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
     ones, sums, count = torch.ones(4), torch.ones(8), torch.tensor(90)

@@ -1,5 +1,4 @@
-// Passes that write a value for each: rows of n values in memory one after another. Each row is of the next channel, or
-// has one value for each channel.
+// Passes that write a value for each: y = act(z), and the gradient of the input.
 
 // The vectors of a row: body(j, access) for each; the last one may be a part. Row by row: going down a block of columns
 // would read and write memory in pieces, at half the speed.
@@ -11,12 +10,26 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   if (j < n) body(j, Part{n - j});
 }
 
-// A factor of each channel: one for a row, or one for each column from `first` on.
+// Calls body(row, channel, stream) for each row, with whether to write with streaming stores as a type.
+template <typename Body>
+BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body) {
+  const auto all = [&](auto stream) __attribute__((always_inline)) {
+    for (int64_t row = 0; row < rows.count; ++row) {
+      body(row, rows.channel, stream);
+      if (++rows.channel == rows.channels) rows.channel = 0;
+    }
+  };
+  if (!stream) return all(std::false_type());
+  all(std::true_type());
+  end_streaming();
+}
+
+// A factor of each channel: one for a row, or one for each column.
 template <bool kColumns, typename A>
 struct Factor {
   const A* all;
   Vec<A> one;
-  Factor(const A* all, int64_t first) : all(all + first), one(broadcast(all[first])) {}
+  Factor(const A* all, int64_t channel) : all(all), one(broadcast(all[kColumns ? 0 : channel])) {}
 
   template <typename Access>
   BAGUA_SYNCBN_IN_LOOPS Vec<A> at(int64_t column, const Access& access) const {
@@ -25,12 +38,12 @@ struct Factor {
   }
 };
 
-// z of values of a row from `first` on.
+// z of values of a row, but for the residual.
 template <bool kColumns, typename A>
 struct Normalize {
   Factor<kColumns, A> mean, scale, shift;
-  Normalize(const NormalizeFactors<A>& factors, int64_t first)
-      : mean(factors.mean, first), scale(factors.scale, first), shift(factors.shift, first) {}
+  Normalize(const NormalizeFactors<A>& factors, int64_t channel)
+      : mean(factors.mean, channel), scale(factors.scale, channel), shift(factors.shift, channel) {}
 
   template <typename Access>
   BAGUA_SYNCBN_IN_LOOPS Vec<A> operator()(Vec<A> x, int64_t column, const Access& access) const {
@@ -38,63 +51,90 @@ struct Normalize {
   }
 };
 
-// Calls body(j, z, access) for each vector of a row, with what is to be activated; `residual` may be null.
-template <bool kColumns, typename T, typename A, typename Body>
-BAGUA_SYNCBN_IN_LOOPS void for_each_normalized(const T* x, const T* residual, int64_t n,
-                                               const NormalizeFactors<A>& factors, int64_t first, const Body& body) {
-  const Normalize<kColumns, A> normalized(factors, first);
-  for_each_column<A>(n, [&](int64_t j, const auto& access) {
-    access.fetch(x + j + kAhead);
-    const Vec<A> z = normalized(access.load(x + j), j, access);
-    if (residual == nullptr) return body(j, z, access);
-    access.fetch(residual + j + kAhead);
-    body(j, z + access.load(residual + j), access);
+// `residual` may be null.
+template <typename Activation, bool kColumns, typename T, typename A>
+BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, Rows rows,
+                                          const NormalizeFactors<A>& factors) {
+  const Vec<A> p = broadcast(factors.parameter);
+  const int64_t n = rows.n;
+  for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
+    const Normalize<kColumns, A> normalized(factors, channel);
+    const int64_t start = row * n;
+    for_each_column<A>(n, [&](int64_t j, const auto& access) {
+      access.fetch(x + start + j + kAhead);
+      Vec<A> z = normalized(access.load(x + start + j), j, access);
+      if (residual != nullptr) {
+        access.fetch(residual + start + j + kAhead);
+        z += access.load(residual + start + j);
+      }
+      access.template store<stream>(y + start + j, Activation::value(z, p));
+    });
   });
 }
 
-// y = act(z).
-template <typename Activation, bool kStream, bool kColumns, typename T, typename A>
-BAGUA_SYNCBN_IN_LOOPS void normalize_lines(const T* x, const T* residual, T* y, int64_t rows, int64_t n,
-                                           int64_t channel, int64_t channels, const NormalizeFactors<A>& factors,
-                                           A parameter) {
-  const Vec<A> p = broadcast(parameter);
-  for (int64_t row = 0; row < rows; ++row, x += n, y += n) {
-    const T* added = residual == nullptr ? nullptr : residual + row * n;
-    for_each_normalized<kColumns>(x, added, n, factors, kColumns ? 0 : channel,
-                                  [&](int64_t j, Vec<A> z, const auto& access) {
-                                    access.template store<kStream>(y + j, Activation::value(z, p));
-                                  });
-    if (++channel == channels) channel = 0;
+template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
+void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
+  if constexpr (std::is_same_v<Activation, Identity>) {  // the loop that runs most, without a look at the residual
+    if (residual == nullptr) return normalize_rows<Identity, kColumns, T>(x, nullptr, y, rows, factors);
   }
+  normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);
 }
 
-// dx of g = dy * act'(z). Where a value does not count, g * scale.
-template <typename Activation, bool kStream, bool kColumns, typename Where, typename T, typename A>
-BAGUA_SYNCBN_IN_LOOPS void gradient_lines(const T* dy, const T* x, T* dx, const Where& where, int64_t rows, int64_t n,
-                                          int64_t channel, int64_t channels, const GradientFactors<A>& factors,
-                                          A parameter) {
-  constexpr bool kActivated = !std::is_same_v<Activation, Identity>;
-  const Vec<A> p = broadcast(parameter);
-  for (int64_t row = 0; row < rows; ++row, dy += n, x += n, dx += n) {
-    const int64_t first = kColumns ? 0 : channel;
-    const Factor<kColumns, A> mean(factors.mean, first), mean_dy(factors.mean_dy, first),
-        projection(factors.projection, first), scale(factors.scale, first), shift(factors.shift, first);
-    if (where.skips(row)) {
+template <typename Activation, bool kColumns, bool kMasked, typename T, typename A>
+BAGUA_SYNCBN_IN_LOOPS void gradient_rows(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows rows,
+                                         const GradientFactors<A>& factors) {
+  constexpr bool kMaskedLanes = kMasked && !kColumns, kMaskedRows = kMasked && kColumns;
+  const Vec<A> p = broadcast(factors.parameter);
+  const int64_t n = rows.n;
+  for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
+    const Normalize<kColumns, A> normalized(factors, channel);
+    const Factor<kColumns, A> mean_dy(factors.mean_dy, channel), projection(factors.projection, channel);
+    const int64_t start = row * n;
+    if (kMaskedRows && !valid[row]) {
       for_each_column<A>(n, [&](int64_t j, const auto& access) {
-        access.template store<kStream>(dx + j, access.load(dy + j) * scale.at(j, access));
+        const Vec<A> dx_of_row = access.load(dy + start + j) * normalized.scale.at(j, access);
+        access.template store<stream>(dx + start + j, dx_of_row);
       });
-    } else {
-      for_each_column<A>(n, [&](int64_t j, const auto& access) {
-        access.fetch(dy + j + kAhead);
-        access.fetch(x + j + kAhead);
-        const Vec<A> deviation = access.load(x + j) - mean.at(j, access), scaled = scale.at(j, access);
-        Vec<A> g = access.load(dy + j);
-        if constexpr (kActivated) g = g * Activation::derivative(deviation * scaled + shift.at(j, access), p);
-        const Vec<A> projected = where.counted(access, deviation * projection.at(j, access), j);
-        const Vec<A> centered = g - where.counted(access, mean_dy.at(j, access), j);
-        access.template store<kStream>(dx + j, (centered - projected) * scaled);
-      });
+      return;
     }
-    if (++channel == channels) channel = 0;
-  }
+    for_each_column<A>(n, [&](int64_t j, const auto& access) {
+      access.fetch(dy + start + j + kAhead);
+      access.fetch(x + start + j + kAhead);
+      const Vec<A> value = access.load(x + start + j), deviation = value - normalized.mean.at(j, access);
+      const Vec<A> g = access.load(dy + start + j) * Activation::derivative(normalized(value, j, access), p);
+      const Vec<A> projected = counted<kMaskedLanes, A>(valid + j, deviation * projection.at(j, access));
+      const Vec<A> centered = g - counted<kMaskedLanes, A>(valid + j, mean_dy.at(j, access));
+      access.template store<stream>(dx + start + j, (centered - projected) * normalized.scale.at(j, access));
+    });
+  });
 }
+
+template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
+void gradient(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows rows, const GradientFactors<A>& factors) {
+  if constexpr (std::is_same_v<Activation, Identity>) {
+    if (valid != nullptr) return gradient_rows<Identity, kColumns, true>(dy, x, dx, valid, rows, factors);
+  }
+  gradient_rows<Activation, kColumns, false>(dy, x, dx, valid, rows, factors);
+}
+
+// Makes g of values at `offset` from the first, and writes it if wanted.
+template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
+struct GradientOf {
+  const T* residual;
+  T* g;
+  Normalize<kColumns, A> normalized;
+  Vec<A> p;
+  GradientOf(const Gradients<T>& of, int64_t channel)
+      : residual(of.residual), g(of.g), normalized(of.factors, channel), p(broadcast(of.factors.parameter)) {}
+
+  template <typename Access>
+  BAGUA_SYNCBN_IN_LOOPS Vec<A> operator()(Vec<A> dy, Vec<A> x, int64_t offset, int64_t column,
+                                          const Access& access) const {
+    if constexpr (std::is_same_v<Activation, Identity>) return dy;
+    Vec<A> z = normalized(x, column, access);
+    if (residual != nullptr) z += access.load(residual + offset);
+    const Vec<A> gradient = dy * Activation::derivative(z, p);
+    if (g != nullptr) access.store(g + offset, gradient);
+    return gradient;
+  }
+};

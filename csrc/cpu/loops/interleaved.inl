@@ -33,57 +33,60 @@ inline int64_t group_ahead(int64_t channels) {
   return kGroup * channels > kAhead ? kGroup * channels : kAhead;
 }
 
-// Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and the sum of their squared
-// deviations from it is sum(d^2) - sum(d)^2 / n, whatever p is. The difference cancels only by how far p is from the
-// mean, which is bounded: p is the mean of a group of the rows, and a tile has at most 32 groups.
-template <typename T, typename RowAt>
-BAGUA_SYNCBN_IN_LOOPS void moments_columns_of(const T* x, const RowAt& row_at, int64_t rows, int64_t channels,
-                                              Accumulate<T>* columns, double* out) {
-  using A = Accumulate<T>;
-  A* const pivots = columns;
-  A* const deviations = columns + channels;
-  A* const squares = columns + 2 * channels;
-  const int64_t ahead = group_ahead(channels);
-  // The pivots are the means of the first group.
-  const int64_t sampled = rows < kGroup ? rows : kGroup;
-  for_each_block<A>(channels, [&](auto width, int64_t j, auto access) {
-    for (int v = 0; v < decltype(width)::value; ++v) {
-      const int64_t column = j + v * kWidth<A>;
-      Vec<A> sum = {};
-      for (int64_t row = 0; row < sampled; ++row) sum += access.load(x + row_at(row) * channels + column);
-      access.store(pivots + column, sum / static_cast<A>(sampled));
-      access.store(deviations + column, Vec<A>{});
-      access.store(squares + column, Vec<A>{});
-    }
-  });
-  for_each_group(rows, [&](int64_t begin, int64_t end) {
-    for_each_block<A>(channels, [&](auto width, int64_t j, auto access) {
+// Adds up two sums for each column, which are written to sums[2][channels]: term(first, second, center, row, column,
+// access) adds values of a row to each, with the centers of their columns.
+template <typename A, typename Term>
+BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* centers, A* sums, const Term& term) {
+  for (int64_t c = 0; c < 2 * channels; ++c) sums[c] = 0;
+  // Called instead, it would take a tenth longer.
+  for_each_group(rows, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    for_each_block<A>(channels, [&](auto width, int64_t j, auto access) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(width)::value;
-      Vec<A> pivot[kVectors], deviation_sum[kVectors], square_sum[kVectors];
+      Vec<A> center[kVectors], first[kVectors], second[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        pivot[v] = access.load(pivots + j + v * kWidth<A>);
-        deviation_sum[v] = access.load(deviations + j + v * kWidth<A>);
-        square_sum[v] = access.load(squares + j + v * kWidth<A>);
+        center[v] = access.load(centers + j + v * kWidth<A>);
+        first[v] = access.load(sums + j + v * kWidth<A>);
+        second[v] = access.load(sums + channels + j + v * kWidth<A>);
       }
       for (int64_t row = begin; row < end; ++row) {
-        const T* values = x + row_at(row) * channels;
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          const T* p = values + j + v * kWidth<A>;
-          prefetch(p + ahead);
-          const Vec<A> deviation = access.load(p) - pivot[v];
-          deviation_sum[v] += deviation;
-          square_sum[v] += deviation * deviation;
-        }
+        for (int v = 0; v < kVectors; ++v) term(first[v], second[v], center[v], row, j + v * kWidth<A>, access);
       }
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        access.store(deviations + j + v * kWidth<A>, deviation_sum[v]);
-        access.store(squares + j + v * kWidth<A>, square_sum[v]);
+        access.store(sums + j + v * kWidth<A>, first[v]);
+        access.store(sums + channels + j + v * kWidth<A>, second[v]);
       }
     });
   });
+}
+
+// Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and the sum of their squared
+// deviations from it is sum(d^2) - sum(d)^2 / n, whatever p is. The difference cancels only by how far p is from the
+// mean, which is bounded: p is the mean of a group of the rows, and a tile has at most 32 groups.
+template <typename T, typename RowAt, typename A = Accumulate<T>>
+BAGUA_SYNCBN_IN_LOOPS void moments_columns_of(const T* x, const RowAt& row_at, int64_t rows, int64_t channels,
+                                              A* columns, double* out) {
+  A *const pivots = columns, *const deviations = columns + channels, *const squares = columns + 2 * channels;
+  // The pivots are the means of the first group.
+  const int64_t sampled = rows < kGroup ? rows : kGroup;
+  for_each_block<A>(channels, [&](auto width, int64_t j, auto access) {
+    for (int64_t column = j; column < j + decltype(width)::value * kWidth<A>; column += kWidth<A>) {
+      Vec<A> sum = {};
+      for (int64_t row = 0; row < sampled; ++row) sum += access.load(x + row_at(row) * channels + column);
+      access.store(pivots + column, sum / static_cast<A>(sampled));
+    }
+  });
+  const int64_t ahead = group_ahead(channels);
+  add_columns(rows, channels, pivots, deviations,
+              [&](Vec<A>& sum, Vec<A>& square_sum, Vec<A> pivot, int64_t row, int64_t column, const auto& access) {
+                const T* p = x + row_at(row) * channels + column;
+                prefetch(p + ahead);
+                const Vec<A> deviation = access.load(p) - pivot;
+                sum += deviation;
+                square_sum += deviation * deviation;
+              });
 
   const double count = static_cast<double>(rows), inverse = 1 / count;
   for (int64_t c = 0; c < channels; ++c) {
@@ -101,44 +104,19 @@ void moments_columns(const T* x, const int64_t* list, int64_t rows, int64_t chan
   moments_columns_of(x, [=](int64_t row) { return list[row]; }, rows, channels, columns, out);
 }
 
-// `gradient` as in grad_sums_of.
-template <typename T, typename A, typename Gradient>
-BAGUA_SYNCBN_IN_LOOPS void grad_sums_columns_of(const T* dy, const T* x, const A* mean, int64_t rows, int64_t channels,
-                                                A* columns, double* out, const Gradient& gradient) {
-  A* const dy_sums = columns;
-  A* const dy_xmu_sums = columns + channels;
+template <typename Activation, typename T, typename A = Accumulate<T>>
+void grad_sums_columns(const Gradients<T>& of, int64_t rows, int64_t channels, A* columns, double* out) {
+  const GradientOf<Activation, true, T> gradient(of, 0);
   const int64_t ahead = group_ahead(channels);
-  for (int64_t c = 0; c < 2 * channels; ++c) columns[c] = 0;
-  // Called instead, it would take a tenth longer.
-  for_each_group(rows, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
-    for_each_block<A>(channels, [&](auto width, int64_t j, auto access) {
-      constexpr int kVectors = decltype(width)::value;
-      Vec<A> means[kVectors], sum_dy[kVectors], sum_dy_xmu[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        means[v] = access.load(mean + j + v * kWidth<A>);
-        sum_dy[v] = access.load(dy_sums + j + v * kWidth<A>);
-        sum_dy_xmu[v] = access.load(dy_xmu_sums + j + v * kWidth<A>);
-      }
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t start = row * channels;
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          const int64_t offset = start + j + v * kWidth<A>;
-          prefetch(dy + offset + ahead);
-          prefetch(x + offset + ahead);
-          const Vec<A> value = access.load(x + offset);
-          const Vec<A> grad = gradient(access.load(dy + offset), value, offset, j + v * kWidth<A>, access);
-          sum_dy[v] += grad;
-          sum_dy_xmu[v] += grad * (value - means[v]);
-        }
-      }
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        access.store(dy_sums + j + v * kWidth<A>, sum_dy[v]);
-        access.store(dy_xmu_sums + j + v * kWidth<A>, sum_dy_xmu[v]);
-      }
-    });
-  });
+  add_columns(rows, channels, of.factors.mean, columns,
+              [&](Vec<A>& sum_dy, Vec<A>& sum_dy_xmu, Vec<A> mean, int64_t row, int64_t column, const auto& access) {
+                const int64_t offset = row * channels + column;
+                prefetch(of.dy + offset + ahead);
+                prefetch(of.x + offset + ahead);
+                const Vec<A> value = access.load(of.x + offset);
+                const Vec<A> grad = gradient(access.load(of.dy + offset), value, offset, column, access);
+                sum_dy += grad;
+                sum_dy_xmu += grad * (value - mean);
+              });
   for (int64_t c = 0; c < 2 * channels; ++c) out[c] = columns[c];
 }

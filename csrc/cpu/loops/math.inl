@@ -3,18 +3,8 @@
 // C library's, one by one.
 
 template <typename V>
-inline V of(double constant);
-template <>
-inline Vec<float> of<Vec<float>>(double constant) {
-  return broadcast<float>(static_cast<float>(constant));
-}
-template <>
-inline Vec<double> of<Vec<double>>(double constant) {
-  return broadcast(constant);
-}
-template <>
-inline double of<double>(double constant) {
-  return constant;
+inline V of(double constant) {
+  return V{} + static_cast<decltype(V{}[0] + 0)>(constant);
 }
 
 #if BAGUA_SYNCBN_VECTOR_BYTES == 16 && !defined(__FP_FAST_FMAF)
@@ -102,21 +92,8 @@ inline Vec<float> exp_between(Vec<float> x) {
 #endif
 }
 
-inline Vec<float> sigmoid_of(Vec<float> x) {
-  return 1.0f / (1.0f + exp_between(-x));
-}
-
-inline Vec<float> times_sigmoid(Vec<float> a, Vec<float> x) {
-  return a / (1.0f + exp_between(-x));
-}
-
 inline Vec<float> magnitude(Vec<float> x) {
   return (Vec<float>)((LaneMask<float>)x & 0x7fffffff);
-}
-
-inline Vec<float> sigmoid_slope(Vec<float> x) {
-  const Vec<float> e = exp_between(-magnitude(x)), s = 1.0f + e;
-  return e / (s * s);
 }
 
 // For x up to 0.
@@ -144,27 +121,37 @@ inline Vec<float> normal_cdf(Vec<float> z) {
   return z > 0.0f ? 1.0f - tail : tail;
 }
 
-inline double exp_of(double x) {
-  return __builtin_exp(x);
+// Calls: within the loops they would be most of the code.
+#define BAGUA_SYNCBN_OF_DOUBLES(name, function)                     \
+  __attribute__((noinline)) Vec<double> name(Vec<double> x) {       \
+    for (int i = 0; i < kWidth<double>; ++i) x[i] = function(x[i]); \
+    return x;                                                       \
+  }
+BAGUA_SYNCBN_OF_DOUBLES(exp_of, __builtin_exp)
+BAGUA_SYNCBN_OF_DOUBLES(expm1_of, __builtin_expm1)
+BAGUA_SYNCBN_OF_DOUBLES(tanh_of, __builtin_tanh)
+BAGUA_SYNCBN_OF_DOUBLES(erfc_of, __builtin_erfc)
+#undef BAGUA_SYNCBN_OF_DOUBLES
+
+inline Vec<double> exp_between(Vec<double> x) {
+  return exp_of(x);
 }
-inline double expm1_of(double x) {
-  return __builtin_expm1(x);
+inline Vec<double> normal_cdf(Vec<double> z) {
+  return 0.5 * erfc_of(z * -0.7071067811865476);
 }
-inline double exp_between(double x) {
-  return __builtin_exp(x);
+
+template <typename V>
+inline V times_sigmoid(V a, V x) {
+  return a / (of<V>(1) + exp_between(-x));
 }
-inline double sigmoid_of(double x) {
-  return 1.0 / (1.0 + __builtin_exp(-x));
+
+template <typename V>
+inline V sigmoid_of(V x) {
+  return times_sigmoid(of<V>(1), x);
 }
-inline double times_sigmoid(double a, double x) {
-  return a / (1.0 + __builtin_exp(-x));
-}
-inline double sigmoid_slope(double x) {
-  return sigmoid_of(x) * sigmoid_of(-x);
-}
-inline double tanh_of(double x) {
-  return __builtin_tanh(x);
-}
-inline double normal_cdf(double z) {
-  return 0.5 * __builtin_erfc(z * -0.7071067811865476);
+
+template <typename V>
+inline V sigmoid_slope(V x) {
+  const V e = exp_between(x > of<V>(0) ? -x : x), s = of<V>(1) + e;
+  return e / (s * s);
 }

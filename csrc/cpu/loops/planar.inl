@@ -63,16 +63,17 @@ struct Ahead {
 };
 
 // Sums of deviations from a value near the mean, which need no correction but for how near it is: with the mean of a
-// 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are. That many,
-// `sampled`, are among the first `sample` of the first row.
-template <typename A, typename Where, typename T>
-BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const Where& where, int64_t rows, int64_t n, int64_t stride,
-                                         int64_t sample, int64_t sampled, int64_t count) {
+// 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are.
+template <bool kMasked, typename T, typename A = Accumulate<T>>
+BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
+                                         const Sample& sample, int64_t count) {
   Lanes<A> first;
-  for_each_vector<A>(n < sample ? n : sample, [&](int v, int64_t j, const auto& access) {
-    first.part[v] += where.counted(access, access.load(x + j), j);
-  });
-  const A pivot = static_cast<A>(first.total() / sampled);
+  for (int64_t row = 0; row < sample.rows; ++row) {
+    for_each_vector<A>(sample.n, [&](int v, int64_t j, const auto& access) {
+      first.part[v] += counted<kMasked, A>(valid + row * n + j, access.load(x + row * stride + j));
+    });
+  }
+  const A pivot = static_cast<A>(first.total() / sample.count);
   const Vec<A> pivots = broadcast<A>(pivot);
 
   const Ahead next(n, stride);
@@ -81,7 +82,7 @@ BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const Where& where, int64_t
     for_each_vector<A>(n, [&](int v, int64_t j, const auto& access) {
       access.fetch(x + next(j));
       const Vec<A> difference = access.template only<A>(access.load(x + j) - pivots);
-      const Vec<A> deviation = where.counted(access, difference, row * n + j);
+      const Vec<A> deviation = counted<kMasked, A>(valid + row * n + j, difference);
       deviations.part[v] += deviation;
       squares.part[v] += deviation * deviation;
     });
@@ -92,26 +93,18 @@ BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const Where& where, int64_t
   return {pivot + shift, m2 < 0 ? 0 : m2};
 }
 
-template <typename T, typename A = Accumulate<T>>
-Moments moments(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, int64_t sampled,
+template <typename T>
+Moments moments(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample& sample,
                 int64_t count) {
-  if (valid == nullptr) return moments_of<A>(x, Everywhere<A>(), rows, n, stride, kSample, sampled, count);
-  return moments_of<A>(x, AtPositions<A>(valid), rows, n, stride, kMaskedSample, sampled, count);
+  if (valid == nullptr) return moments_of<false>(x, valid, rows, n, stride, sample, count);
+  return moments_of<true>(x, valid, rows, n, stride, sample, count);
 }
 
-// The gradients that are added up: dy itself.
-struct AsGiven {
-  template <typename V, typename Access>
-  V operator()(V dy, V, int64_t, int64_t, const Access&) const {
-    return dy;
-  }
-};
-
-// `gradient(dy, x, offset, column, access)` makes what is added up, of values at `offset` from the first.
-template <typename A, typename T, typename Gradient>
-BAGUA_SYNCBN_IN_LOOPS GradSums grad_sums_of(const T* dy, const T* x, A mean, int64_t rows, int64_t n, int64_t stride,
-                                            const Gradient& gradient) {
-  const Vec<A> means = broadcast<A>(mean);
+template <typename Activation, typename T, typename A = Accumulate<T>>
+GradSums grad_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
+  const GradientOf<Activation, false, T> gradient(of, channel);
+  const Vec<A> means = broadcast<A>(of.factors.mean[channel]);
+  const T *dy = of.dy, *x = of.x;
   const Ahead next(n, stride);
   Lanes<A> sum_dy, sum_dy_xmu;
   for (int64_t row = 0; row < rows; ++row, x += stride, dy += stride) {

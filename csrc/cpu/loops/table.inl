@@ -15,26 +15,26 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 
 // clang-format off: each stands on the ones before
 #include "vectors.inl"
-#include "where.inl"
-#include "planar.inl"
-#include "interleaved.inl"
 #include "math.inl"
 #define BAGUA_SYNCBN_FORMULAS
 #include "../../activations.h"
 #include "elementwise.inl"
-#include "functions.inl"
-#include "act.inl"
-#include "entries.inl"
+#include "planar.inl"
+#include "interleaved.inl"
 // clang-format on
 
 }  // namespace
 
 template <typename T>
 const Loops<T>& table() {
+#define BAGUA_SYNCBN_ACTIVATED(name)                      \
+  {{normalize<name, false, T>, normalize<name, true, T>}, \
+   {gradient<name, false, T>, gradient<name, true, T>},   \
+   grad_sums<name, T>,                                    \
+   grad_sums_columns<name, T>},
   static constexpr Loops<T> loops = {
-      moments<T>,         grad_sums<T>,         normalize_rows<T>,    grad_rows<T>,
-      moments_columns<T>, grad_sums_columns<T>, normalize_columns<T>, grad_columns<T>,
-  };
+      moments<T>, moments_columns<T>, {BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ACTIVATED)}};
+#undef BAGUA_SYNCBN_ACTIVATED
   return loops;
 }
 

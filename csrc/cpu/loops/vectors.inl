@@ -117,3 +117,74 @@ inline void narrow_part(double* p, Vec<double> v, int64_t n) {
   _mm512_mask_storeu_pd(p, mask_below(n), (__m512d)v);
 }
 #endif
+
+// How a whole vector is read and written.
+struct Whole {
+  template <typename T>
+  inline auto load(const T* p) const {
+    return widen(p);
+  }
+  template <bool kStream = false, typename T, typename V>
+  inline void store(T* p, V v) const {
+    narrow<kStream>(p, v);
+  }
+  template <typename T>
+  inline void fetch(const T* p) const {
+    prefetch(p);
+  }
+  // Zeros in lanes that have no value.
+  template <typename A>
+  inline Vec<A> only(Vec<A> v) const {
+    return v;
+  }
+};
+
+// How the first `count` < kWidth lanes of a vector are.
+struct Part {
+  int64_t count;
+  template <typename T>
+  inline auto load(const T* p) const {
+    return widen_part(p, count);
+  }
+  template <bool kStream = false, typename T, typename V>
+  inline void store(T* p, V v) const {
+    narrow_part(p, v, count);
+  }
+  template <typename T>
+  inline void fetch(const T*) const {}
+  template <typename A>
+  inline Vec<A> only(Vec<A> v) const {
+    return keep<A>(lanes_below<A>(count), v);
+  }
+};
+
+// Bytes as integers of the width of A. What GCC makes of its own conversion goes through memory.
+#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+inline LaneMask<float> widen_bytes(const uint8_t* p, float) {
+  return (LaneMask<float>)_mm512_cvtepu8_epi32(load_bytes<__m128i>(p));
+}
+inline LaneMask<double> widen_bytes(const uint8_t* p, double) {
+  return (LaneMask<double>)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
+}
+#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
+inline LaneMask<float> widen_bytes(const uint8_t* p, float) {
+  return (LaneMask<float>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+inline LaneMask<double> widen_bytes(const uint8_t* p, double) {
+  return (LaneMask<double>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bytes<int32_t>(p)));
+}
+#else
+template <typename A>
+inline LaneMask<A> widen_bytes(const uint8_t* p, A) {
+  LaneMask<A> lanes;
+  for (int i = 0; i < kWidth<A>; ++i) lanes[i] = p[i];
+  return lanes;
+}
+#endif
+
+// `v`, if values are masked with zeros where the bytes at `valid` are 0. Reads a byte for each lane, also of a part.
+template <bool kMasked, typename A>
+inline Vec<A> counted(const uint8_t* valid, Vec<A> v) {
+  if constexpr (kMasked) return keep<A>(-widen_bytes(valid, A()), v);
+  return v;
+}
