@@ -45,12 +45,6 @@ PyObject* cuda_support(PyObject*, PyObject* device) {
 }
 #endif
 
-#if defined(__linux__)
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-#endif
-
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
     {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
@@ -58,14 +52,6 @@ PyMethodDef methods[] = {
     {"turn_off_cuda", turn_off_cuda, METH_O,
      "Has ops on a device, on all for -1, call those of bagua_syncbn_fallback."},
     {"cuda_support", cuda_support, METH_O, "Support of a device, and the CUDA versions of library and driver."},
-#endif
-#if defined(__linux__)
-    {"make_segment", bagua_syncbn::exchange::make_segment, METH_VARARGS, "Shared memory for the ranks of a group."},
-    {"open_segment", bagua_syncbn::exchange::open_segment, METH_VARARGS, "That memory, in another rank."},
-    {"start_segment", bagua_syncbn::exchange::start_segment, METH_VARARGS, "Whether all ranks are in it."},
-    {"publish", fast(bagua_syncbn::exchange::publish), METH_FASTCALL, "Sends a message, without waiting."},
-    {"collect", fast(bagua_syncbn::exchange::collect), METH_FASTCALL, "Waits for a message of all ranks."},
-    {"exchange", fast(bagua_syncbn::exchange::exchange), METH_FASTCALL, "Sends a message, and waits for all."},
 #endif
     {nullptr, nullptr, 0, nullptr},
 };
@@ -75,5 +61,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Native kernels.", -1, method
 }  // namespace
 
 PyMODINIT_FUNC PyInit__C() {
-  return PyModule_Create(&module);
+  PyObject* made = PyModule_Create(&module);
+  if (made != nullptr && PyModule_AddFunctions(made, bagua_syncbn::exchange::methods) != 0) Py_CLEAR(made);
+  return made;
 }

@@ -1,12 +1,8 @@
 // The exchange, as functions of Python that hold the GIL unless they wait for longer than a message takes.
 #include "python.h"
 
-#if defined(__linux__)
-
-#include <exception>
-#include <limits>
+#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "segment.h"
 
@@ -21,46 +17,48 @@ struct Held {
   bool is_busy = false;  // read and written with the GIL
 };
 
-PyObject* refuse(const std::string& message) {
-  PyErr_SetString(PyExc_RuntimeError, message.c_str());
-  return nullptr;
+// Returns what `body` returns; null where it raises, with its error unless Python has one already.
+template <typename Body>
+PyObject* answer(const Body& body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::runtime_error(message);
 }
 
 void destroy(PyObject* capsule) {
   delete static_cast<Held*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-template <typename Find>
-PyObject* hold(int rank, const Find& find) {
-  try {
-    Held* held = new Held{Rank(find(), rank)};
-    held->rank.enter(true);
-    PyObject* capsule = PyCapsule_New(held, kCapsule, destroy);
-    if (capsule == nullptr) delete held;
-    return capsule;
-  } catch (const std::exception& error) {
-    return refuse(error.what());
-  }
+PyObject* hold(const std::shared_ptr<Memory>& memory, int rank) {
+  std::unique_ptr<Held> held(new Held{Rank(memory, rank)});
+  held->rank.enter(true);
+  PyObject* capsule = PyCapsule_New(held.get(), kCapsule, destroy);
+  if (capsule != nullptr) held.release();
+  return capsule;
 }
 
-Held* held_by(PyObject* capsule) {
+Held& held_by(PyObject* capsule) {
   if (capsule == Py_None) {
     refuse(
         "process_group: expected a live group, got one that was destroyed; run forward and backward before "
         "destroy_process_group()");
-    return nullptr;
   }
   Held* held = static_cast<Held*>(PyCapsule_GetPointer(capsule, kCapsule));
-  if (held == nullptr) return nullptr;
+  if (held == nullptr) refuse("no segment");
   if (held->rank.is_in_child()) {
     refuse("process_group: expected a call in the process that made the group, got one in a forked child of it");
-    return nullptr;
   }
   if (held->is_busy) {
     refuse("process_group: expected one thread at a time to use a group, got a call while another one waits in it");
-    return nullptr;
   }
-  return held;
+  return *held;
 }
 
 // Releases the GIL while it waits, and lets Python handle signals.
@@ -87,77 +85,48 @@ class Waiting : public Waiter {
   PyThreadState* state_ = nullptr;
 };
 
-bool read(PyObject* const* arguments, Py_ssize_t count, int64_t* values) {
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    values[i] = PyLong_AsLongLong(arguments[i]);
-    if (values[i] == -1 && PyErr_Occurred() != nullptr) return false;
-  }
-  return true;
+int64_t read(PyObject* argument) {
+  const int64_t value = PyLong_AsLongLong(argument);
+  if (value == -1 && PyErr_Occurred() != nullptr) refuse("no integer");
+  return value;
+}
+
+void check_number(Py_ssize_t expected, Py_ssize_t count) {
+  if (count != expected) refuse("expected " + std::to_string(expected) + " arguments, got " + std::to_string(count));
 }
 
 // (segment, kind, source, numel, itemsize)
 constexpr Py_ssize_t kPublished = 5;
 
-bool publish_message(Rank& rank, PyObject* const* arguments) {
-  int64_t values[kPublished - 1];
-  if (!read(arguments + 1, kPublished - 1, values)) return false;
-  const auto [kind, source, numel, itemsize] = values;
+void publish_message(Rank& rank, PyObject* const* arguments) {
+  const int64_t kind = read(arguments[1]), source = read(arguments[2]);
+  const int64_t numel = read(arguments[3]), itemsize = read(arguments[4]);
   const bool is_sound = (kind == kGather || kind == kSum) && (itemsize == 4 || itemsize == 8) && numel >= 0 &&
                         numel <= kSlotBytes / itemsize;
   if (!is_sound) {
     refuse("packed: expected float32 or float64 values of at most " + std::to_string(kSlotBytes) + " bytes, got " +
            std::to_string(numel) + " of " + std::to_string(itemsize) + " bytes");
-    return false;
   }
   const Header header{static_cast<int32_t>(kind), static_cast<int32_t>(itemsize), numel};
-  if (rank.publish(header, reinterpret_cast<const void*>(source))) return true;
-  refuse("process_group: expected a call to wait for the " + std::to_string(kMostPending) +
-         " messages that were begun before, got one more");
-  return false;
+  rank.publish(header, reinterpret_cast<const void*>(source));
 }
 
 PyObject* collect_message(Held& held, int64_t target) {
-  Rank& rank = held.rank;
   Waiting waiting(held);
-  const Result result = rank.collect(reinterpret_cast<void*>(target), waiting);
-  const std::string who = "rank " + std::to_string(result.rank) + " of the group ";
-  switch (result.outcome) {
-    case Outcome::kCollected:
-      Py_RETURN_NONE;
-    case Outcome::kDiffers:
-      return refuse("expected the ranks of a group to send alike, got " + rank.texts());
-    case Outcome::kEnded:
-      return refuse(who + "has ended or closed its files");
-    case Outcome::kLeft:
-      return refuse(who + "has left it after an error, or destroyed it");
-    case Outcome::kLate:
-      return refuse(who + "did not come within the time-out");
-    case Outcome::kInterrupted:
-      return nullptr;  // with what a handler of signals has raised
-  }
-  return refuse("no outcome");
+  held.rank.collect(reinterpret_cast<void*>(target), waiting);
+  Py_RETURN_NONE;
 }
-
-bool has(Py_ssize_t expected, Py_ssize_t count) {
-  if (count == expected) return true;
-  PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
-  return false;
-}
-
-}  // namespace
 
 // (name, ranks) to the segment of rank 0, and the place at which the other ranks find it
 PyObject* make_segment(PyObject*, PyObject* arguments) {
   const char* name = nullptr;
   int ranks = 0;
   if (!PyArg_ParseTuple(arguments, "si", &name, &ranks)) return nullptr;
-  std::string place;
-  PyObject* capsule = hold(0, [&] {
-    auto memory = Memory::make(name, ranks);
-    place = memory->place();
-    return memory;
+  return answer([&]() -> PyObject* {
+    const auto memory = Memory::make(name, ranks);
+    PyObject* capsule = hold(memory, 0);
+    return capsule == nullptr ? nullptr : Py_BuildValue("(Ns)", capsule, memory->place().c_str());
   });
-  return capsule == nullptr ? nullptr : Py_BuildValue("(Ns)", capsule, place.c_str());
 }
 
 // (name, ranks, rank, place) to the segment of another rank
@@ -165,7 +134,7 @@ PyObject* open_segment(PyObject*, PyObject* arguments) {
   const char *name = nullptr, *place = nullptr;
   int ranks = 0, rank = 0;
   if (!PyArg_ParseTuple(arguments, "siis", &name, &ranks, &rank, &place)) return nullptr;
-  return hold(rank, [&] { return Memory::open(name, place, ranks); });
+  return answer([&] { return hold(Memory::open(name, place, ranks), rank); });
 }
 
 // (segment, seconds): waits for the others take as long, from now on; false where not all ranks are in the memory
@@ -173,38 +142,58 @@ PyObject* start_segment(PyObject*, PyObject* arguments) {
   PyObject* capsule = nullptr;
   double seconds = 0;
   if (!PyArg_ParseTuple(arguments, "Od", &capsule, &seconds)) return nullptr;
-  Held* held = held_by(capsule);
-  if (held == nullptr) return nullptr;
-  if (!held->rank.all_are_here()) Py_RETURN_FALSE;
-  held->rank.start(seconds);
-  Py_RETURN_TRUE;
+  return answer([&]() -> PyObject* {
+    Rank& rank = held_by(capsule).rank;
+    if (!rank.all_are_here()) Py_RETURN_FALSE;
+    rank.start(seconds);
+    Py_RETURN_TRUE;
+  });
 }
 
 PyObject* publish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Held* held = has(kPublished, count) ? held_by(arguments[0]) : nullptr;
-  if (held == nullptr || !publish_message(held->rank, arguments)) return nullptr;
-  Py_RETURN_NONE;
+  return answer([&]() -> PyObject* {
+    check_number(kPublished, count);
+    publish_message(held_by(arguments[0]).rank, arguments);
+    Py_RETURN_NONE;
+  });
 }
 
 // (segment, target)
 PyObject* collect(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Held* held = has(2, count) ? held_by(arguments[0]) : nullptr;
-  int64_t target = 0;
-  if (held == nullptr || !read(arguments + 1, 1, &target)) return nullptr;
-  if (!held->rank.has_begun()) return refuse("process_group: expected a message that was begun, got none");
-  return collect_message(*held, target);
+  return answer([&] {
+    check_number(2, count);
+    Held& held = held_by(arguments[0]);
+    if (!held.rank.has_begun()) refuse("process_group: expected a message that was begun, got none");
+    return collect_message(held, read(arguments[1]));
+  });
 }
 
 // publish(), with `target` behind its arguments, and collect()
 PyObject* exchange(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Held* held = has(kPublished + 1, count) ? held_by(arguments[0]) : nullptr;
-  int64_t target = 0;
-  if (held == nullptr || !read(arguments + kPublished, 1, &target)) return nullptr;
-  if (held->rank.has_begun()) return refuse("process_group: expected all messages that were begun to be collected");
-  if (!publish_message(held->rank, arguments)) return nullptr;
-  return collect_message(*held, target);
+  return answer([&] {
+    check_number(kPublished + 1, count);
+    Held& held = held_by(arguments[0]);
+    if (held.rank.has_begun()) refuse("process_group: expected all messages that were begun to be collected");
+    const int64_t target = read(arguments[kPublished]);
+    publish_message(held.rank, arguments);
+    return collect_message(held, target);
+  });
 }
 
-}  // namespace bagua_syncbn::exchange
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
 
-#endif
+}  // namespace
+
+PyMethodDef methods[] = {
+    {"make_segment", make_segment, METH_VARARGS, "Shared memory for the ranks of a group."},
+    {"open_segment", open_segment, METH_VARARGS, "That memory, in another rank."},
+    {"start_segment", start_segment, METH_VARARGS, "Whether all ranks are in it."},
+    {"publish", fast(publish), METH_FASTCALL, "Sends a message, without waiting."},
+    {"collect", fast(collect), METH_FASTCALL, "Waits for a message of all ranks."},
+    {"exchange", fast(exchange), METH_FASTCALL, "Sends a message, and waits for all."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace bagua_syncbn::exchange

@@ -5,13 +5,6 @@
 
 namespace bagua_syncbn::exchange {
 
-#if defined(__linux__)
-PyObject* make_segment(PyObject*, PyObject* arguments);
-PyObject* open_segment(PyObject*, PyObject* arguments);
-PyObject* start_segment(PyObject*, PyObject* arguments);
-PyObject* publish(PyObject*, PyObject* const* arguments, Py_ssize_t count);
-PyObject* collect(PyObject*, PyObject* const* arguments, Py_ssize_t count);
-PyObject* exchange(PyObject*, PyObject* const* arguments, Py_ssize_t count);
-#endif
+extern PyMethodDef methods[];
 
 }  // namespace bagua_syncbn::exchange

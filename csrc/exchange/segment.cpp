@@ -1,8 +1,6 @@
 // The segment, by memfd_create, record locks and futexes of Linux.
 #include "segment.h"
 
-#if defined(__linux__)
-
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <linux/memfd.h>
@@ -198,32 +196,39 @@ void Rank::start(double seconds) {
   seconds_ = seconds;
 }
 
-bool Rank::publish(const Header& header, const void* payload) {
-  if (published_ - collected_ == kMostPending) return false;
+void Rank::publish(const Header& header, const void* payload) {
+  if (published_ - collected_ == kMostPending) {
+    throw std::runtime_error("process_group: expected a call to wait for the " + std::to_string(kMostPending) +
+                             " messages that were begun before, got one more");
+  }
   Slot& slot = memory_->layout().slot(rank_, ++published_);
   slot.header = header;
   if (header.bytes() > 0) std::memcpy(slot.payload, payload, header.bytes());
   // Sequentially consistent, as what sleep_for() does: a sleeper that this does not see, sees the message.
   slot.sequence.store(published_, std::memory_order_seq_cst);
   if (slot.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(slot.sequence);
-  return true;
 }
 
-Result Rank::collect(void* target, Waiter& waiter) {
+void Rank::collect(void* target, Waiter& waiter) {
   Layout& layout = memory_->layout();
   const uint32_t sequence = collected_ + 1;
   Clock::time_point end_of_spin;
   for (int rank = 0; rank < ranks(); ++rank) {
-    const Outcome outcome = wait_for(rank, sequence, end_of_spin, waiter);
-    if (outcome != Outcome::kCollected) {
+    const char* problem = wait_for(rank, sequence, end_of_spin, waiter);
+    if (problem != nullptr) {
       leave();
-      return {outcome, rank};
+      throw std::runtime_error("rank " + std::to_string(rank) + " of the group " + problem);
     }
   }
   collected_ = sequence;
   const Header& own = layout.slot(rank_, sequence).header;
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (!layout.slot(rank, sequence).header.agrees_with(own)) return {Outcome::kDiffers, rank};
+    if (layout.slot(rank, sequence).header.agrees_with(own)) continue;
+    std::string sent;
+    for (int each = 0; each < ranks(); ++each) {
+      sent += (each ? "; rank " : "rank ") + std::to_string(each) + ": " + layout.slot(each, sequence).header.text();
+    }
+    throw std::runtime_error("expected the ranks of a group to send alike, got " + sent);
   }
   const int64_t bytes = own.bytes();
   for (int rank = 0; rank < ranks(); ++rank) {
@@ -238,28 +243,27 @@ Result Rank::collect(void* target, Waiter& waiter) {
       std::memcpy(static_cast<char*>(target) + (own.kind == kGather ? rank * bytes : 0), payload, bytes);
     }
   }
-  return {Outcome::kCollected};
 }
 
-Outcome Rank::wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter) {
+const char* Rank::wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter) {
   Word& word = memory_->layout().slot(rank, sequence).sequence;
-  if (word.load(std::memory_order_acquire) == sequence) return Outcome::kCollected;
+  if (word.load(std::memory_order_acquire) == sequence) return nullptr;
   if (spins_) {
     if (end_of_spin == Clock::time_point()) end_of_spin = Clock::now() + kSpin;  // once, not for each rank
     do {
       for (int i = 0; i < 16; ++i) {
         relax();
-        if (word.load(std::memory_order_acquire) == sequence) return Outcome::kCollected;
+        if (word.load(std::memory_order_acquire) == sequence) return nullptr;
       }
     } while (Clock::now() < end_of_spin);
   }
   waiter.begin();
-  const Outcome outcome = sleep_for(rank, sequence, waiter);
+  const char* problem = sleep_for(rank, sequence, waiter);
   waiter.end();
-  return outcome;
+  return problem;
 }
 
-Outcome Rank::sleep_for(int rank, uint32_t sequence, Waiter& waiter) {
+const char* Rank::sleep_for(int rank, uint32_t sequence, Waiter& waiter) {
   RankState& state = memory_->layout().state(rank);
   Slot& slot = state.slots[sequence % kTurns];
   const auto end = Clock::now() + std::chrono::duration<double>(seconds_);
@@ -271,11 +275,11 @@ Outcome Rank::sleep_for(int rank, uint32_t sequence, Waiter& waiter) {
     // Both before the sequence: a rank may end, or leave, right after its last message.
     const bool has_left = state.has_left.load(std::memory_order_acquire) != 0;
     const bool has_ended = watches_ && rank != rank_ && !memory_->is_locked(rank);
-    if (slot.sequence.load(std::memory_order_acquire) == sequence) return Outcome::kCollected;
-    if (has_left) return Outcome::kLeft;
-    if (has_ended) return Outcome::kEnded;
-    if (Clock::now() >= end) return Outcome::kLate;
-    if (!waiter.goes_on()) return Outcome::kInterrupted;
+    if (slot.sequence.load(std::memory_order_acquire) == sequence) return nullptr;
+    if (has_left) return "has left it after an error, or destroyed it";
+    if (has_ended) return "has ended or closed its files";
+    if (Clock::now() >= end) return "did not come within the time-out";
+    if (!waiter.goes_on()) return "did not come until this one was interrupted";
   }
 }
 
@@ -286,15 +290,4 @@ void Rank::leave() {
   for (Slot& slot : state.slots) futex_wake_all(slot.sequence);
 }
 
-std::string Rank::texts() const {
-  std::string texts;
-  for (int rank = 0; rank < ranks(); ++rank) {
-    const Header& header = memory_->layout().slot(rank, collected_).header;
-    texts += (rank ? "; rank " : "rank ") + std::to_string(rank) + ": " + header.text();
-  }
-  return texts;
-}
-
 }  // namespace bagua_syncbn::exchange
-
-#endif

@@ -12,8 +12,6 @@
 // with its process and passes to no child.
 #pragma once
 
-#if defined(__linux__)
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -79,13 +77,6 @@ class Waiter {
   virtual void end() {}
 };
 
-enum class Outcome { kCollected, kDiffers, kEnded, kLeft, kLate, kInterrupted };
-
-struct Result {
-  Outcome outcome;
-  int rank = 0;  // the one that it is about
-};
-
 // One rank of a group. Not for two threads at a time.
 class Rank {
  public:
@@ -98,16 +89,15 @@ class Rank {
   // Has waiting last no longer than this, and spin at first if each rank has a core. All ranks are here.
   void start(double seconds);
 
-  // Writes a message, and waits for nobody. False where kMostPending are not collected yet.
-  bool publish(const Header& header, const void* payload);
-  // Waits for the next message from all ranks. Writes theirs, or their sum in the order of ranks, to `target`. After
-  // any outcome but kCollected and kDiffers this rank has left.
-  Result collect(void* target, Waiter& waiter);
+  // Writes a message, and waits for nobody. Raises std::runtime_error where kMostPending are not collected yet.
+  void publish(const Header& header, const void* payload);
+  // Waits for the next message from all ranks. Writes theirs, or their sum in the order of ranks, to `target`. Raises
+  // std::runtime_error where messages differ; and where one does not come, after which this rank has left.
+  void collect(void* target, Waiter& waiter);
   // Has the others not wait for this rank any more.
   void leave();
 
   bool has_begun() const { return published_ != collected_; }
-  std::string texts() const;  // after kDiffers, each rank with its text
   int rank() const { return rank_; }
   int ranks() const { return memory_->ranks(); }
   bool is_in_child() const;  // of a fork
@@ -115,8 +105,9 @@ class Rank {
  private:
   using Clock = std::chrono::steady_clock;
 
-  Outcome wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter);
-  Outcome sleep_for(int rank, uint32_t sequence, Waiter& waiter);
+  // Both return why the message does not come; null where it has come.
+  const char* wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter);
+  const char* sleep_for(int rank, uint32_t sequence, Waiter& waiter);
 
   const std::shared_ptr<Memory> memory_;
   const int rank_;
@@ -127,5 +118,3 @@ class Rank {
 };
 
 }  // namespace bagua_syncbn::exchange
-
-#endif

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,6 +31,16 @@ namespace {
 
 void expect(bool holds, const std::string& what) {
   if (!holds) wrong(what);
+}
+
+template <typename Body>
+std::string error_of(const Body& body) {
+  try {
+    body();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
 }
 
 double seconds_since(Clock::time_point begin) {
@@ -57,7 +68,7 @@ void send(Rank& rank, uint32_t message, const Header& header, std::vector<double
   for (int64_t i = 0; i < header.numel; ++i) {
     values[i] = static_cast<T>(value_of(rank.rank(), message, i));
   }
-  expect(rank.publish(header, values), "a message is refused");
+  rank.publish(header, values);
 }
 
 template <typename T>
@@ -95,9 +106,10 @@ void run_rank(Rank& rank, uint32_t messages, unsigned seed) {
       ++sent;
       lose_time(random);
     }
-    if (sent - collected == kMostPending) expect(!rank.publish(Header(), nullptr), "no message is refused");
-    const Result result = rank.collect(target.data(), waiter);
-    expect(result.outcome == Outcome::kCollected, "outcome " + std::to_string(static_cast<int>(result.outcome)));
+    if (sent - collected == kMostPending) {
+      expect(!error_of([&] { rank.publish(Header(), nullptr); }).empty(), "no message is refused");
+    }
+    rank.collect(target.data(), waiter);
     const Header header = header_of(collected);
     header.itemsize == 4 ? check<float>(rank, collected, header, target)
                          : check<double>(rank, collected, header, target);
@@ -121,101 +133,71 @@ void run_threads(int ranks, uint32_t messages, unsigned seed, double seconds) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// A child that runs `body` as rank 1; returns its process.
+// Runs `body` as rank 1, in a child; returns the error of rank 0, which waits for its message.
 template <typename Body>
-pid_t run_child(const std::shared_ptr<Memory>& memory, const Body& body) {
+std::string error_beside(const Body& body, double seconds = 3) {
+  const auto memory = Memory::make("deaths", 2);
   const pid_t child = fork();
-  if (child != 0) return child;
-  Rank rank(memory, 1);
-  rank.enter(true);
-  body(rank);
-  _exit(0);
-}
-
-Result collect_as_rank_0(const std::shared_ptr<Memory>& memory, double seconds) {
+  if (child == 0) {
+    Rank rank(memory, 1);
+    rank.enter(true);
+    body(rank);
+    _exit(0);
+  }
   Rank rank(memory, 0);
   rank.enter(true);
   while (!rank.all_are_here()) std::this_thread::yield();
   rank.start(seconds);
   rank.publish(Header(), nullptr);
   Waiter waiter;
-  return rank.collect(nullptr, waiter);
+  const std::string error = error_of([&] { rank.collect(nullptr, waiter); });
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return error;
+}
+
+void sleep_for(int milliseconds) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
 }
 
 void run_deaths() {
-  const auto is = [](const Result& result, Outcome outcome, const char* what) {
-    expect(result.outcome == outcome && (outcome == Outcome::kCollected || result.rank == 1), what);
-  };
-  {  // killed, while a child of its own lives on
-    int ready[2];
-    expect(pipe(ready) == 0, "pipe");
-    const auto memory = Memory::make("deaths", 2);
-    const pid_t child = run_child(memory, [&](Rank& rank) {
-      const pid_t grandchild = fork();
-      if (grandchild == 0) {
-        const pid_t self = rank.is_in_child() ? getpid() : -1;
-        expect(write(ready[1], &self, sizeof(self)) > 0, "write");
-        sleep(5);
-        _exit(0);
-      }
-      pause();
-    });
-    pid_t grandchild = 0;
-    expect(read(ready[0], &grandchild, sizeof(grandchild)) > 0, "read");
-    expect(grandchild > 0, "a child takes itself for its parent");
-    std::thread killer([child] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      kill(child, SIGKILL);
-    });
-    const auto begin = Clock::now();
-    is(collect_as_rank_0(memory, 3), Outcome::kEnded, "a rank that was killed is not noticed");
-    expect(seconds_since(begin) < 2, "a rank that was killed is noticed late");
-    killer.join();
-    kill(grandchild, SIGKILL);
-    waitpid(child, nullptr, 0);
-  }
-  for (int i = 0; i < 50; ++i) {  // ends right after its last message
-    const auto memory = Memory::make("deaths", 2);
-    const pid_t child = run_child(memory, [&](Rank& rank) { rank.publish(Header(), nullptr); });
-    is(collect_as_rank_0(memory, 3), Outcome::kCollected, "the last message of a rank is lost");
-    waitpid(child, nullptr, 0);
-  }
-  {  // stopped, and goes on
-    const auto memory = Memory::make("deaths", 2);
-    const pid_t child = run_child(memory, [&](Rank& rank) {
-      raise(SIGSTOP);
-      rank.publish(Header(), nullptr);
+  const auto begin = Clock::now();
+  const auto killed = [](Rank& rank) {
+    if (fork() == 0) {  // a child of its own lives on
+      expect(rank.is_in_child(), "a child takes itself for its parent");
+      sleep(2);
       _exit(0);
-    });
-    waitpid(child, nullptr, WUNTRACED);
-    std::thread waker([child] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(400));
-      kill(child, SIGCONT);
-    });
-    is(collect_as_rank_0(memory, 10), Outcome::kCollected, "a rank that was stopped is lost");
-    waker.join();
-    waitpid(child, nullptr, 0);
+    }
+    sleep_for(50);
+    raise(SIGKILL);
+  };
+  expect(error_beside(killed) == "rank 1 of the group has ended or closed its files", "a rank that was killed");
+  expect(seconds_since(begin) < 2, "a rank that was killed is noticed late");
+  for (int i = 0; i < 50; ++i) {
+    const auto ends = [](Rank& rank) { rank.publish(Header(), nullptr); };
+    expect(error_beside(ends) == "", "a rank that ends right after its last message");
   }
-  {  // leaves, and lives on
-    const auto memory = Memory::make("deaths", 2);
-    const pid_t child = run_child(memory, [&](Rank& rank) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      rank.leave();
-      pause();
-    });
-    is(collect_as_rank_0(memory, 3), Outcome::kLeft, "a rank that has left is not noticed");
-    kill(child, SIGKILL);
-    waitpid(child, nullptr, 0);
-  }
-  {  // does not come
-    const auto memory = Memory::make("deaths", 2);
-    const pid_t child = run_child(memory, [&](Rank&) { pause(); });
-    const auto begin = Clock::now();
-    is(collect_as_rank_0(memory, 0.3), Outcome::kLate, "a time-out is not noticed");
-    expect(seconds_since(begin) < 2, "a time-out is noticed late");
-    kill(child, SIGKILL);
-    waitpid(child, nullptr, 0);
-  }
+  const auto stopped = [](Rank& rank) {
+    const pid_t self = getpid();
+    if (fork() == 0) {
+      sleep_for(400);
+      kill(self, SIGCONT);
+      _exit(0);
+    }
+    raise(SIGSTOP);
+    rank.publish(Header(), nullptr);
+  };
+  expect(error_beside(stopped, 10) == "", "a rank that was stopped, and goes on");
+  const auto leaves = [](Rank& rank) {
+    sleep_for(50);
+    rank.leave();
+    pause();
+  };
+  expect(error_beside(leaves) == "rank 1 of the group has left it after an error, or destroyed it", "a rank that left");
+  const auto late = Clock::now();
+  const auto sleeps = [](Rank&) { pause(); };
+  expect(error_beside(sleeps, 0.3) == "rank 1 of the group did not come within the time-out", "a rank that is late");
+  expect(seconds_since(late) < 2, "a time-out is noticed late");
 }
 
 }  // namespace
