@@ -270,7 +270,7 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     """Whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     beside_float32 = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
-    return input.dtype in ops.ATEN_DTYPES and (dtypes <= {input.dtype} or beside_float32)
+    return dtypes <= {input.dtype} or beside_float32
 
 
 _DEFAULTS = Options()[2:-1]  # of all options but eps, momentum and the activation

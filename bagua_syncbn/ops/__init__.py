@@ -1,6 +1,6 @@
 r"""The five ops, which compute and know nothing of ranks: those of ``torch.ops.bagua_syncbn``.
 
-Shapes and dtypes. ``input`` is (N, C, \*), of one of the dtypes in ``dtypes.py``. The *accumulate dtype* is float64 for
+Shapes and dtypes. ``input`` is (N, C, \*), of one of ``DTYPES``. The *accumulate dtype* is float64 for
 float64 input and float32 for all others; ``mean``, ``invstd`` and everything that crosses ranks have it.
 
 ==============================  =====================================================================================
@@ -53,15 +53,11 @@ import torch
 from . import reference
 from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
 from .agreement import check_kernels, check_kernels_on
-from .definition import accumulate_dtype, per_channel, reduced_dims
-from .dtypes import ATEN_DTYPES, DTYPES, HALF_DTYPES
+from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .fallback import EXPERIMENTAL, cuda_kernels
-from .large_groups import SUMMED_REST, add_up_stats
-from .layout import laid_out_as
 from .masking import Masking, of_positions
-from .memory import raise_torchs
-from .moments import Moments
-from .native import KERNELS, prefer_native, recompute_is_cheaper
+from .moments import SUMMED_REST, Moments, add_up_stats
+from .native import KERNELS, prefer_native, raise_torchs, recompute_is_cheaper
 from .running_stats import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
 from .words import PARTS, WORD, WORDS, parts_of, words_of_row
 

@@ -16,7 +16,7 @@ class _Formula(NamedTuple):
     value: Callable[[Tensor, float], Tensor]  # in operations that can be differentiated any number of times
     gradient: Callable[[Tensor, Tensor, float], Tensor]  # grad_output times the derivative
     parameter: float | None = None  # as torch has it where none is given; None for activations without
-    is_cheap: bool = False  # a few operations, which take a CPU less time than memory takes; in csrc too
+    is_cheap: bool = False  # a few operations, which take a CPU less time than memory takes
 
 
 _aten = torch.ops.aten

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from . import reference
 from .backward_elemt import means_of_sums
-from .dtypes import ATEN_DTYPES
-from .layout import laid_out_as
+from .definition import DTYPES, laid_out_as
 from .reference import batch_norm_gather_stats
 from .words import WORD, fill, parts_of, words_of_row
 
@@ -28,7 +27,7 @@ def _takes(input: Tensor, *values: Tensor | None) -> bool:
 
     ATen reads beyond the memory of some tensors that have other sizes; the reference raises.
     """
-    if input.dtype not in ATEN_DTYPES or not 0 < input.numel() < 2**31:
+    if input.dtype not in DTYPES or not 0 < input.numel() < 2**31:
         return False
     fits = (tuple(input.shape), input.dtype)
     return all(v is None or v.shape == input.shape[1:2] or (tuple(v.shape), v.dtype) == fits for v in values)

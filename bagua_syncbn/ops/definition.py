@@ -13,6 +13,12 @@ from torch import Tensor
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of inputs, in the order of ``csrc/dtypes.h``."""
+
+HALF_DTYPES = DTYPES[:2]
+"""Dtypes of inputs that torch takes beside parameters in float32."""
+
 _library = torch.library.Library("bagua_syncbn", "DEF")
 SCHEMAS: dict[str, str] = {}
 """The schema of each op, by its name."""
@@ -59,3 +65,11 @@ def per_channel(values: Tensor, input: Tensor) -> Tensor:
 def like_input(input: Tensor, values: Tensor) -> Tensor:
     """Returns ``values`` in the dtype and memory format of ``input``."""
     return torch.empty_like(input).copy_(values)
+
+
+def laid_out_as(input: Tensor, grad_output: Tensor) -> Tensor:
+    """Returns ``grad_output`` in the memory format of ``input``, so that no two ops make the same copy."""
+    strides = zip(input.size(), input.stride(), grad_output.stride(), strict=True)
+    if all(size == 1 or expected == stride for size, expected, stride in strides):
+        return grad_output
+    return torch.empty_like(input).copy_(grad_output)

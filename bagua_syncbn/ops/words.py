@@ -9,7 +9,7 @@ Backward, sums: ``[sum_g (C) | sum_g_xmu (C) | words]``. The words are ``a, a**2
 ``fingerprint = a + b * 2**12 + c * 2**24``: added up over ranks, the mean of the squares is the square of the mean only
 where all are equal.
 
-``csrc/packed_stats.h`` has the same, and ``large_groups.py`` the row that is added up in large groups.
+``csrc/packed_stats.h`` has the same, and ``moments.py`` the row that is added up in large groups.
 """
 
 from collections.abc import Iterable, Sequence

@@ -4,16 +4,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.ops import aten, reference
 from bagua_syncbn.ops.definition import SCHEMAS
 from tests.helpers.aten_functions import ATEN
+from tests.helpers.cases import Case, compare, run_ranks
 from tests.helpers.comparison import OpCase, check
-from tests.helpers.tolerances import assert_close
 
 
 def test_four_ops_go_over_the_input_by_atens_kernels(called):
@@ -64,34 +61,12 @@ def test_no_kernel_reads_beyond_tensors_of_the_wrong_size(called):
     assert called == []
 
 
-def train(splits):
-    """A rank's part of a batch through a layer, whose ops are ATen's."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    batch, grad_output = (t.split(splits) for t in torch.randn(2, sum(splits), 6, 5, 5))
-    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None)
-    input = batch[rank].requires_grad_()
+def run_by_aten(cases):
     computed = {name: getattr(aten, name) for name in SCHEMAS}
     with patch.multiple(torch, **ATEN), patch.multiple(ops, **computed):
-        for _ in range(2):  # the second call is a cached one
-            layer.zero_grad()
-            output = layer(input)
-            (grad,) = torch.autograd.grad(output, input, grad_output[rank], retain_graph=True)
-            output.backward(grad_output[rank])
-    return [t.detach() for t in (output, grad, layer.weight.grad, layer.bias.grad, layer.running_var)]
+        return run_ranks(cases)
 
 
 def test_ranks_with_uneven_batches_give_what_one_process_gives(pool):
-    splits = (5, 0, 2)
-    results = pool.run(train, len(splits), splits)
-    torch.manual_seed(0)
-    batch, grad_output = torch.randn(2, sum(splits), 6, 5, 5).double()
-    layer = nn.BatchNorm2d(6, momentum=None, dtype=torch.float64)
-    output = layer(batch.requires_grad_())
-    output.backward(grad_output)
-    assert_close(torch.cat([result[0] for result in results]), output.detach(), "output")
-    assert_close(torch.cat([result[1] for result in results]), batch.grad, "input.grad")
-    for place, parameter in ((2, layer.weight), (3, layer.bias)):
-        torch.testing.assert_close(sum(r[place] for r in results).double(), parameter.grad, rtol=1e-4, atol=1e-4)
-    for result in results:
-        assert_close(result[4], layer.running_var, "running_var")
+    case = Case((5, 0, 2), (6, 5, 5), options={"momentum": None})
+    compare(case, [result for (result,) in pool.run(run_by_aten, len(case.splits), [case])])
