@@ -160,7 +160,7 @@ class Replicas:
 
     def _wait(self, meeting: _Meeting, is_done: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: is_done() or self._cannot_be_done(meeting), TIMEOUT)
+            self._changed.wait_for(lambda: is_done() or self.error is not None or self._gone(meeting), TIMEOUT)
             if is_done():
                 return
             if self.error is not None:
@@ -169,23 +169,17 @@ class Replicas:
                     f"{type(self.error).__name__}: {self.error}"
                 ) from self.error
             calls = [counter[meeting.layer] for counter in self._calls]
-            ended = [rank for rank in self._missing(meeting) if self._has_ended(rank, meeting)]
-            reason = f"when replica {ended[0]} ended" if ended else f"and no more in {TIMEOUT:g} seconds"
+            gone = self._gone(meeting)
+            reason = f"when replica {gone[0]} ended" if gone else f"and no more in {TIMEOUT:g} seconds"
             raise RuntimeError(
                 f"{meeting.layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
                 f"{self.size - 1} {reason}"
             )
 
-    def _cannot_be_done(self, meeting: _Meeting) -> bool:
-        return self.error is not None or any(self._has_ended(rank, meeting) for rank in self._missing(meeting))
-
-    def _missing(self, meeting: _Meeting) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in meeting.sent]
-
-    def _has_ended(self, rank: int, meeting: _Meeting) -> bool:
-        """Whether replica ``rank`` has ended the pass that the replicas in ``meeting`` are in."""
-        now = max(self._begun[other] for other in meeting.sent)
-        return self._ended[rank] >= max(now, 1)
+    def _gone(self, meeting: _Meeting) -> list[int]:
+        """Returns the replicas that have ended the pass of the replicas in ``meeting`` without coming to it."""
+        now = max(1, *(self._begun[rank] for rank in meeting.sent))
+        return [rank for rank in range(self.size) if rank not in meeting.sent and self._ended[rank] >= now]
 
     def _describe_call(self, rank: int, layer: str) -> str:
         return f"replica {rank} in its call {self._calls[rank][layer]} of {layer}"

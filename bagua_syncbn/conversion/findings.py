@@ -44,11 +44,9 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
     """
     check_module(module)
     check_filter(filter)
-    return [
-        finding
-        for found, names in modules_with_names(module, is_closed=_is_closed).items()
-        if (finding := _examine_one(found, names, filter)) is not None
-    ]
+    modules = modules_with_names(module, is_closed=lambda found, name: _error_if_closed(found, name) is not None)
+    findings = (_examine_one(found, names, filter) for found, names in modules.items())
+    return [finding for finding in findings if finding is not None]
 
 
 def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> Finding | None:
@@ -69,9 +67,7 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
         return Finding(names, module, "refused", str(error), error=error)
     if target is None:
         return Finding(names, module, "skipped", "left as it is by its converter")
-    reason = f"becomes {target.__name__}"
-    if isinstance(module, SyncBatchNorm):
-        reason = "synchronized already"
+    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
     return Finding(names, module, "converted", reason, target)
 
 
@@ -87,10 +83,6 @@ def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     if target is not None and not isinstance(layer, SyncBatchNorm):
         groups_of(layer)  # raises if there are several
     return target
-
-
-def _is_closed(module: nn.Module, name: str) -> bool:
-    return _error_if_closed(module, name) is not None
 
 
 def _error_if_closed(module: nn.Module, name: str) -> Exception | None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -92,35 +93,29 @@ def parallel_apply(
     """Calls each replica in a thread of its own. After all have ended, raises the error of the first that failed."""
 
     def call(rank: int) -> Any:
-        with modes[rank]():
+        with ExitStack() as stack:
+            for mode in modes[rank]:
+                stack.enter_context(mode())
             return replicas[rank](*inputs[rank], **kwargs[rank])
 
-    modes = [_thread_modes(device) for device in devices[: len(replicas)]]
+    modes = [_modes_on(device) for device in devices[: len(replicas)]]
     with ThreadPoolExecutor(len(replicas)) as pool:
         futures = [pool.submit(call, rank) for rank in range(len(replicas))]
     return [future.result() for future in futures]
 
 
-def _thread_modes(device: torch.device) -> Callable[[], ExitStack]:
-    """Returns a context in which another thread computes on ``device`` in this thread's modes and CUDA stream."""
-    types = dict.fromkeys(("cpu", device.type))
-    inference, grad, cache = (
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.is_autocast_cache_enabled(),
-    )
-    autocasts = [(name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name)) for name in types]
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for name, dtype, enabled in autocasts:
-            stack.enter_context(torch.autocast(name, dtype, enabled, cache))
-        if stream is not None:
-            stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
-
-    return enter
+def _modes_on(device: torch.device) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Returns contexts in which another thread computes on ``device`` in this thread's modes and CUDA stream."""
+    modes: list[Callable[[], AbstractContextManager[Any]]] = [
+        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+    cache = torch.is_autocast_cache_enabled()
+    for name in {"cpu", device.type}:
+        modes.append(
+            partial(torch.autocast, name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name), cache)
+        )
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        modes += [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
+    return modes

@@ -83,27 +83,22 @@ def gradients_of(
     are differentiable if gradients are enabled, and constants otherwise.
     """
     create_graph = torch.is_grad_enabled()
-    needs = iter(needs_grad)
-    wanted: list[Tensor] = []
-
-    def view(tensor: Tensor | None, needed: bool) -> Tensor | None:
-        # Autograd stops at this use of the tensor, as one tensor may depend on another.
-        viewed = None if tensor is None else tensor.view_as(tensor)
-        wanted.extend([viewed] if viewed is not None and needed else [])
-        return viewed
-
     with torch.enable_grad():
-        views = []
-        for input, weight, bias, residual in rows:
-            assert input is not None
-            if call.options.activation is None:
-                dtype = ops.accumulate_dtype(input.dtype)
-                bias = input.new_zeros(input.size(1), dtype=dtype, requires_grad=True)
-                residual = torch.zeros_like(input, requires_grad=True) if needs_grad[3] else None
-            views.append([view(tensor, next(needs)) for tensor in (input, weight, bias, residual)])
+        if call.options.activation is None:
+            rows = [_with_zeros(input, weight, needs_grad[3]) for input, weight, *_ in rows]  # type: ignore[arg-type]
+        # Views, so that autograd stops at this use of each tensor, as one tensor may depend on another.
+        views = [[None if tensor is None else tensor.view_as(tensor) for tensor in row] for row in rows]
         outputs = compute(views)
+    pairs = zip((view for row in views for view in row), needs_grad, strict=True)
+    wanted = [view for view, needed in pairs if view is not None and needed]
     grads = iter(torch.autograd.grad(outputs, wanted, grad_outputs, create_graph=create_graph))
     return tuple(next(grads) if needed else None for needed in needs_grad)
+
+
+def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tuple[Tensor | None, ...]:
+    dtype = ops.accumulate_dtype(input.dtype)
+    bias = input.new_zeros(input.size(1), dtype=dtype, requires_grad=True)
+    return input, weight, bias, torch.zeros_like(input, requires_grad=True) if has_residual else None
 
 
 class _Merged(torch.autograd.Function):

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("single_threaded")
 
 
 class OwnError(Exception):
-    """Takes arguments that its text does not show, so it can only be passed on as it is."""
+    """Takes an argument by name, so it can only be passed on as it is."""
 
-    def __init__(self, number, *, detail):
-        super().__init__(number)
+    def __init__(self, *, detail):
+        super().__init__(7)
         self.detail = detail
 
 
@@ -31,7 +31,7 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
             if name != "nothing":
                 input = getattr(module, name)(input)
             if name == after and copy_id == failing:
-                raise OwnError(7, detail=copy_id) from KeyError("cause")
+                raise OwnError(detail=copy_id) from KeyError("cause")
         return input
 
     module = Steps(script)
@@ -50,15 +50,14 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
     assert model(torch.randn(6, 2)).shape == (6, 2)  # nothing is left behind
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")], ids=repr)
-def test_a_hook_of_the_model_that_raises_frees_the_others(error):
+def test_a_hook_of_the_model_that_raises_frees_the_others():
     def fail(module, args):
         if module.copy_id == 1:
-            raise error
+            raise SystemExit("mine")
 
     module = Steps(lambda module, copy_id, input: module.late(input))
     module.register_forward_pre_hook(fail)
-    with pytest.raises(type(error), match="mine"):
+    with pytest.raises(SystemExit, match="mine"):
         promptly(parallel(module, "cpu", 2), torch.randn(4, 2))
     assert len(module.freed) == 1
 

@@ -25,29 +25,23 @@ PAIRS = {
 PROMPTLY = 20
 
 
-def devices(place, count):
-    if place == "cpu":
-        return ["cpu"] * count
-    if place == "one GPU":
-        return [0] * count if count > 1 else ["cuda:0"]
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
-    return list(range(count))
-
-
 def parallel(model, place, count):
     """Returns ``model`` in ``count`` replicas, on the device of the first of them."""
-    ids = devices(place, count)
-    return DataParallelWithCallback(model.to("cpu" if place == "cpu" else "cuda:0"), ids)
+    if place == "several GPUs" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    device = "cpu" if place == "cpu" else "cuda:0"
+    return DataParallelWithCallback(
+        model.to(device), list(range(count)) if place == "several GPUs" else [device] * count
+    )
 
 
-def build(batch_norm, wrap=lambda layer: layer, **options):
+def build(batch_norm, **options):
     """Returns a model with normalization in nested containers, between layers that mix channels."""
     cls = PAIRS.get(batch_norm, batch_norm)
     width = {nn.BatchNorm1d: nn.Conv1d, nn.BatchNorm2d: nn.Conv2d, nn.BatchNorm3d: nn.Conv3d}[cls]
     model = nn.Sequential(
-        wrap(batch_norm(3, **options)),
-        nn.Sequential(width(3, 5, 1), nn.Sequential(wrap(batch_norm(5, **options)), nn.Tanh())),
+        batch_norm(3, **options),
+        nn.Sequential(width(3, 5, 1), nn.Sequential(batch_norm(5, **options), nn.Tanh())),
         width(5, 2, 1),
     ).double()
     with torch.no_grad():
@@ -74,7 +68,7 @@ def run(model, batch, grad_output):
     found = {"output": output, "input.grad": batch.grad}
     found |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return {name.removeprefix("module.").replace("layer.", ""): value.detach().cpu() for name, value in found.items()}
+    return {name.removeprefix("module."): value.detach().cpu() for name, value in found.items()}
 
 
 def check_equal(actual, expected, where=""):
