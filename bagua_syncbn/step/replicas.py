@@ -1,7 +1,8 @@
 """Training step among replicas of one process: one node of autograd's graph for all replicas of a layer.
 
-Replicas meet in forward, where the thread of replica 0 computes for all of them. In backward no thread waits, as it
-could wait for work that runs next on itself: autograd runs the node when the gradients of all outputs are there.
+Replicas meet in forward, where the thread of replica 0 merges their statistics and normalizes for all. In backward no
+thread waits, as it could wait for work that runs next on itself: autograd runs the node when the gradients of all
+outputs are there.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,18 @@ def replicated_batch_norm(
     """Computes :func:`~bagua_syncbn.sync_batch_norm` in training in a replica. Only replica 0 updates its buffers."""
 
     def compute(rows: list[Tensors]) -> list[list[Tensor]]:
-        tensors = [tensor for row in rows for tensor in row]
+        tensors = [tensor for *row, _ in rows for tensor in row]
         moments: list[list[Tensor]] = []
         # Replica 0 may run without gradients while another replica needs them.
         with torch.set_grad_enabled(any(tensor is not None and tensor.requires_grad for tensor in tensors)):
-            outputs = _Replicated.apply(call, moments, *tensors)
+            outputs = _Replicated.apply(call, [stats for *_, stats in rows], moments, *tensors)
         return [[output, *own] for output, own in zip(outputs, moments, strict=True)]
 
     records = torch.is_grad_enabled()
     tensors = [t if t is None or records else t.detach() for t in (input, weight, bias, residual)]
+    stats = ops.batch_norm_stats(input.detach())
     output: Tensor
-    output, mean, invstd = replica.replicas.meet(replica.rank, replica.layer, tensors, compute)
+    output, mean, invstd = replica.replicas.meet(replica.rank, replica.layer, [*tensors, stats], compute)
     if not records:
         return output.detach()
     note_output(output, call, input, weight, bias, (mean, invstd), residual)
@@ -49,14 +51,16 @@ def _in_rows(values: Sequence[Any], width: int) -> list[Sequence[Any]]:
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, moments: list[list[Tensor]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: Call, stats: list[Tensor], moments: list[list[Tensor]], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Returns the outputs of all replicas, for input, weight, bias and residual of one after the other.
 
         ``moments`` receives the mean and the inverse deviation on the device of each replica.
         """
         rows, outputs, kept = _in_rows(tensors, 4), [], []
         device = rows[0][0].device
-        gathered = torch.stack([ops.batch_norm_stats(row[0]).to(device) for row in rows])
+        gathered = torch.stack([own.to(device) for own in stats])
         *merged, count, clamped = ops.merge_stats(gathered, call.buffers, call.options)
         for input, weight, bias, residual in rows:
             own = [moment.to(input.device) for moment in merged]
@@ -78,7 +82,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # An output that is not in the loss has a gradient of 0; its input still affects the statistics of all.
-        call, needed = ctx.call, ctx.needs_input_grad[2:]
+        call, needed = ctx.call, ctx.needs_input_grad[3:]
         count, clamped, *kept = ctx.saved_tensors
         rows = _in_rows(kept, 6)
         if torch.is_grad_enabled() or is_transforming() or any(map(is_batched, grad_outputs)):
@@ -86,7 +90,7 @@ class _Replicated(torch.autograd.Function):
             def compute(views: Sequence[Any]) -> list[Tensor]:
                 return _differentiable(views, call, count)
 
-            return None, None, *gradients_of(compute, grad_outputs, [row[:4] for row in rows], needed, call)
+            return None, None, None, *gradients_of(compute, grad_outputs, [row[:4] for row in rows], needed, call)
         ctx.recipes = None  # all operations that save the outputs ran before
         reduced, grads = [], []
         again: dict[str, Any]
@@ -107,7 +111,7 @@ class _Replicated(torch.autograd.Function):
                 grad_input = ops.batch_norm_backward_elemt(grad, input, weight, *arguments, **again)
             own = grad_input, *of_parameters, grad
             grads += [value if need else None for value, need in zip(own, needs, strict=True)]
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def _differentiable(rows: Sequence[Any], call: Call, count: Tensor) -> list[Tensor]:
