@@ -1,11 +1,10 @@
 """How ranks talk in a step, knowing nothing of masks, layouts and kernels. Read ``protocol`` first."""
 
+from .errors import raise_for_all, tell_peers, tells_peers
 from .faults import check_ranks
-from .probes import raise_for_all, tell_peers, tells_peers
 from .protocol import RankSync
 from .signatures import name_of
-from .strategies import FIXED_STATISTICS, LocalSync, Sync, sync_of
-from .sums import sum_over_ranks
+from .strategies import FIXED_STATISTICS, LocalSync, Sync, sum_over_ranks, sync_of
 
 __all__ = [
     "FIXED_STATISTICS",

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ..torch_internals import outside_of_modes
 from .signatures import CallSignature, describe
@@ -33,28 +32,17 @@ class FaultRecord:
         return record
 
 
+class _Records(dict[str, FaultRecord]):
+    """Records by type of device. Devices that cannot write to the memory of the host have none: None."""
+
+    def __missing__(self, device: str) -> FaultRecord | None:
+        if device == "cuda":
+            self[device] = FaultRecord(True)
+        return self.get(device)
+
+
 ON_CPU = FaultRecord(False)
-_records = {"cpu": ON_CPU}
-
-
-def record_for(tensor: Tensor) -> FaultRecord | None:
-    """Returns the record for an op on ``tensor``.
-
-    None where its device cannot write to the memory of the host, and for a tensor without values.
-    """
-    if type(tensor) is not Tensor:
-        return None
-    return ON_CPU if tensor.is_cpu else record_on(tensor.device)
-
-
-def record_on(device: torch.device) -> FaultRecord | None:
-    """Returns the record for ops on a device of the kind of ``device``; None where they cannot write to it."""
-    record = _records.get(device.type)
-    if record is None:
-        if device.type != "cuda" or torch.compiler.is_compiling():
-            return None
-        record = _records["cuda"] = FaultRecord(True)
-    return record
+RECORDS = _Records(cpu=ON_CPU)
 
 
 # Sums that this rank has sent where no host waits, by their number in this process: for those found wrong later.
@@ -90,7 +78,7 @@ def check_ranks() -> None:
 
 def raise_if_found() -> None:
     """Raises for what ops are known to have found wrong. Waits for no device."""
-    for record in _records.values():
+    for record in RECORDS.values():
         if record.kind.value:
             raise RuntimeError(found_text(record.take()))
 

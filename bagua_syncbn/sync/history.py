@@ -1,17 +1,24 @@
-"""History of calls: from what was said in a group so far, all its ranks predict the same next message."""
+"""History of calls: from what was said in a group so far, all its ranks predict the same next message.
+
+A rank that comes with another message sends a probe in its place.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from .. import ops
-from ..communicators import Communicator
-from ..torch_internals import group_named
-from .signatures import CallSignature, SharedOptions, describe_compiled, word_of
+from ..communicators import AsyncCollective, Communicator, TorchCommunicator
+from ..torch_internals import group_named, is_capturing
+from .signatures import CallSignature, describe_compiled, exact_bits, word_of
+
+_Value = TypeVar("_Value")
 
 
 class CallHistory:
@@ -38,7 +45,7 @@ class CallHistory:
         self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the hash with it
         self.next: tuple[CallSignature, int] | None = None  # entry of after_step for this place of a step
         self._after_call: dict[tuple[int, int], CallSignature] = {}
-        self._numbers: dict[int, tuple[ref[Any], int]] = {}
+        self._numbers: dict[int, tuple[Any, int]] = {}
         self._callers: Counter[str] = Counter()
 
     def expected(self) -> CallSignature | None:
@@ -75,16 +82,64 @@ class CallHistory:
         They are counted at their first calls, which all ranks make in the same order; what a rank has besides, and
         never calls here, does not count.
         """
-        key = id(caller)
-        known = self._numbers.get(key)
-        if known is None:
 
-            def forget(_: Any) -> None:
-                self._numbers.pop(key, None)
-
+        def count() -> int:
             self._callers[kind] += 1
-            known = self._numbers[key] = ref(caller, forget), self._callers[kind]
-        return known[1]
+            return self._callers[kind]
+
+        return _kept_with(caller, self._numbers, count)
+
+
+def can_probe(device: torch.device) -> bool:
+    return not (device.type == "cuda" and is_capturing())
+
+
+class Probe:
+    """A message as all ranks of a group expect it, that holds only the header of what this rank comes with."""
+
+    def __init__(
+        self, expected: CallSignature | None, speaker: int, call: int, communicator: Communicator, device: torch.device
+    ) -> None:
+        self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
+        self._size = communicator.size
+        fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
+        self._said = ops.parts_of(fingerprint) if self._is_sum else ops.words_of_row(speaker, call)
+        packed = torch.zeros(numel, dtype=dtype, device="cpu")
+        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
+        self.packed = packed.to(device)
+        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
+
+    def headers_in(self, answer: Tensor) -> list[list[float]]:
+        """Returns the header of each rank, where they can be told apart."""
+        return [] if self._is_sum else answer[:, -ops.WORDS :].tolist()
+
+    def is_unanimous(self, answer: Tensor) -> bool:
+        """Whether all ranks came with the same header."""
+        if self._is_sum:
+            return bool(answer[-ops.PARTS :].tolist() == [self._size * word for word in self._said])
+        return all(header == self._said for header in self.headers_in(answer))
+
+    def begin(self, communicator: TorchCommunicator) -> AsyncCollective:
+        """Sends it without waiting for the other ranks."""
+        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
+        return begin(self.packed)
+
+
+def _kept_with(owner: Any, values: dict[int, tuple[Any, _Value]], make: Callable[[], _Value]) -> _Value:
+    """Returns the value in ``values`` that is kept as long as ``owner``, by its id; makes it the first time."""
+    number = id(owner)
+    kept = values.get(number)
+    if kept is None:
+
+        def forget(_: Any) -> None:
+            values.pop(number, None)
+
+        try:
+            held: Any = ref(owner, forget)
+        except TypeError:  # a communicator of a class without weak references
+            held = owner
+        kept = values[number] = held, make()
+    return kept[1]
 
 
 # By the id of the group; those of communicators without a group share what was compiled.
@@ -98,29 +153,17 @@ def history_in(communicator: Communicator) -> CallHistory:
 
 
 def _history_of(group: Any) -> CallHistory:
-    number = id(group)
-    known = _histories.get(number)
-    if known is None:
-
-        def forget(_: Any) -> None:
-            _histories.pop(number, None)
-
-        try:
-            held: Any = ref(group, forget)
-        except TypeError:
-            held = group
-        history = CallHistory(set() if hasattr(group, "group_name") else _compiled_unnamed)
-        known = _histories[number] = held, history
-    return known[1]
+    is_named = hasattr(group, "group_name")
+    return _kept_with(group, _histories, lambda: CallHistory(set() if is_named else _compiled_unnamed))
 
 
-def note_compilation(group_name: str | None, kind: str, *constants: Any) -> None:
+def note_compilation(group_name: str | None, kind: str, *shared: Any) -> None:
     """Notes that a call with these shared options is compiled, by a layer of this kind, in the group of that name.
 
     Without a name it says so of all groups that have none.
     """
     word = word_of(kind)
-    describe_compiled(word, kind, SharedOptions.of_constants(*constants))
+    describe_compiled(word, kind, shared)
     compiled = _compiled_unnamed if group_name is None else _history_of(group_named(group_name)).compiled
     compiled.add(word)
 

@@ -3,7 +3,7 @@
 Backends end the process, or give values of no meaning, where sizes or kinds of collectives differ between ranks. So a
 rank sends only what its peers expect. The history of calls in a group is the same on all its ranks, and from that each
 predicts the same next message: what followed the last time (``history``). A rank that comes with a call of another
-message sends a probe in its place, of the expected kind and size, which holds only the header of its call (``probes``).
+message sends a probe in its place, of the expected kind and size, which holds only the header of its call.
 If all ranks came with that call, all know it now and its message goes next; else all know that they differ. In a loop
 that repeats its calls nothing is unexpected from the third round on, and not one collective is added.
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators import Communicator
+from .errors import by_text, codes_of, leave, resume
 from .faults import ON_CPU, FaultRecord, differ_text, found_text, number_of_sums, raise_if_found
-from .history import history_in
-from .probes import Probe, by_text, can_probe, codes_of, leave, resume
+from .history import CallHistory, Probe, can_probe
 from .signatures import CallSignature, describe, exact_bits
 
 
@@ -39,9 +39,11 @@ class RankSync:
 
     __slots__ = ("_exact_bits", "_history", "_record", "_signature", "communicator")
 
-    def __init__(self, signature: CallSignature, record: FaultRecord | None, communicator: Communicator) -> None:
+    def __init__(
+        self, signature: CallSignature, record: FaultRecord | None, communicator: Communicator, history: CallHistory
+    ) -> None:
         self._signature, self._record, self.communicator = signature, record, communicator
-        self._history, self._exact_bits = history_in(communicator), exact_bits(communicator.size)
+        self._history, self._exact_bits = history, exact_bits(communicator.size)
 
     def header(self) -> tuple[int, int]:
         """Returns who speaks in the forward pass, and the number of the call, as ``batch_norm_stats`` takes them."""

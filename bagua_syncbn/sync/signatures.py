@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
+
+# What all ranks have in common in a call: number of channels, whether it is in float64, whether statistics accumulate,
+# and the options but the activation. Flat, as torch.compile hands values to a function that it does not trace.
+SharedOptions: TypeAlias = tuple[float | str | None, ...]
 
 _Number = TypeVar("_Number")
 
@@ -44,33 +48,17 @@ def exact_bits(ranks: int) -> int:
     return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
 
 
-class SharedOptions(NamedTuple):
-    """Options, sizes and dtype that a call must have in common on all ranks."""
-
-    channels: int
-    is_double: bool
-    accumulates: bool
-    options: Options
-
-    def word(self, direction: int) -> int:
-        """Returns what stands for them in a header."""
-        return hash_of(direction, *self.constants()) % (ops.WORD - 1) + 1
-
-    def constants(self) -> tuple[float | str | None, ...]:
-        """Returns all without nesting, as torch.compile hands values to a function that it does not trace."""
-        return *self[:3], *self.options
-
-    @classmethod
-    def of_constants(cls, channels: int, is_double: bool, accumulates: bool, *options: Any) -> SharedOptions:
-        """The inverse of :meth:`constants`."""
-        return cls(channels, is_double, accumulates, Options._make(options))
-
-    def text(self) -> str:
-        values = [f"{self.channels} channels", "float64" if self.is_double else "float32"]
-        usual = Options(eps=-1, momentum=-1)  # these two are always said
-        options = zip(Options._fields, self.options, usual, strict=True)
-        values += [f"{name}={value}" for name, value, default in options if value != default]
-        return ", ".join([*values, "in accumulate_statistics"] if self.accumulates else values)
+def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
+    """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
+    eps, momentum, *others, _ = options
+    # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
+    if getattr(layer, "momentum", 0) is None:
+        momentum = None
+    numbers: Sequence[Any] = (input.size(1), eps, momentum)
+    if torch.compiler.is_compiling():
+        numbers = [as_number(number) for number in numbers]
+    channels, eps, momentum = numbers
+    return channels, input.dtype == torch.float64, accumulates, eps, momentum, *others
 
 
 def as_number(value: _Number) -> _Number:
@@ -78,19 +66,18 @@ def as_number(value: _Number) -> _Number:
     return next(iter({value}))
 
 
-def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
-    """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
-    options = _common(layer, options)
-    eps, momentum = as_number(options.eps), as_number(options.momentum)
-    options = options._replace(eps=eps, momentum=momentum, activation=None)
-    return SharedOptions(as_number(input.size(1)), input.dtype == torch.float64, accumulates, options)
+def word_of_options(shared: SharedOptions, direction: int) -> int:
+    """Returns what stands for options in a header."""
+    return hash_of(direction, *shared) % (ops.WORD - 1) + 1
 
 
-def _common(layer: nn.Module | None, options: Options) -> Options:
-    """Returns the options that all ranks have in common in a call of ``layer``."""
-    # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
-    averages = getattr(layer, "momentum", 0) is None
-    return options._replace(momentum=None) if averages else options
+def text_of_options(shared: SharedOptions) -> str:
+    channels, is_double, accumulates, *options = shared
+    values = [f"{channels} channels", "float64" if is_double else "float32"]
+    usual = Options(eps=-1, momentum=-1)[:-1]  # these two are always said
+    named = zip(Options._fields[:-1], options, usual, strict=True)
+    values += [f"{name}={value}" for name, value, default in named if value != default]
+    return ", ".join([*values, "in accumulate_statistics"] if accumulates else values)
 
 
 class CallSignature:
@@ -98,29 +85,14 @@ class CallSignature:
 
     Attributes:
         key: words for the layer, 0 where the call has none, and for the options.
-        speaker: both in one number.
         kind: word for the class of the model, or of a layer by itself.
-        compiled_speaker: what compiled code says in place of the speaker, which does not know the layer.
-        is_backward: whether it is a pass that follows a forward.
-        message: whether its message is a sum, else it is gathered; its size and dtype.
         text: the call for people, different wherever the key is.
+        message: whether its message is a sum, else it is gathered; its size and dtype.
+        is_backward: whether it is a pass that follows a forward.
+        speaker: both words of the key in one number.
+        compiled_speaker: what compiled code says in place of the speaker, which does not know the layer.
         backward, derivative: the calls that follow from it.
     """
-
-    __slots__ = (
-        "backward",
-        "compiled_speaker",
-        "derivative",
-        "is_backward",
-        "key",
-        "kind",
-        "message",
-        "speaker",
-        "text",
-    )
-
-    backward: CallSignature
-    derivative: CallSignature
 
     def __init__(
         self, key: tuple[int, int], kind: int, text: str, message: tuple[bool, int, torch.dtype], is_backward: bool
@@ -128,7 +100,8 @@ class CallSignature:
         self.key, self.kind, self.text, self.message, self.is_backward = key, kind, text, message, is_backward
         self.speaker = key[0] * ops.WORD + key[1]
         self.compiled_speaker = kind * ops.WORD + key[1]
-        self.backward = self.derivative = self
+        self.backward: CallSignature = self
+        self.derivative: CallSignature = self
 
 
 # By all that a signature is made of; and the texts of all calls of this rank, by key.
@@ -148,8 +121,8 @@ def signature_of(
     name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
     number = 0 if layer is None else number_of(model or layer, kind)
     caller = number, None if model is None else kind, name, type(layer)
-    adds_up = adds_up_stats(input, communicator)
-    call = caller, input.size(1), input.dtype, _common(layer, options), accumulates, adds_up
+    shared, adds_up = shared_options(layer, input, options, accumulates), adds_up_stats(input, communicator)
+    call = caller, shared, adds_up
     signature = _signatures.get(call)
     if signature is None:
         if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step
@@ -157,14 +130,13 @@ def signature_of(
             _texts.clear()
         speaker = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
         speaker = f"{speaker} #{number}" if number > 1 else speaker
-        shared = shared_options(layer, input, options, accumulates)
-        word, numel = 0 if layer is None else word_of(speaker), 2 * shared.channels
-        gathered = False, numel + 2 + ops.WORDS, torch.float64 if shared.is_double else torch.float32
+        word, numel = 0 if layer is None else word_of(speaker), 2 * input.size(1)
+        gathered = False, numel + 2 + ops.WORDS, torch.float64 if input.dtype == torch.float64 else torch.float32
         forward = (True, numel + ops.SUMMED_REST, torch.float64) if adds_up else gathered
         sums = True, numel + ops.PARTS, gathered[2]
         signature, backward, derivative = (
-            CallSignature((word, shared.word(way)), word_of(kind), text, sums if way else forward, way > 0)
-            for way, text in enumerate(f"{direction} of {speaker} ({shared.text()})" for direction in _DIRECTIONS)
+            CallSignature((word, word_of_options(shared, way)), word_of(kind), text, sums if way else forward, way > 0)
+            for way, text in enumerate(f"{what} of {speaker} ({text_of_options(shared)})" for what in _DIRECTIONS)
         )
         signature.backward = derivative.backward = backward
         signature.derivative = backward.derivative = derivative
@@ -202,7 +174,7 @@ def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:
 
 def describe_compiled(kind_word: int, kind: str, shared: SharedOptions) -> None:
     """Has :func:`describe` know a call of compiled code."""
-    _texts[kind_word, shared.word(0)] = f"compiled forward of a layer of {kind} ({shared.text()})"
+    _texts[kind_word, word_of_options(shared, 0)] = f"compiled forward of a layer of {kind} ({text_of_options(shared)})"
 
 
 def describe(header: Sequence[float]) -> str:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import LOCAL, Communicator
 from ..options import Options
-from .faults import record_for, record_on
+from .faults import RECORDS, differ_text
 from .history import history_in, note_compilation
 from .protocol import RankSync
 from .signatures import (
+    CallSignature,
     SharedOptions,
     adds_up_stats,
     as_number,
@@ -26,6 +27,7 @@ from .signatures import (
     shared_options,
     signature_of,
     word_of,
+    word_of_options,
 )
 
 
@@ -70,12 +72,12 @@ class CompiledSync(CompiledLocalSync):
     """Several ranks in a call that torch.compile traces: no sizes are agreed upon, and headers are constants."""
 
     def __init__(self, communicator: Communicator, kind: str, shared: SharedOptions, input: Tensor) -> None:
-        note_compilation(getattr(communicator, "name", None), kind, *shared.constants())
-        self.communicator, self._record = communicator, record_on(input.device)
+        note_compilation(getattr(communicator, "name", None), kind, *shared)
+        self.communicator, self._record = communicator, RECORDS.get(input.device.type)
         self._adds_up = adds_up_stats(input, communicator)
         speaker = word_of(kind) * ops.WORD
-        self._speaker = speaker + shared.word(0)
-        self._fingerprint = hash_of(speaker + shared.word(1), 0, 0) & exact_bits(communicator.size)
+        self._speaker = speaker + word_of_options(shared, 0)
+        self._fingerprint = hash_of(speaker + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
 
     def header(self) -> tuple[int | None, int]:
         return self._speaker, 0
@@ -118,6 +120,37 @@ def sync_of(
     if torch.compiler.is_compiling():
         shared = shared_options(layer, input, options, accumulates)
         return CompiledSync(communicator, kind_of(layer), shared, input)
-    number_of = history_in(communicator).number_of
-    signature = signature_of(layer, input, options, accumulates, communicator, number_of)
-    return RankSync(signature, record_for(input), communicator)
+    history = history_in(communicator)
+    signature = signature_of(layer, input, options, accumulates, communicator, history.number_of)
+    # A tensor without values has no record.
+    record = RECORDS[input.device.type] if type(input) is Tensor else None
+    return RankSync(signature, record, communicator, history)
+
+
+def sum_over_ranks(packed: Tensor, communicator: Communicator, what: str, module: nn.Module, details: str) -> Tensor:
+    """Returns the sum of ``packed`` (n), in float64, over the ranks of ``communicator``: the same bits on all of them.
+
+    It belongs to no layer. Ranks compare and name this message as they do those of layers.
+
+    Args:
+        packed: on the device of this rank's messages.
+        communicator: the ranks, which all make the call.
+        what: what it is for, and ``module``, for which model: what errors call it.
+        details: what all ranks have alike beside it.
+
+    Raises:
+        RuntimeError: the ranks make other calls, or with other models or details; or the collective failed.
+    """
+    if communicator.size == 1:
+        return packed
+    history = history_in(communicator)
+    number = history.number_of(module, f"{what} of {type(module).__name__}")
+    model = f"{type(module).__name__} #{number}" if number > 1 else type(module).__name__
+    counted, text = torch.cat([packed, packed.new_ones(1)]), f"{what} of {model} ({details})"
+    kind, message = word_of(f"{what} of {model}"), (True, counted.numel() + ops.PARTS, torch.float64)
+    signature = CallSignature((kind, word_of(text)), kind, text, message, False)
+    total = RankSync(signature, None, communicator, history).total(counted, history.number)
+    total, ranks = total.tensor_split([-1])
+    if ranks.item() != communicator.size:  # on devices for whose results no host waits elsewhere
+        raise RuntimeError(differ_text([f"this rank: {what} of {model}", "another rank: another call"]))
+    return total

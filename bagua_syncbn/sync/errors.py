@@ -1,4 +1,4 @@
-"""Probes: messages in place of an expected one, by which ranks find out that they come with other calls, or errors."""
+"""Errors of one rank: it tells its peers, in place of the message that they expect, and goes on if all have raised."""
 
 from __future__ import annotations
 
@@ -13,50 +13,15 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
-from ..torch_internals import NO_ERRORS, is_capturing, unseen_by_selective_checkpointing
+from ..torch_internals import NO_ERRORS, unseen_by_selective_checkpointing
 from .faults import differ_text
-from .history import CallHistory, history_in
-from .signatures import RAISED, CallSignature, describe, exact_bits, kind_of, name_of, word_of
+from .history import CallHistory, Probe, can_probe, history_in
+from .signatures import RAISED, describe, kind_of, name_of, word_of
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _TEXT = 480  # bytes in which a rank says what it does
-
-
-def can_probe(device: torch.device) -> bool:
-    return not (device.type == "cuda" and is_capturing())
-
-
-class Probe:
-    """A message as all ranks of a group expect it, that holds only the header of what this rank comes with."""
-
-    def __init__(
-        self, expected: CallSignature | None, speaker: int, call: int, communicator: Communicator, device: torch.device
-    ) -> None:
-        self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
-        self._size = communicator.size
-        fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
-        self._said = ops.parts_of(fingerprint) if self._is_sum else ops.words_of_row(speaker, call)
-        packed = torch.zeros(numel, dtype=dtype, device="cpu")
-        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
-        self.packed = packed.to(device)
-        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
-
-    def headers_in(self, answer: Tensor) -> list[list[float]]:
-        """Returns the header of each rank, where they can be told apart."""
-        return [] if self._is_sum else answer[:, -ops.WORDS :].tolist()
-
-    def is_unanimous(self, answer: Tensor) -> bool:
-        """Whether all ranks came with the same header."""
-        if self._is_sum:
-            return bool(answer[-ops.PARTS :].tolist() == [self._size * word for word in self._said])
-        return all(header == self._said for header in self.headers_in(answer))
-
-    def begin(self, communicator: TorchCommunicator) -> AsyncCollective:
-        """Sends it without waiting for the other ranks."""
-        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
-        return begin(self.packed)
 
 
 class PendingError(NamedTuple):
