@@ -148,8 +148,8 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
 _library.impl("exchange", _exchange_by_name, "CPU")
 
 
-_made: WeakKeyDictionary[Any, list[TorchCommunicator]] = WeakKeyDictionary()
-_making: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
+# For each group a lock, and the communicator once it is made.
+_made: WeakKeyDictionary[Any, tuple[Lock, list[TorchCommunicator]]] = WeakKeyDictionary()
 _finding = Lock()
 
 
@@ -160,11 +160,10 @@ def communicator_of(group: Any) -> TorchCommunicator:
         RuntimeError: rank 0 of the group did not answer within the time-out of the group.
     """
     with _finding:
-        lock = _making.setdefault(group, Lock())
+        lock, made = _made.setdefault(group, (Lock(), []))
     with lock:
-        made = _made.get(group)
-        if made is None:
-            made = _made[group] = [_make(group)]
+        if not made:
+            made.append(_make(group))
     return made[0]
 
 

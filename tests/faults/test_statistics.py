@@ -91,19 +91,16 @@ def run_row(name, first):
     return message
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ROWS)
-def test_ranks_that_do_not_agree_on_statistics_are_named(pool, name, ranks):
-    *others, odd = pool.run(run_row, ranks, name, False)
-    for message in others:
-        for told in ROWS[name][2]:
-            assert told in message
-    assert odd != "finished"
+FROM_THE_FIRST_CALL = "merges another model", "raises in its batches", "recalibrates while others merge"
 
 
-@pytest.mark.parametrize("name", ["merges another model", "raises in its batches", "recalibrates while others merge"])
-def test_ranks_that_do_not_agree_from_the_first_call_on_are_named(pool, name):
-    *others, odd = pool.run(run_row, 2, name, True)
+@pytest.mark.parametrize(("name", "ranks", "first"), [
+    *((name, 2, False) for name in ROWS),
+    *((name, 2, True) for name in FROM_THE_FIRST_CALL),
+    *(pytest.param(name, ranks, False, marks=pytest.mark.slow) for name in ROWS for ranks in (3, 4)),
+])  # fmt: skip
+def test_ranks_that_do_not_agree_on_statistics_are_named(pool, name, ranks, first):
+    *others, odd = pool.run(run_row, ranks, name, first)
     for message in others:
         for told in ROWS[name][2]:
             assert told in message
