@@ -153,8 +153,10 @@ def history_in(communicator: Communicator) -> CallHistory:
 
 
 def _history_of(group: Any) -> CallHistory:
-    is_named = hasattr(group, "group_name")
-    return _kept_with(group, _histories, lambda: CallHistory(set() if is_named else _compiled_unnamed))
+    def make() -> CallHistory:
+        return CallHistory(set() if hasattr(group, "group_name") else _compiled_unnamed)
+
+    return _kept_with(group, _histories, make)
 
 
 def note_compilation(group_name: str | None, kind: str, *shared: Any) -> None:

@@ -21,7 +21,7 @@ from ..options import Options
 
 # What all ranks have in common in a call: number of channels, whether it is in float64, whether statistics accumulate,
 # and the options but the activation. Flat, as torch.compile hands values to a function that it does not trace.
-SharedOptions: TypeAlias = tuple[float | str | None, ...]
+SharedOptions: TypeAlias = tuple[Any, ...]
 
 _Number = TypeVar("_Number")
 
@@ -54,10 +54,9 @@ def shared_options(layer: nn.Module | None, input: Tensor, options: Options, acc
     # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
     if getattr(layer, "momentum", 0) is None:
         momentum = None
-    numbers: Sequence[Any] = (input.size(1), eps, momentum)
+    channels = input.size(1)
     if torch.compiler.is_compiling():
-        numbers = [as_number(number) for number in numbers]
-    channels, eps, momentum = numbers
+        channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
     return channels, input.dtype == torch.float64, accumulates, eps, momentum, *others
 
 
