@@ -1,14 +1,8 @@
 """The protocol between ranks: no two of them ever send messages of different kinds or sizes without knowing it.
 
-Backends end the process, or give values of no meaning, where sizes or kinds of collectives differ between ranks. So a
-rank sends only what its peers expect. The history of calls in a group is the same on all its ranks, and from that each
-predicts the same next message: what followed the last time (``history``). A rank that comes with a call of another
-message sends a probe in its place, of the expected kind and size, which holds only the header of its call.
-If all ranks came with that call, all know it now and its message goes next; else all know that they differ. In a loop
-that repeats its calls nothing is unexpected from the third round on, and not one collective is added.
-
-Each message says who sends it (``signatures``). The ops that take it apart compare that, and note where ranks differ
-(``faults``).
+A rank sends only what its peers expect, as predicted from the ``history`` of the group, and a probe in place of another
+message. Each message says who sends it (``signatures``); the ops that read it note where ranks differ (``faults``). See
+"On the wire" in ``docs/design.md``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Signatures of calls: what ranks that make the same call have alike, in words for messages and in a text for people.
 
-What is gathered ends in a header of three small integers: the layer, by what errors call it; the options; and the
-number of the call in its group. In a sum headers would mix: there a fingerprint of them goes in three parts, each with
-its square. The ranks agree if and only if the mean of the squares is the square of the mean. In groups of many ranks
-statistics are a sum too, with the header in such parts.
+``ops/words.py`` has the layout of the words.
 """
 
 from __future__ import annotations
