@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, kMasked, kActivates>::r
     backward_elemt(Plan plan, const T* dy, const T* __restrict__ x, T* dx, BackwardElemtArguments arguments, Mask mask,
                    Act<A> act) {
   using Slots = Batch<Plan, W, kPairs<W>, kMasked>;
-  using Factors = std::conditional_t<kActivates, ShiftedGradientFactors<A>, GradientFactors<A>>;
+  using Own = std::conditional_t<kActivates, ShiftedGradientFactors<A>, GradientFactors<A>>;
   Slots batch(plan, true, mask);
   Loaded<T, W, kPairs<W>, Read::kLast> grads, values;
   const auto load = [&] {
@@ -38,11 +38,11 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, kMasked, kActivates>::r
   };
   load();
   const Agreement agreement(arguments, plan.channels);
-  Factors factors[Slots::kLanes];  // waited for together with the first batch
-  share_factors(factors, batch.walk, [&](int64_t c) { return Factors(arguments, plan.channels, c); });
+  Own factors[Slots::kLanes];  // waited for together with the first batch
+  share_factors(factors, batch.walk, [&](int64_t c) { return Own(arguments, plan.channels, c); });
   if (!agreement.holds()) {  // no gradient survives this
 #pragma unroll
-    for (Factors& each : factors) each.scale = static_cast<A>(NAN);
+    for (Own& each : factors) each.scale = static_cast<A>(NAN);
   }
   while (batch.any) {
 #pragma unroll(Traits<T, W, kMasked, kActivates>::kUnroll)
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, kMasked, kActivates>::r
       }
 #pragma unroll
       for (int w = 0; w < W; ++w) {
-        const Factors& own = factors[w % Slots::kLanes];
+        const Own& own = factors[w % Slots::kLanes];
         const A dy_value = widen(dy_slot.values[w]), x_value = widen(x_slot.values[w]);
         g[w] = kActivates ? g[w] * dy_value : dy_value;
         g[w] = kMasked && !slot.counts(w) ? g[w] * own.scale : own.gradient(g[w], x_value);

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, kActivates>::resi
                     const T* residual, Act<A> act, Scratch scratch) {
   using Slots = Batch<Plan, W, kPairs<W>>;
   constexpr bool kAddsUp = Traits<T, W, Plan, kActivates>::kAddsUp;
-  using Factors = std::conditional_t<kActivates, NormalizeFactors<A>, Center<A>>;
+  using Own = std::conditional_t<kActivates, NormalizeFactors<A>, Center<A>>;
   constexpr int kLanes = Slots::kLanes;
   Slots batch(plan, false);
   Loaded<T, W, kPairs<W>, Read::kAgain> grads, values, residuals;
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, kActivates>::resi
     batch.read_mask();
   };
   load();
-  Factors factors[kLanes] = {};  // waited for together with the first batch
-  share_factors(factors, batch.walk, [&](int64_t c) { return Factors(arguments, c); });
+  Own factors[kLanes] = {};  // waited for together with the first batch
+  share_factors(factors, batch.walk, [&](int64_t c) { return Own(arguments.factors, c); });
   Sums<A> sums[kLanes] = {};
   while (batch.any) {
     Sums<A> added[kLanes] = {};

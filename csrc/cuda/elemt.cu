@@ -23,8 +23,7 @@ struct Traits {
 // Without an activation, `residual` and `act` are not used.
 template <typename T, int W, typename Plan, bool kActivates, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, Traits<T, W, kActivates>::kResident)
-    elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, ElemtArguments arguments, const T* residual,
-          Act<A> act) {
+    elemt(Plan plan, const T* __restrict__ x, T* __restrict__ y, Factors tensors, const T* residual, Act<A> act) {
   constexpr int kCount = Traits<T, W, kActivates>::kCount;
   using Slots = Batch<Plan, W, kCount>;
   Slots batch(plan, true);
@@ -36,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, kActivates>::kResident)
   };
   load();
   NormalizeFactors<A> factors[Slots::kLanes];  // waited for together with the first batch
-  share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(arguments, c); });
+  share_factors(factors, batch.walk, [&](int64_t c) { return NormalizeFactors<A>(tensors, c); });
   while (batch.any) {
 #pragma unroll(Traits<T, W, kActivates>::kUnroll)
     for (int u = 0; u < kCount; ++u) {
@@ -60,11 +59,11 @@ struct Elemt {
 
 }  // namespace
 
-const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
+const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors,
                   const Options& options, Stream stream) {
   const auto tensors = {x, static_cast<const void*>(y), options.residual == nullptr ? x : options.residual};
   const auto start = [&](auto op) {
-    return launch_elementwise<decltype(op)>(dtype, g, tensors, stream, x, y, arguments, options.residual, options.act);
+    return launch_elementwise<decltype(op)>(dtype, g, tensors, stream, x, y, factors, options.residual, options.act);
   };
   return options.act.code != 0 || options.residual != nullptr ? start(Elemt<true>()) : start(Elemt<false>());
 }

@@ -12,8 +12,7 @@ struct Center {
   A mean;
 
   Center() = default;
-  template <typename Arguments>
-  __device__ __forceinline__ Center(const Arguments& arguments, int64_t c) : mean(read_channel<A>(arguments.mean, c)) {}
+  __device__ __forceinline__ Center(const Factors& factors, int64_t c) : mean(read_channel<A>(factors.mean, c)) {}
 };
 
 template <typename A>
@@ -21,14 +20,12 @@ struct NormalizeFactors {
   A mean, scale, shift;
 
   NormalizeFactors() = default;
-  // `arguments` of any op that has these four.
-  template <typename Arguments>
-  __device__ __forceinline__ NormalizeFactors(const Arguments& arguments, int64_t c) {
-    const ChannelValue loaded_mean = load_channel(arguments.mean, c), invstd = load_channel(arguments.invstd, c);
-    const ChannelValue weight = load_channel(arguments.weight, c), bias = load_channel(arguments.bias, c);
+  __device__ __forceinline__ NormalizeFactors(const Factors& factors, int64_t c) {
+    const ChannelValue loaded_mean = load_channel(factors.mean, c), invstd = load_channel(factors.invstd, c);
+    const ChannelValue weight = load_channel(factors.weight, c), bias = load_channel(factors.bias, c);
     mean = loaded_mean.as<A>();
-    scale = invstd.as<A>() * (arguments.weight.data == nullptr ? A(1) : weight.as<A>());
-    shift = arguments.bias.data == nullptr ? A(0) : bias.as<A>();
+    scale = invstd.as<A>() * (factors.weight.data == nullptr ? A(1) : weight.as<A>());
+    shift = factors.bias.data == nullptr ? A(0) : bias.as<A>();
   }
   __device__ __forceinline__ A normalize(A value) const { return (value - mean) * scale + shift; }
 };
@@ -69,14 +66,15 @@ struct GradientFactors {
 
   GradientFactors() = default;
   __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c) {
-    const ChannelValue loaded_mean = load_channel(arguments.mean, c), loaded_invstd = load_channel(arguments.invstd, c);
+    const Factors& factors = arguments.factors;
+    const ChannelValue loaded_mean = load_channel(factors.mean, c), loaded_invstd = load_channel(factors.invstd, c);
     const ChannelValue sum_dy = load_channel(arguments.sums, c), dy_xmu = load_channel(arguments.sums, channels + c);
-    const ChannelValue weight = load_channel(arguments.weight, c);
+    const ChannelValue weight = load_channel(factors.weight, c);
     const A inverse_count = A(1) / static_cast<A>(*arguments.count), invstd = loaded_invstd.as<A>();
     mean = loaded_mean.as<A>();
     mean_dy = sum_dy.as<A>() * inverse_count;
     projection = dy_xmu.as<A>() * inverse_count * invstd * invstd;
-    scale = invstd * (arguments.weight.data == nullptr ? A(1) : weight.as<A>());
+    scale = invstd * (factors.weight.data == nullptr ? A(1) : weight.as<A>());
   }
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
 };
@@ -89,9 +87,9 @@ struct ShiftedGradientFactors : GradientFactors<A> {
   ShiftedGradientFactors() = default;
   __device__ __forceinline__ ShiftedGradientFactors(const BackwardElemtArguments& arguments, int64_t channels,
                                                     int64_t c) {
-    const ChannelValue bias = load_channel(arguments.bias, c);
+    const ChannelValue bias = load_channel(arguments.factors.bias, c);
     static_cast<GradientFactors<A>&>(*this) = GradientFactors<A>(arguments, channels, c);
-    shift = arguments.bias.data == nullptr ? A(0) : bias.as<A>();
+    shift = arguments.factors.bias.data == nullptr ? A(0) : bias.as<A>();
   }
   __device__ __forceinline__ A normalize(A value) const { return (value - this->mean) * this->scale + shift; }
 };
@@ -126,7 +124,7 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
   static_cast<A*>(arguments.sums)[channels + c] = static_cast<A>(sums.second);
   if (c == 0) pack_words(static_cast<A*>(arguments.sums) + 2 * channels, arguments.words);
   write_channel(arguments.grad_bias, c, sums.first);
-  write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.invstd, c));
+  write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.factors.invstd, c));
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -14,7 +14,7 @@ namespace bagua_syncbn::cuda {
 namespace {
 
 // Ranks whose values a thread loads at once.
-constexpr int kAtOnce = 8;
+constexpr int kRanksAtOnce = 8;
 // Threads of a block where there are several: few, so that many multiprocessors share the arithmetic in double.
 constexpr int kFewThreads = 64;
 
@@ -58,11 +58,11 @@ struct Ranks {
   // Calls add(share, mean, variance) for channel `c` of each rank; with zeros if there is no such channel.
   template <typename Add>
   __device__ __forceinline__ void each(int64_t c, const Add& add) const {
-    for (int begin = 0; begin < number; begin += kAtOnce) {
-      A means[kAtOnce], vars[kAtOnce];
+    for (int begin = 0; begin < number; begin += kRanksAtOnce) {
+      A means[kRanksAtOnce], vars[kRanksAtOnce];
       const A* row = rows + begin * row_size + c;
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u, row += row_size) {
+      for (int u = 0; u < kRanksAtOnce; ++u, row += row_size) {
         const bool there = begin + u < number && c < channels;
         means[u] = there ? row[0] : A(0);
         vars[u] = there ? row[channels] : A(0);
@@ -70,7 +70,7 @@ struct Ranks {
       const int rank = begin + thread_index() % kWarp;
       const double share = rank < number ? static_cast<double>(valid ? count(rank) : 1) * inverse : 0;
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
+      for (int u = 0; u < kRanksAtOnce; ++u) {
         add(__shfl_sync(kAllLanes, share, u), static_cast<double>(means[u]), static_cast<double>(vars[u]));
       }
     }

@@ -104,44 +104,40 @@ struct Options {
   Act<double> act{};
 };
 
-// `weight` and `bias` may be null; the factors can be of any dtype.
-struct ElemtArguments {
+// The factors of the three ops below, of any dtype; `weight` and `bias` may be null. Backward reads `bias` for an
+// activation only, and backward_reduce `weight`.
+struct Factors {
   PerChannel mean;
   PerChannel invstd;
   PerChannel weight;
   PerChannel bias;
 };
-const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const ElemtArguments& arguments,
+
+const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors,
                   const Options& options, Stream stream);
 
 // `sums`: 2 * channels + words values of the accumulate dtype.
 struct BackwardReduceArguments {
-  PerChannel mean;
-  PerChannel invstd;
+  Factors factors;
   void* sums;
   PerChannel grad_weight;
   PerChannel grad_bias;
   Words words;
-  PerChannel weight;  // this and `bias` are read for the activation only
-  PerChannel bias;
 };
 // `grad` gets g = dy * act'(z), unless it is null.
 const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
                             const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
                             Stream stream);
 
-// `weight` may be null; `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
+// `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
 struct BackwardElemtArguments {
-  PerChannel mean;
-  PerChannel invstd;
-  PerChannel weight;
+  Factors factors;
   PerChannel sums;
   const int64_t* count;
   int64_t words;
   int64_t ranks;
   int64_t call;
   int64_t* fault;
-  PerChannel bias;  // read for the activation only
 };
 // Without a residual. `dx` may be `dy`. `mask`: as for `stats`, and without an activation; where a position does not
 // count, `dx` is dy * invstd * weight.

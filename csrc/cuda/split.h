@@ -131,16 +131,13 @@ struct Interleaved {
 
 enum class Pass { kReduction, kElementwise };
 
-constexpr int64_t most_blocks(Pass pass) {
-  return pass == Pass::kReduction ? kReduceBlocks : kElementBlocks;
-}
-
 // Returns the number of parts of each of `units` channels or tiles, where a thread of a single part has `slots` slots.
 inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, Pass pass) {
   const int64_t least = width == 1 ? kBatch : kBatch / 2;  // a batch of two tensors
   const int64_t several = slots / kFewestSlots;
   const int64_t fill = std::min(slots / least, ceil_div(kFewBlocks, units));
-  return std::max<int64_t>(1, std::min(most_blocks(pass) / units, std::max(several, fill)));
+  const int64_t most = pass == Pass::kReduction ? kReduceBlocks : kElementBlocks;
+  return std::max<int64_t>(1, std::min(most / units, std::max(several, fill)));
 }
 
 // Whether 16 bytes at a time can be loaded from all of these. Planar rows may begin anywhere, if in all tensors alike.
@@ -183,13 +180,6 @@ inline bool fits(const Interleaved& plan) {
   return ceil_div(plan.height, plan.parts) < kMost;
 }
 
-// Returns the number of parts of a tile that takes the least time. A part takes a round for each of its batches; the
-// last block merges kPartialsAtOnce parts in each of its `groups` of threads in half the time of a round.
-inline int64_t parts_worth_merging(int64_t batches, int64_t groups) {
-  return std::max<int64_t>(
-      1, static_cast<int64_t>(std::sqrt(static_cast<double>(2 * kPartialsAtOnce * groups * batches))));
-}
-
 inline Interleaved split_interleaved(const Geometry& g, int64_t width, Pass pass) {
   Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
   const int64_t slots = ceil_div(g.channels, width);
@@ -201,8 +191,11 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, Pass pass
   const int64_t slots_of_thread = plan.height / plan.rows;
   plan.parts = parts_of(plan.tiles, slots_of_thread, width, pass);
   if (pass == Pass::kReduction) {
-    const int64_t worth = parts_worth_merging(slots_of_thread / kBatch, threads / (plan.columns * width));
-    plan.parts = std::min({plan.parts, worth, std::max<int64_t>(1, kReduceRowBlocks / plan.tiles)});
+    // The number of parts that takes the least time: a part takes a round for each of its batches; the last block
+    // merges kPartialsAtOnce parts in each of its groups of threads in half the time of a round.
+    const int64_t batches = slots_of_thread / kBatch, groups = threads / (plan.columns * width);
+    const auto quickest = static_cast<int64_t>(std::sqrt(static_cast<double>(2 * kPartialsAtOnce * groups * batches)));
+    plan.parts = std::max<int64_t>(1, std::min({plan.parts, quickest, kReduceRowBlocks / plan.tiles}));
   }
   plan.sharing = {plan.height, plan.parts, plan.rows, pass == Pass::kReduction && plan.height < kMost};
   plan.step = plan.sharing.step * plan.channels;

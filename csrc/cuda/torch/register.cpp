@@ -25,7 +25,8 @@ DType dtype_of(const Tensor& tensor) {
 // A per-channel argument: contiguous, and alive until the kernel is launched. Null if there is none.
 class PerChannelTensor {
  public:
-  explicit PerChannelTensor(const std::optional<Tensor>& tensor)
+  PerChannelTensor(const Tensor& tensor) : tensor_(dense(tensor)) {}
+  PerChannelTensor(const std::optional<Tensor>& tensor)
       : tensor_(tensor ? std::optional(dense(*tensor)) : std::nullopt) {}
 
   operator PerChannel() const {
@@ -38,6 +39,13 @@ class PerChannelTensor {
 
  private:
   std::optional<Tensor> tensor_;
+};
+
+// The factors of an op.
+struct FactorTensors {
+  PerChannelTensor mean, invstd, weight, bias;
+
+  operator Factors() const { return {mean, invstd, weight, bias}; }
 };
 
 // The epilogue, whose tensors outlive this.
@@ -111,9 +119,9 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
   const std::optional<Tensor> added = laid_out_like(residual, laid);
   Tensor output = allocate_like(laid.tensor);
   if (input.numel() == 0) return with_strides_of(output, laid, input);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
-  check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry,
-                   {means, invstds, weights, biases}, options_of(added, activation, parameter), context.stream()));
+  const FactorTensors factors{mean, invstd, weight, bias};
+  check_cuda(elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input), laid.geometry, factors,
+                   options_of(added, activation, parameter), context.stream()));
   return with_strides_of(output, laid, input);
 }
 
@@ -138,18 +146,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   const Tensor dy = laid_out_like(grad_output, laid);
   const std::optional<Tensor> added = laid_out_like(residual, laid);
   const std::optional<Tensor> g = laid_out_like(grad, laid);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), biases(bias);
+  const FactorTensors factors{mean, invstd, weight, bias};
   Tensor sums = allocate_vector(width + words.count, accumulate, input);
   Tensor grad_weight = allocate_vector(channels, parameters, input);
   Tensor grad_bias = allocate_vector(channels, parameters, input);
-  const BackwardReduceArguments arguments{means,
-                                          invstds,
+  const BackwardReduceArguments arguments{factors,
                                           sums.mutable_data_ptr(),
                                           {grad_weight.mutable_data_ptr(), dtype_of(grad_weight)},
                                           {grad_bias.mutable_data_ptr(), dtype_of(grad_bias)},
-                                          words,
-                                          weights,
-                                          biases};
+                                          words};
   check_cuda(backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), g ? g->mutable_data_ptr() : nullptr,
                              dtype_of(input), laid.geometry, arguments, options_of(added, activation, parameter),
                              context, context.stream()));
@@ -169,17 +174,11 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   const Context context(input);
   const Tensor dy = laid_out_like(grad_output, laid);
   Tensor grad_input = into ? laid_out_like(*into, laid) : allocate_like(laid.tensor);
-  const PerChannelTensor means(mean), invstds(invstd), weights(weight), totals(sums), biases(bias);
-  const BackwardElemtArguments arguments{means,
-                                         invstds,
-                                         weights,
-                                         totals,
-                                         static_cast<const int64_t*>(count.const_data_ptr()),
-                                         sums.numel() - 2 * laid.geometry.channels,
-                                         ranks,
-                                         call,
-                                         record_of(fault),
-                                         biases};
+  const FactorTensors factors{mean, invstd, weight, bias};
+  const PerChannelTensor totals(sums);
+  const int64_t words = sums.numel() - 2 * laid.geometry.channels;
+  const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
+  const BackwardElemtArguments arguments{factors, totals, number, words, ranks, call, record_of(fault)};
   if (input.numel() > 0) {
     check_cuda(backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), grad_input.mutable_data_ptr(),
                               dtype_of(input), laid.geometry, arguments, where ? &*where : nullptr,
