@@ -166,7 +166,9 @@ inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input,
 }
 
 // `mask`: bool, one for each position of `input` (N, C, *); or int64, lengths (N).
-inline Mask mask_of(const Tensor& mask, const Tensor& input) {
+inline std::optional<Mask> mask_of(const std::optional<Tensor>& positions, const Tensor& input) {
+  if (!positions) return std::nullopt;
+  const Tensor& mask = *positions;
   check_device(mask, "mask", input);
   int64_t inner = 1;
   for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
@@ -174,17 +176,13 @@ inline Mask mask_of(const Tensor& mask, const Tensor& input) {
   const ScalarType dtype = scalar_type(mask);
   const void* data = mask.const_data_ptr();
   if (dtype == ScalarType::Bool && mask.numel() == batch * inner && mask.is_contiguous()) {
-    return {static_cast<const uint8_t*>(data), nullptr, inner, length};
+    return Mask{static_cast<const uint8_t*>(data), nullptr, inner, length};
   }
   if (dtype == ScalarType::Long && mask.numel() == batch && mask.is_contiguous() && input.dim() > 2) {
-    return {nullptr, static_cast<const int64_t*>(data), inner, length};
+    return Mask{nullptr, static_cast<const int64_t*>(data), inner, length};
   }
   refuse("mask", "a contiguous bool (N, *), or int64 lengths (N) for an input (N, C, *, L)", dtype, " ",
          sizes_of(mask));
-}
-
-inline std::optional<Mask> mask_of(const std::optional<Tensor>& mask, const Tensor& input) {
-  return mask ? std::optional(mask_of(*mask, input)) : std::nullopt;
 }
 
 // A mask, and an activation, for the gradient of the input.

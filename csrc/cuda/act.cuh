@@ -1,4 +1,4 @@
-// What kernels that activate do besides: act(z) or act'(z), where z = (x - mean) * invstd * weight + bias + residual.
+// Activations: act(z) and act'(z), where z = (x - mean) * invstd * weight + bias + residual.
 //
 // One kernel for each dtype, width and layout computes all activations: it branches once for all values of a slot,
 // after all loads of a batch. A kernel for each activation would be as fast, in ten times the machine code.

@@ -70,6 +70,16 @@ def test_one_rank_over_nccl(nccl, dtype, layout, momentum):
     check_steps(layer, steps, *take(layer, steps))
 
 
+def test_what_waits_is_counted():
+    """Else the next test could not find a wait."""
+    ones = torch.ones(3, device="cuda")
+    counted = count(trace(lambda: ones.sum().item(), torch.cuda.synchronize))
+    if not counted["runtime"]:
+        pytest.skip("torch's profiler does not see the device here")
+    assert (counted["kernels"], counted["copies"], counted["fills"]) == (1, 1, 0), counted
+    assert counted["waits"] >= 1, counted
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (4, 8, 56, 56)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -17,7 +17,6 @@ from bagua_syncbn.ops import activation_of, agreement, aten
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
 from tests.helpers.tolerances import DTYPES
-from tests.helpers.traced import count, trace
 from tests.ops.test_values import TABLE
 
 pytestmark = pytest.mark.gpu
@@ -212,41 +211,3 @@ def test_the_first_use_of_a_stream_may_be_in_a_graph(reductions):
         graph.replay()
         again = reduce()
     check_all([captured, eager, again], expected)
-
-
-def test_what_waits_is_counted():
-    """Else to find no wait in the tests that count them would mean nothing."""
-    ones = torch.ones(3, device="cuda")
-    counted = count(trace(lambda: ones.sum().item(), torch.cuda.synchronize))
-    if not counted["runtime"]:
-        pytest.skip("torch's profiler does not see the device here")
-    assert (counted["kernels"], counted["copies"], counted["fills"]) == (1, 1, 0), counted
-    assert counted["waits"] >= 1, counted
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (16, 64, 56, 56)])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_each_op_is_one_launch_and_does_not_wait(shape, layout):
-    input, grad_output = tensors(shape, torch.float16, layout)
-    ones = torch.ones(input.size(1), device="cuda")
-    packed = ops.batch_norm_stats(input)[None]
-    counter, running = torch.tensor(0, device="cuda"), (ones.clone(), ones.clone())
-    sums = ones.repeat(2)
-    calls = [
-        lambda: ops.batch_norm_stats(input),
-        lambda: ops.batch_norm_gather_stats(packed, *running, counter, None, 1e-5),
-        lambda: ops.batch_norm_elemt(input, ones, ones, ones, ones),
-        lambda: ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones),
-        lambda: ops.batch_norm_backward_elemt(grad_output, input, ones, ones, ones, sums, counter),
-    ]
-    for call in calls:
-        call()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        counted = count(trace(call, torch.cuda.synchronize))
-        if not counted["runtime"]:
-            pytest.skip("torch's profiler does not see the device here")
-        assert (counted["kernels"], counted["copies"], counted["fills"], counted["waits"]) == (1, 0, 0, 0), counted

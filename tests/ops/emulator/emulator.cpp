@@ -94,12 +94,14 @@ void fail(const std::string& what) {
   }
 }
 
-void switch_to_fiber(Fiber& fiber) {
+// Saves this stack in `*from` and goes on with `to`, whose memory is `stack`. `ends`: nobody returns to this one.
+void switch_to(void** from, void* to, [[maybe_unused]] const void* stack, [[maybe_unused]] size_t size,
+               [[maybe_unused]] bool ends) {
 #if defined(__SANITIZE_ADDRESS__)
   void* fake = nullptr;
-  __sanitizer_start_switch_fiber(&fake, fiber.stack, kStack);
+  __sanitizer_start_switch_fiber(ends ? nullptr : &fake, stack, size);
 #endif
-  switch_stack(&scheduler, fiber.context);
+  switch_stack(from, to);
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #endif
@@ -107,14 +109,7 @@ void switch_to_fiber(Fiber& fiber) {
 
 void switch_to_scheduler() {
   Fiber& fiber = fibers[running];
-#if defined(__SANITIZE_ADDRESS__)
-  void* fake = nullptr;
-  __sanitizer_start_switch_fiber(fiber.state == State::kDone ? nullptr : &fake, scheduler_stack, scheduler_stack_size);
-#endif
-  switch_stack(&fiber.context, scheduler);
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#endif
+  switch_to(&fiber.context, scheduler, scheduler_stack, scheduler_stack_size, fiber.state == State::kDone);
 }
 
 void run_fiber() {
@@ -190,7 +185,7 @@ void run_block(size_t worker, unsigned block, dim3 threads) {
     running = ready.back();
     ready.pop_back();
     place.thread = fibers[running].index;
-    switch_to_fiber(fibers[running]);
+    switch_to(&scheduler, fibers[running].context, fibers[running].stack, kStack, false);
     if (at_barrier == fibers.size()) {
       at_barrier = 0;
       for (size_t i = 0; i < fibers.size(); ++i) release(i);
