@@ -315,6 +315,15 @@ def test_parameters_may_change_before_backward():
     assert torch.equal(torch.autograd.grad(loss, output)[0], *expected)
 
 
+def test_zeros_at_masked_positions_are_recomputed():
+    layer, mask = SyncBatchNorm(3), torch.arange(5) < 3
+    input, factor = (torch.randn(4, 3, 5, requires_grad=True) for _ in range(2))
+    with recompute_outputs():
+        output = layer(input, mask=mask, zero_masked=True)
+        (output * factor).sum().backward()
+    assert torch.equal(factor.grad, output)
+
+
 def test_transforms_of_functions_have_no_hooks():
     model = recompute_outputs(nn.Sequential(SyncBatchNorm(4, track_running_stats=False), nn.SiLU()))
     batch = torch.randn(5, 4)
