@@ -87,9 +87,19 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
             if tensor is not None and tensor.stride(0) == 0 and tensor.size(0) > 1:
                 raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
     if num_batches_tracked is not None:
-        _check_counter(num_batches_tracked, input, is_traced)
+        _check_is_beside("num_batches_tracked", num_batches_tracked, input)
+        dtype = num_batches_tracked.dtype
+        if dtype.is_complex or dtype == torch.bool:
+            raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {dtype}")
+        if not is_traced and num_batches_tracked.numel() != 1:
+            raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
     if residual is not None:
-        _check_residual(residual, input, is_traced)
+        _check_is_beside("residual", residual, input)
+        if residual.dtype != input.dtype:
+            raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
+        if not is_traced and residual.size() != input.size():
+            size = list(residual.size())
+            raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {size}")
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -141,22 +151,6 @@ def _check_vector(name: str, tensor: Tensor, input: Tensor, layer: nn.Module | N
         raise RuntimeError(
             f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
         )
-
-
-def _check_counter(num_batches_tracked: Tensor, input: Tensor, is_traced: bool) -> None:
-    _check_is_beside("num_batches_tracked", num_batches_tracked, input)
-    if num_batches_tracked.is_complex() or num_batches_tracked.dtype == torch.bool:
-        raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {num_batches_tracked.dtype}")
-    if not is_traced and num_batches_tracked.numel() != 1:
-        raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
-
-
-def _check_residual(residual: Tensor, input: Tensor, is_traced: bool) -> None:
-    _check_is_beside("residual", residual, input)
-    if residual.dtype != input.dtype:
-        raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
-    if not is_traced and residual.size() != input.size():
-        raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {list(residual.size())}")
 
 
 def _check_is_beside(name: str, tensor: Tensor, input: Tensor) -> None:

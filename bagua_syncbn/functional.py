@@ -233,15 +233,10 @@ def _moved_buffers(buffers: ops.Buffers, options: Options, layer: nn.Module | No
         return ops.NO_BUFFERS  # num_batches_tracked counts batches of running statistics, so it goes too
     if options.momentum is None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    return buffers._replace(accumulator=_accumulator_of(layer, buffers.running_mean))
-
-
-def _accumulator_of(layer: nn.Module | None, running_mean: Tensor) -> ops.StatisticsAccumulator | None:
-    """Returns the accumulator of ``layer`` within accumulate_statistics; None elsewhere."""
     accumulator: ops.StatisticsAccumulator | None = getattr(layer, "_accumulator", None)
     if accumulator is None:
-        return None
-    if running_mean is not getattr(layer, "running_mean", None):
+        return buffers
+    if buffers.running_mean is not getattr(layer, "running_mean", None):
         raise RuntimeError(
             "running_mean: expected the buffer of the layer within accumulate_statistics, which moves it at its end; "
             "got another tensor"
@@ -251,7 +246,7 @@ def _accumulator_of(layer: nn.Module | None, running_mean: Tensor) -> ops.Statis
             "accumulate_statistics: expected no capture of a CUDA graph, whose replays it does not see; capture "
             "outside of it"
         )
-    return accumulator
+    return buffers._replace(accumulator=accumulator)
 
 
 @functools.cache

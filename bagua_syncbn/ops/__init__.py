@@ -59,7 +59,7 @@ from .masking import Masking, of_positions
 from .moments import SUMMED_REST, Moments, add_up_stats
 from .native import KERNELS, prefer_native, raise_torchs, recompute_is_cheaper
 from .running_stats import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
-from .words import PARTS, WORD, WORDS, parts_of, words_of_row
+from .words import PARTS, WORD, WORDS, parts_of
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default

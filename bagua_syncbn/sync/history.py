@@ -103,7 +103,7 @@ class Probe:
         self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
         self._size = communicator.size
         fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
-        self._said = ops.parts_of(fingerprint) if self._is_sum else ops.words_of_row(speaker, call)
+        self._said = ops.parts_of(fingerprint) if self._is_sum else [*divmod(speaker, ops.WORD), call]
         packed = torch.zeros(numel, dtype=dtype, device="cpu")
         packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
         self.packed = packed.to(device)
