@@ -27,14 +27,10 @@ from ..timing import Workload, time_workload
 from . import ops
 from .ops import cases  # noqa: F401 - the same inputs
 
-# A step that did nothing but move the bytes of each op once would take as long as so many copies.
-_COPIES = sum(ops.MOVED.values()) / ops.COPY_MOVES
-
 
 def make(shape: Shape, layout: str) -> tuple[Workload, str]:
     """Returns the workload, and what has computed ours."""
     x, dy = make_batch(shape, layout).requires_grad_(), make_batch(shape, layout)
-    copy, source = torch.empty_like(dy), x.detach()
     weight, bias = torch.ones(shape[1], requires_grad=True), torch.zeros(shape[1], requires_grad=True)
     running_mean, running_var = torch.zeros(shape[1]), torch.ones(shape[1])
 
@@ -44,11 +40,7 @@ def make(shape: Shape, layout: str) -> tuple[Workload, str]:
         torch.autograd.grad(y, (x, weight, bias), dy)
         return type(y.grad_fn).__name__
 
-    workload: Workload = {
-        "ours": lambda: step(bagua_syncbn.sync_batch_norm),
-        "torch": lambda: step(F.batch_norm),
-        "copy": lambda: copy.copy_(source),
-    }
+    workload: Workload = {"ours": lambda: step(bagua_syncbn.sync_batch_norm), "torch": lambda: step(F.batch_norm)}
     path = "F.batch_norm" if step(bagua_syncbn.sync_batch_norm) == step(F.batch_norm) else "ops"
     return workload, path
 
@@ -61,14 +53,13 @@ def measure(shape: Shape, layout: str, threads: int, job: dict[str, Any]) -> Cas
 
 
 def local_table(results: Results) -> str:
-    """A step of one process over that of F.batch_norm: median (minimum; quartiles). The floor is to move its bytes."""
+    """A step of one process over that of F.batch_norm: median (minimum; quartiles)."""
 
     def row(case: Case) -> list[str]:
-        floor = f"{median(ratios(case, 'copy', 'torch', _COPIES)):.2f}"
         times = [milliseconds(case, name) for name in ("ours", "torch")]
-        return [*input_of(case), case["path"], spread(ratios(case, "ours", "torch")), floor, *times]
+        return [*input_of(case), case["path"], spread(ratios(case, "ours", "torch")), *times]
 
-    header = ["input", "layout", "threads", "computed by", "ours / torch", "floor / torch", "ours, ms", "torch, ms"]
+    header = ["input", "layout", "threads", "computed by", "ours / torch", "ours, ms", "torch, ms"]
     return table(header, map(row, of_section(results, "local")))
 
 
@@ -86,15 +77,14 @@ def process_table(results: Results) -> str:
             f"step / `F.batch_norm`, {what}",
             len(chosen),
             across_cases([median(ratios(case, "ours", "torch")) for case in chosen]),
-            across_cases([median(ratios(case, "copy", "torch", _COPIES)) for case in chosen]),
         ]
         for what, chosen in kinds.items()
         if chosen
     ]
     if alone := of_section(results, "ops"):
         copied = [median(ops.copy_ratios(case, op)) for case in alone for op in ops.MOVED]
-        rows.insert(0, ["each op / copying as many bytes", len(alone), across_cases(copied), ""])
-    return table(["", "inputs", "ratio", "floor / `F.batch_norm`"], rows)
+        rows.insert(0, ["each op / copying as many bytes", len(alone), across_cases(copied)])
+    return table(["", "inputs", "ratio"], rows)
 
 
 TABLES = {"local": local_table, "process": process_table}
