@@ -53,13 +53,13 @@ class CachedCall:
     def run(self, layer: Any, input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
         # The guard sees traces and selective checkpoints. It aborts the process where it asks for strides that a tensor
-        # does not have: nested ones, and what vmap makes of them.
-        if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms() or input.is_nested:
+        # does not have: nested ones, and what vmap makes of them, whose shape is an error.
+        if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms():
             return None
         facts, tensors = _look_at(layer, input)
         try:
-            same = facts == self.facts
-        except (RuntimeError, ValueError):  # an option is a tensor or an array now, which the checks refuse by name
+            same = input.shape and facts == self.facts
+        except (RuntimeError, ValueError):  # no shape; an option is a tensor or an array, which checks refuse by name
             return None
         if not same or layer._group_spec.made() is not self.communicator:
             return None

@@ -233,10 +233,17 @@ def nested(layout):
     return lambda: torch.nested.nested_tensor([torch.randn(2, CHANNELS), torch.randn(1, CHANNELS)], layout=layout)
 
 
+def left_over_from_vmap():
+    left = []
+    torch.func.vmap(lambda one: left.append(one) or one * 2)(nested(torch.strided)())
+    return left[0]
+
+
 # Inputs that are no plain tensors, by kind.
 STRANGE = {
     "nested": nested(torch.strided),
     "nested, jagged": nested(torch.jagged),
+    "nested, left over from vmap": left_over_from_vmap,
     "sparse": lambda: torch.randn(4, CHANNELS).to_sparse(),
     "sparse rows": lambda: torch.randn(4, CHANNELS).to_sparse_csr(),
     "mkldnn": lambda: torch.randn(4, CHANNELS).to_mkldnn(),
