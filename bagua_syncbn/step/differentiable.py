@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..sync import FIXED_STATISTICS, tell_peers
+from ..sync import FIXED_STATISTICS, tell_peers, tells_peers
 from ..torch_internals import is_batched
 from .call import Call, follow
 
@@ -101,6 +101,10 @@ def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tup
     return input, weight, bias, torch.zeros_like(input, requires_grad=True) if has_residual else None
 
 
+def _peers_of_backward(ctx: Any, *_: Any) -> tuple[Any, Any]:
+    return ctx.call.sync.communicator, ctx.call.layer
+
+
 class _Merged(torch.autograd.Function):
     r"""Mean and inverse deviation of all ranks' batches, as functions of this rank's batch.
 
@@ -124,6 +128,7 @@ class _Merged(torch.autograd.Function):
         ctx.call = inputs[1]
 
     @staticmethod
+    @tells_peers(_peers_of_backward)
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count, clamped = ctx.saved_tensors
         total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.call)
@@ -178,6 +183,7 @@ class _AllReduce(torch.autograd.Function):
         ctx.call = inputs[1]
 
     @staticmethod
+    @tells_peers(_peers_of_backward)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad_output, ctx.call), None
 

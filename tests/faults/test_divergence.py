@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bagua_syncbn
+from bagua_syncbn import ops
 from bagua_syncbn.communicators import LOCAL, shared
 from bagua_syncbn.sync.signatures import RAISED, describe
 from tests.faults import programs
@@ -298,6 +299,22 @@ def test_an_error_in_backward_is_told_to_all(pool):
     for first, told in pool.run(programs.run_failing_backward, 2):
         assert first == "finished"
         assert "in a backward pass" in told
+
+
+@pytest.mark.ranks(2)
+def test_an_error_in_a_second_derivative_is_told_to_all():
+    def fail(*_):
+        raise MemoryError("in a second derivative")
+
+    input = torch.randn(4, 8, requires_grad=True)
+    with own_group() as communicator, pytest.MonkeyPatch.context() as patch:
+        layer = bagua_syncbn.SyncBatchNorm(8, process_group=communicator)
+        for fails in (False, True):
+            (grad,) = torch.autograd.grad(layer(input).square().sum(), input, create_graph=True)
+            if fails and is_odd():
+                patch.setattr(ops, "per_channel", fail)
+            message = message_of(grad.square().sum().backward)
+            assert ("in a second derivative" in message) is fails
 
 
 @pytest.mark.parametrize("kind", REFUSED)
