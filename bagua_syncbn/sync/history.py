@@ -5,6 +5,7 @@ A rank that comes with another message sends a probe in its place.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -157,6 +158,16 @@ def _history_of(group: Any) -> CallHistory:
         return CallHistory(set() if hasattr(group, "group_name") else _compiled_unnamed)
 
     return _kept_with(group, _histories, make)
+
+
+def _fail_after_fork() -> None:
+    """Fails all groups in a child of this process, since only the parent has the threads that their backends run."""
+    for _, history in _histories.values():
+        history.failure, history.pending = "process that this one was forked from", None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fail_after_fork)
 
 
 def note_compilation(group_name: str | None, kind: str, *shared: Any) -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.communicators import shared
+from bagua_syncbn.communicators import TorchCommunicator, shared
+from tests.faults.programs import message_of, own_group
 
 SECONDS = 90.0  # the time-out of the group; what peers see of a death comes long before
 
@@ -182,6 +183,22 @@ def stay_away(store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
     bagua_syncbn.SyncBatchNorm1d(4)(torch.randn(3, 4))
     time.sleep(2 * SECONDS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_a_forked_child_raises_at_once_and_leaves_the_group_to_its_parent(over_gloo):
+    with own_group() as communicator:
+        group = TorchCommunicator(communicator.group) if over_gloo else communicator
+        layer, x = bagua_syncbn.SyncBatchNorm(4, process_group=group), torch.ones(3, 4)
+        layer(x)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits
+            os._exit(not message_of(lambda: layer(x)).startswith("process_group: expected one that works"))
+        assert os.waitpid(child, 0)[1] == 0
+        layer(x)
+        assert layer.num_batches_tracked == 2
 
 
 @pytest.mark.parametrize("how", ["interrupted", "refused"])
