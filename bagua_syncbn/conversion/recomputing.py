@@ -40,7 +40,8 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 
     Args:
         module: a model, whose calls recompute outputs from now on, by hooks that copies and files keep. None for a
-            context manager, to be entered around forward passes; the backward pass may be outside of it.
+            context manager, to be entered around forward passes in this thread, and so not for replicas of one process;
+            the backward pass may be outside of it.
         enabled: False to end that for ``module``, as :func:`revert_sync_batchnorm` does too.
 
     Returns:
@@ -67,10 +68,11 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     if not isinstance(module, nn.Module):
         expected = "a torch.nn.Module or None" if enabled else "a torch.nn.Module with enabled=False"
         raise TypeError(f"module: expected {expected}, got {type(module).__name__}")
+    # Replicas run in threads of their own, so each of them enters the context.
+    hooked: Any = module.module if isinstance(module, nn.DataParallel) else module
     if not enabled:
-        undo_recomputing(module)
+        undo_recomputing(hooked)
         return module
-    hooked: Any = module
     hooked._forward_pre_hooks[_NAME], hooked._forward_hooks[_NAME] = _enter, _leave
     hooked._forward_pre_hooks.move_to_end(_NAME, last=False)
     hooked._forward_hooks_always_called[_NAME] = True

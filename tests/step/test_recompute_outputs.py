@@ -352,15 +352,18 @@ def test_compiled_models_equal_eager_with_recomputed_outputs(how):
     torch.testing.assert_close(step(model, batch, compiled), step(make_model("chain"), batch))
 
 
-def test_replicas_recompute_the_same_bits(single_threaded):
-    layer = next(iter(PAIRS))
-    results = []
-    for prepare in (recompute_outputs, lambda model: model):
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_replicas_recompute_the_same_bits(single_threaded, monkeypatch, is_wrapped_first):
+    layer, elemt, normalized, results = next(iter(PAIRS)), ops.batch_norm_elemt, [], []
+    monkeypatch.setattr(ops, "batch_norm_elemt", lambda *arguments: (normalized.append(1), elemt(*arguments))[1])
+    for prepare in (lambda model: model, recompute_outputs):
         torch.manual_seed(0)
         fused = SyncBatchNorm(3, activation="silu")
         model = nn.Sequential(layer(3), nn.SiLU(), nn.Conv1d(3, 3, 1), fused, nn.Conv1d(3, 3, 1)).double()
-        results.append(step(prepare(parallel(model, "cpu", 2)), inputs_of(layer, 4)))
+        model = prepare(parallel(model, "cpu", 2)) if is_wrapped_first else parallel(prepare(model), "cpu", 2)
+        results.append(step(model, inputs_of(layer, 4)))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert len(normalized) == 4 + 4 + 4  # two layers in two replicas: two forward passes, and one recomputation
 
 
 class Interrupted(nn.Module):
