@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import ops
 from bagua_syncbn.ops import activation_of, fallback, reference
-from bagua_syncbn.ops.activations import ACTIVATIONS
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_merge
@@ -101,12 +100,6 @@ def test_the_last_block_has_seen_what_all_others_wrote():
     steps = re.findall(r"__syncthreads|count_up|return", body[: body.index("\n}")])
     assert steps == ["__syncthreads", "count_up", "__syncthreads", "return"]
     assert "atom.acq_rel.gpu" in source
-
-
-def test_the_same_activations_are_cheap_in_both_tables():
-    cheap = re.findall(r"DO\((\w+), true\)", (ROOT / "csrc" / "activations.h").read_text(encoding="ascii"))
-    names = [name for name in ACTIVATIONS if activation_of(name).is_cheap]
-    assert [name.title().replace("_", "") for name in names] == cheap
 
 
 def test_all_must_be_on_one_device(emulated):

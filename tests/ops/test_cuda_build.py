@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,8 +10,6 @@ from tests.helpers.compiled import ROOT, compile_once
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-# Bytes of local memory at most, of kernels that have any: a few registers, on some cards.
-SPILLS: dict[int, int] = {}
 REPORT = re.compile(
     r"Compiling entry function '(?P<name>[^']+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores",
@@ -33,6 +30,4 @@ def test_kernels_compile_without_warnings_and_no_kernel_spills_registers(arch):
     with ThreadPoolExecutor(2) as pool:
         kernels = {name: size for report in pool.map(report_on, SOURCES) for name, size in report.items()}
     assert len(kernels) > 100
-    names = subprocess.run(["c++filt", *kernels], capture_output=True, text=True, check=True).stdout.splitlines()
-    spilled = {name: size for name, size in zip(names, kernels.values(), strict=True) if size > SPILLS.get(arch, 0)}
-    assert spilled == {}
+    assert {name: size for name, size in kernels.items() if size} == {}
