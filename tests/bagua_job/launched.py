@@ -2,19 +2,16 @@
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from tests.bagua_job.native import install
 
 
 def main():
-    sys.path.append(str(Path(__file__).parents[2]))  # for `tests`; the package is the one that is installed
-    from tests.bagua_job.native import install
-
     dist.init_process_group("gloo")
     install()
     import bagua.torch_api as bagua

@@ -28,6 +28,7 @@ def test_a_bagua_job_by_the_launchers_variables(launcher, tmp_path):
         options.append(f"--bagua_service_port={free_port()}")
     nccl = str(Path(next(iter(nvidia.nccl.__path__))) / "lib")
     variables = {"LD_LIBRARY_PATH": nccl, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(sys.path)  # of all packages "tests", ours first
     command = [sys.executable, "-m", launcher, *options, str(PROGRAM), str(tmp_path)]
     finished = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stdout + finished.stderr
