@@ -85,7 +85,7 @@ class GroupSpec:
 
     def _make_untraced(self) -> None:
         """Makes the communicator while torch.compile traces the caller; the tracer runs this method untraced."""
-        if self._communicator is None:
+        if self.made() is None:
             self._make()
 
     # Stands for torch.compiler.assume_constant_result, which would make every process import the compiler.

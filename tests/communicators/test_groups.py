@@ -163,6 +163,19 @@ def test_groups_have_the_time_out_of_the_job_or_of_the_group_that_was_given(tmp_
         assert options._timeout.total_seconds() == seconds
 
 
+@pytest.mark.ranks(2, new_job=True)
+def test_compiled_layers_use_the_running_job_while_the_group_of_an_earlier_one_lives(tmp_path):
+    rank, layer = dist.get_rank(), SyncBatchNorm(1, momentum=1.0)
+    assert mean_over(None) == 0.5
+    earlier = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
+    torch.compile(layer, backend="eager")(torch.full((2, 1), float(rank)))
+    assert layer.running_mean.item() == 0.5
+    assert earlier is not dist.group.WORLD
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_group_that_was_destroyed_is_made_again_and_not_kept_alive(kept):
