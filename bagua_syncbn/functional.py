@@ -268,7 +268,7 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     return dtypes <= {input.dtype} or beside_float32
 
 
-_DEFAULTS = Options()[2:-1]  # of all options but eps, momentum and the activation
+_DEFAULTS = Options()[2:-1]  # all but eps, momentum and the activation
 
 
 def _suits_torch(

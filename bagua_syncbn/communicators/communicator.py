@@ -1,4 +1,4 @@
-"""What a group of ranks is to a layer: a size, a rank and two collectives."""
+"""The interface of a group of ranks: a size, a rank and two collectives."""
 
 from typing import Protocol, runtime_checkable
 

@@ -132,7 +132,7 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     packed = packed.contiguous()
     target = torch.empty_like(packed) if sums else packed.new_empty((ranks, packed.numel()))
     try:
-        for begun in communicator._begun[:]:  # of a call that was refused outside of compiled code
+        for begun in communicator._begun[:]:  # messages that a refused eager call left uncollected
             begun.wait()
         return communicator._exchange(_SUM if sums else _GATHER, packed, target)
     except RuntimeError as error:  # named here, because compiled code calls this without its layer

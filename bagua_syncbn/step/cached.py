@@ -44,7 +44,7 @@ class CachedCall:
 
     facts: _Facts
     given: Sequence[bool]  # which of the tensors are not None
-    guard: Callable[..., bool]  # of tensors that are given
+    guard: Callable[..., bool]  # checks the tensors of a call
     communicator: Communicator
     options: Options
     buffers: ops.Buffers

@@ -18,8 +18,8 @@ class Call:
     sync: Sync
     layer: nn.Module | None = None
     masking: ops.Masking | None = None
-    number: int = 0  # of the call in its group
-    statistics: ops.MergedStats | None = None  # of all ranks, once they are gathered
+    number: int = 0  # counts the calls of the group
+    statistics: ops.MergedStats | None = None  # merged over all ranks, once they are gathered
 
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:

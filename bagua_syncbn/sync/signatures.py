@@ -16,8 +16,9 @@ from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
 
-# What all ranks have in common in a call: number of channels, whether it is in float64, whether statistics accumulate,
-# and the options but the activation. Flat, as torch.compile hands values to a function that it does not trace.
+# Values that all ranks have in common in a call: number of channels, whether it is in float64, whether statistics
+# accumulate, and the options but the activation. Flat, as torch.compile hands values to a function that it does not
+# trace.
 SharedOptions: TypeAlias = tuple[Any, ...]
 
 _Number = TypeVar("_Number")

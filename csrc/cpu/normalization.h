@@ -7,7 +7,7 @@
 
 namespace bagua_syncbn::cpu {
 
-// Those of (x - mean) * invstd * weight + bias, and the parameter of the activation behind it.
+// Factors of (x - mean) * invstd * weight + bias, and the parameter of the activation behind it.
 template <typename A>
 class Normalization {
  public:
