@@ -104,7 +104,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor, without the import of torch.distributed.tensor, which takes a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # absent where nobody has made a DTensor
+    tensors = sys.modules.get("torch.distributed.tensor")  # absent before the first DTensor
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 

@@ -69,15 +69,15 @@ def sync_batch_norm(
     forward and, if ``input`` requires a gradient, one all-reduce backward; all ranks of the group must make the call.
     Batches may differ in size between ranks, and be empty.
 
-    With ``training=False`` the result is that of :func:`torch.nn.functional.batch_norm` with the running statistics, on
-    this rank alone.
+    With ``training=False`` the result is :func:`torch.nn.functional.batch_norm` with the running statistics, on this
+    rank alone.
 
     The backward pass keeps ``input``, with an activation also ``residual``, and no other tensor of this size: it
     recomputes the input of the activation. Gradients are exact, and can be differentiated again.
 
     Args:
-        input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format; or a DTensor, whose
-            statistics are those of the whole tensor.
+        input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format; or a DTensor, with the
+            statistics of the whole tensor.
         running_mean: (C), of any float dtype, or None not to track; updated in place in training, except where all
             ranks together have fewer than two values per channel.
         running_var: (C), updated in the same way, with the unbiased variance.
@@ -100,14 +100,14 @@ def sync_batch_norm(
         layer: the module that calls. Activation checkpointing repeats the calls of each module in their order; all
             calls without a module count as calls of one module.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
-            ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, those of :mod:`torch.nn.functional`; the slope of
+            ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, as in :mod:`torch.nn.functional`; the slope of
             ``leaky_relu`` and the alpha of ``elu`` with it, as in ``("leaky_relu", 0.2)``; a module of torch for one of
             these, as ``nn.ReLU()``; or None.
         residual: :math:`r`, (N, C, \*), of the dtype of ``input`` and on its device, in any memory format; or None.
         mask: bool, broadcastable to (N, 1, \*): true at the positions whose values make the statistics. The others are
-            normalized by the same statistics, and their gradient is that of an elementwise function. Ranks may have
-            masks or none, and nothing but masked positions. A mask of fewer dimensions is refused if the first of them
-            has N elements and may be that of samples.
+            normalized by the same statistics, which do not depend on them. Some ranks may have a mask and others none,
+            and all positions of a rank may be masked. A mask of fewer dimensions is refused if its first dimension has
+            N elements and so may stand for samples.
         lengths: (N), integers, in place of ``mask``: how many places along the last dimension of ``input``, which has
             at least 3, make the statistics in each sample, from the first one on. On CUDA, where no host waits to look,
             one below 0 counts as 0, and one above the dimension as all of it.

@@ -54,14 +54,14 @@ def _telling_peers(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise_for_all(error, (layer._group_spec, layer) if layer.training and not layer._is_replica else None)
             raise
 
-    # In place of __wrapped__, by which torch.fx would take the code of this function for that of the other.
+    # In place of __wrapped__, by which torch.fx would read the code of the wrapped function for this one's.
     telling.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     del telling.__wrapped__
     return telling
 
 
 class SyncBatchNorm(_BatchNorm):
-    r"""Batch normalization over (N, C, \*) whose statistics are those of all ranks of a group.
+    r"""Batch normalization over (N, C, \*), synchronized across the ranks of a group.
 
     .. math::
 
@@ -70,8 +70,8 @@ class SyncBatchNorm(_BatchNorm):
     where there is an activation only if one is given, and a residual :math:`r` only if the layer is called with one.
     In training, mean and variance are taken over the batches of all ranks together, as
     :func:`~bagua_syncbn.sync_batch_norm` describes. In evaluation each rank is on its own: it normalizes by the running
-    statistics, or by those of its own batch with ``track_running_stats=False``. Parameters, buffers and state dict are
-    those of :class:`torch.nn.BatchNorm2d`.
+    statistics, or by the statistics of its own batch with ``track_running_stats=False``. Parameters, buffers and state
+    dict are as in :class:`torch.nn.BatchNorm2d`.
 
     Use :class:`SyncBatchNorm1d`, :class:`SyncBatchNorm2d` and :class:`SyncBatchNorm3d` to have the number of dimensions
     checked, or :func:`~bagua_syncbn.convert_sync_batchnorm` on a model that exists.
@@ -247,7 +247,7 @@ class SyncBatchNorm(_BatchNorm):
         """Returns the attribute ``name``; for parameters and buffers without torch's search, which takes 0.6 us each.
 
         torch lets no other attribute have the name of a parameter or buffer, so the result is the same. A class with a
-        search of its own is asked: those of ModelOpt give the part of a parameter that a pruned layer has.
+        search of its own is asked, such as ModelOpt's, which returns the part of a parameter that a pruned layer has.
         """
         if self._has_getattr:
             return getattr(self, name)

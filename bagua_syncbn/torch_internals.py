@@ -204,9 +204,9 @@ def raise_if_under_unknown_checkpoint() -> None:
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_globals is vars(checkpoint):
             raise RuntimeError(
-                "torch.utils.checkpoint: expected that of torch 2.10 to 2.14, with which synchronized layers know what "
-                f"is repeated; got that of torch {torch.__version__}. Use a bagua_syncbn for this torch, or no "
-                "activation checkpointing around synchronized layers"
+                "torch.utils.checkpoint: expected the one of torch 2.10 to 2.14, in which synchronized layers can tell "
+                f"what is repeated; got torch {torch.__version__}. Use a bagua_syncbn for this torch, or no activation "
+                "checkpointing around synchronized layers"
             )
 
 
@@ -273,7 +273,7 @@ def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: s
     """Returns a group that its ``ranks`` make, with the backend, options and time-out of the group ``model``.
 
     If NCCL is bound to a ``device`` in the job, whose default group is ``world``, and with ``splits``, the communicator
-    is split off that of the job; otherwise it is made anew.
+    is split off the job's communicator; otherwise a new one is made.
     """
     with _splitting(world, device, splits):
         group, _ = dist.distributed_c10d._new_process_group_helper(

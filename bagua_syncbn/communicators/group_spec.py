@@ -20,16 +20,16 @@ class GroupSpec:
     Args:
         rule: the normalized description, which says which ranks of a job synchronize.
         given: returns the group that the user gave, or None after its end; groups of torch are not kept alive.
-        exact: the communicator to use in place of one that only layers use.
+        given_communicator: the communicator to use in place of one that only layers use.
     """
 
     def __init__(
-        self, rule: Rule = None, given: Callable[[], Any] | None = None, exact: Communicator | None = None
+        self, rule: Rule = None, given: Callable[[], Any] | None = None, given_communicator: Communicator | None = None
     ) -> None:
         self.rule = rule
-        self.exact = exact
+        self.given_communicator = given_communicator
         self._given = given
-        # A group of torch other than the default one: its layers have a communicator apart from that of its ranks.
+        # A group of torch other than the default one, whose layers have a communicator of their own.
         self._group = given if isinstance(given, ref) and rule is not None else None
         # None until it is made in the running job. torch.compile guards on this attribute.
         self._communicator: Communicator | None = None
@@ -42,8 +42,8 @@ class GroupSpec:
             ValueError: this job has no such ranks, or ranks have different descriptions.
             RuntimeError: the given group was destroyed.
         """
-        if self.exact is not None:
-            return self.exact
+        if self.given_communicator is not None:
+            return self.given_communicator
         if torch.compiler.is_compiling():
             # The tracer must not see a group, since compiled code keeps alive whatever the tracer has seen.
             if not c10d.in_job():
@@ -59,8 +59,8 @@ class GroupSpec:
 
     def made(self) -> Communicator | None:
         """Returns the communicator if it was already made in the running job, else None."""
-        if self.exact is not None:
-            return self.exact
+        if self.given_communicator is not None:
+            return self.given_communicator
         return self._communicator if self._world() is _running_job() else None
 
     def _make(self) -> Communicator:
@@ -100,18 +100,18 @@ class GroupSpec:
 
     def size(self) -> int:
         """Returns the number of ranks without making the group, except for ``"node"``, where ranks ask each other."""
-        if self.exact is not None:
-            return self.exact.size
+        if self.given_communicator is not None:
+            return self.given_communicator.size
         return self.communicator().size if torch.compiler.is_dynamo_compiling() else len(self._members())
 
     def members(self) -> tuple[int, ...] | None:
         """Returns the ranks in the group, as :meth:`size`; None for a communicator that does not tell them."""
-        exact = self.exact
-        if isinstance(exact, c10d.TorchCommunicator):
-            return tuple(dist.get_process_group_ranks(exact.group))
-        if exact is LOCAL:
+        given = self.given_communicator
+        if isinstance(given, c10d.TorchCommunicator):
+            return tuple(dist.get_process_group_ranks(given.group))
+        if given is LOCAL:
             return (dist.get_rank(),) if c10d.in_job() else (0,)
-        return self._members() if exact is None else None
+        return self._members() if given is None else None
 
     def _members(self) -> tuple[int, ...]:
         world = c10d.default_group()
@@ -133,7 +133,7 @@ class GroupSpec:
     @property
     def description(self) -> Any:
         """The value that stands for the group in a file."""
-        return described(self.rule) if self.exact is None else self.exact
+        return described(self.rule) if self.given_communicator is None else self.given_communicator
 
     def torch_group(self) -> Any:
         """Returns a c10d group for the user, which the members make together if needed; None for the job's group.
@@ -142,7 +142,7 @@ class GroupSpec:
             TypeError: the specification stands for no c10d group, as with a Communicator.
         """
         given = self.process_group
-        if self.exact is not None or bagua.is_process_group(given):
+        if self.given_communicator is not None or bagua.is_process_group(given):
             raise TypeError(
                 "process_group: expected None, a torch.distributed.ProcessGroup or a description of one where torch "
                 f"runs the job, got {type(given).__name__}"
@@ -185,7 +185,7 @@ def spec_of(process_group: Any) -> GroupSpec:
     """Returns the specification that ``process_group`` stands for.
 
     Raises:
-        TypeError: ``process_group`` is none of the supported kinds.
+        TypeError: ``process_group`` is of no supported kind.
         ValueError: this rank is not a member of the group, or the description fits no job, or not this one.
         RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
     """
@@ -202,7 +202,7 @@ def spec_of(process_group: Any) -> GroupSpec:
     if _is_mesh(process_group):
         return _spec_of_mesh(process_group)
     if isinstance(process_group, Communicator):
-        return GroupSpec(exact=process_group)
+        return GroupSpec(given_communicator=process_group)
     rule = rule_of(process_group)
     if rule is None:
         raise TypeError(f"process_group: expected {_KINDS}, got {_kind_of(process_group)}")
@@ -228,8 +228,8 @@ def sync_group(process_group: Any) -> Any:
     """Returns the process group of this rank that a description stands for.
 
     The first use of a description in a job finds out who is in its groups, so all ranks of the job make that use
-    together, whether it is this call or the first training forward of a layer, and those of several descriptions in
-    the same order. This call is the way to have it done at a moment of your choice. It makes the group of the layers
+    together, whether it is this call or the first training forward of a layer, and first uses of several descriptions
+    in the same order. This call is the way to have it done at a moment of your choice. It makes the group of the layers
     too, which is another one of the same ranks, so that what you send through this one cannot get in their way.
 
     Args:
@@ -241,7 +241,7 @@ def sync_group(process_group: Any) -> Any:
         there is no job.
 
     Raises:
-        TypeError: ``process_group`` is none of these.
+        TypeError: ``process_group`` is of another kind.
         ValueError: the job's ranks do not divide into groups of this number; a rank of the job is in no list, or the
             job has no rank that is in one; numbers or lists that make sense in no job; ranks gave different ones.
 

@@ -41,7 +41,7 @@ def meet(
     meeting takes place for all of them or for none: the first rank that gives up decides for later ones.
 
     Raises:
-        MeetingError: some ranks did not come within ``seconds``, of whom ``tell`` may say more; or one has left.
+        MeetingError: some ranks did not come within ``seconds``, and ``tell`` may say more about them; or one has left.
     """
 
     def arrived(others: Sequence[int]) -> bool:
@@ -142,8 +142,7 @@ class Job:
         """Returns the group that only layers use; its members make it at the first use.
 
         Each ``given`` group has one, and its ranks without a given group have another. Backend, options and time-out
-        are those of ``given``; for a rule that lists ranks those of the last given group of these ranks; else those of
-        the job.
+        come from ``given``; for a rule that lists ranks, from the last given group of these ranks; else from the job.
 
         Raises:
             ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the job's time-out.
@@ -157,7 +156,7 @@ class Job:
     def users_group(self, rule: Rule) -> Any:
         """Returns a group for the user: the default group, a given one, or one that the members make.
 
-        The group of the layers is never returned: messages of the user must not come between those of layers.
+        The group of the layers is never returned: the user's messages must not come between the layers' messages.
         """
         ranks, given = self.ranks_of(rule), _alive(self._given.get(rule))
         if given is not None or len(ranks) == self.size:
@@ -208,7 +207,7 @@ class Job:
         with self._making.setdefault(name, Lock()):
             group = _alive(self._made.get(name))
             if group is None:
-                # Attempts are numbered alike on all members: a member that arrives at a failed attempt fails in it too.
+                # All members number the attempts in the same way: one that arrives at a failed attempt fails in it too.
                 number = self._times_tried[name]
                 self._times_tried[name] += 1
                 group = self._make_group(ranks, model, f"{name}:{number}", what, named_after is not None)
@@ -226,7 +225,7 @@ class Job:
         if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
             with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
                 store = store.clone()
-        # Splitting an NCCL communicator off that of the job takes all ranks of the job, in one order.
+        # To split an NCCL communicator off the job's takes all ranks of the job, in one order.
         splits = not is_given and len(ranks) == self.size
         try:
             return torch_internals.make_group(self._world(), ranks, model, store, name, self._device, splits)

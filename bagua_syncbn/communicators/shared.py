@@ -192,7 +192,7 @@ def _agree(group: Any) -> tuple[str, Any]:
     """
     rank, size, seconds = group.rank(), group.size(), timeout_of(group).total_seconds()
     store = prefix_store("bagua_syncbn/shared", backend_and_store(group)[1])
-    # Numbered, because a store may outlive a job, and the next job may name its groups alike.
+    # Numbered, because a store may outlive a job, and the next job may use the same names for its groups.
     store = prefix_store(str(store.add(f"times/{rank}", 1)), store)
     leave_through(group, store)
     try:

@@ -1,6 +1,6 @@
 """Bagua's lines: ``import bagua_syncbn.contrib`` makes them use this package, with Bagua and without.
 
-Where Bagua is installed, its SyncBatchNorm is replaced by that of this package, for code that imports it afterwards.
+Where Bagua is installed, the SyncBatchNorm of this package replaces Bagua's, for code that imports it afterwards.
 Elsewhere modules get a method ``with_bagua``, which is :func:`~bagua_syncbn.with_bagua`, and Bagua's imports are here:
 :mod:`bagua_syncbn.contrib.sync_batchnorm` and :mod:`bagua_syncbn.contrib.algorithms`.
 

@@ -33,7 +33,7 @@ class TorchConverterPatch(AbstractContextManager["TorchConverterPatch"]):
 
 
 def patch_torch_converter() -> TorchConverterPatch:
-    """Makes trainers that call torch's converter, or build torch's layer, use those of this package.
+    """Makes trainers that call torch's converter, or build torch's layer, use this package.
 
     ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
     and layers built as ``torch.nn.SyncBatchNorm(...)``, or as a subclass of it, are :class:`SyncBatchNorm`. The class

@@ -12,7 +12,7 @@ from torch import nn
 from ..step.recomputation import Recomputed
 
 _Module = TypeVar("_Module", bound=nn.Module)
-# torch numbers hooks; a number in a copy or file may be that of another hook.
+# A name, because torch numbers hooks, and another hook may have the number that a copy or file holds.
 _NAME = "bagua_syncbn.recompute_outputs"
 
 
@@ -34,9 +34,9 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     longer :func:`torch.nn.functional.batch_norm`.
 
     Outputs are stored in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within
-    other hooks for saved tensors, such as those of activation checkpointing and of
-    :func:`torch.autograd.graph.save_on_cpu`, which then decide. Two more outputs are stored: that of a layer with a
-    residual, and one whose input is itself a recomputed output.
+    other hooks for saved tensors, such as activation checkpointing and :func:`torch.autograd.graph.save_on_cpu`, which
+    then decide. The output of a layer with a residual is stored too, and so is one whose input is itself a recomputed
+    output.
 
     Args:
         module: a model, whose calls recompute outputs from now on, by hooks that copies and files keep. None for a
@@ -112,7 +112,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _leave_ended(ending: FrameType | None = None) -> None:
-    """Leaves the contexts of calls that run no longer, and that of the call whose hooks the frame ``ending`` runs.
+    """Leaves the contexts of calls that no longer run, and of the call whose hooks run in the frame ``ending``.
 
     torch runs no hook after a call that Ctrl-C ends.
     """

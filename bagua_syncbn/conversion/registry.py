@@ -13,7 +13,7 @@ from .classes import full_name, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
 
-# Attributes that the forward of SyncBatchNorm asks a layer for, beside those that the class has.
+# Attributes of a layer that the forward of SyncBatchNorm uses and the class does not have.
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _ATTRIBUTES = (*_TENSORS, "eps", "momentum", "track_running_stats")
 

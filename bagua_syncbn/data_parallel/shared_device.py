@@ -14,14 +14,14 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def replica(network: _Module, device: torch.device, rank: int) -> _Module:
-    """Returns a copy of ``network`` on ``device`` whose parameters pass their gradients on to those of ``network``.
+    """Returns a copy of ``network`` on ``device``, whose parameters pass their gradients on to the network's.
 
     Replica 0 has the buffers of ``network`` and so updates them; replicas 1, 2, … have copies.
     """
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor not in tensors:
-            # Replicas hold tensors in place of parameters, as those of torch do.
+            # Replicas hold tensors in place of parameters, as in torch.
             tensors[tensor] = tensor.to(device) if tensor.device != device else tensor.view_as(tensor)
         return tensors[tensor]
 

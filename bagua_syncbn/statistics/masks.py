@@ -85,7 +85,7 @@ def _check_is_read_in_one_way(shape: torch.Size, size: list[int]) -> None:
     own, of_samples = [1] * missing + [*shape], [shape[0]] + [1] * missing + [*shape[1:]]
     raise ValueError(
         f"mask: expected a shape that is read in one way, got {list(shape)}, whose first dimension may be samples or "
-        f"places; give mask.view({of_samples}) for samples, mask.view({own}) for places that all samples have alike"
+        f"places; give mask.view({of_samples}) for samples, mask.view({own}) for places, the same in all samples"
     )
 
 

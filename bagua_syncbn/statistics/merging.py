@@ -1,4 +1,4 @@
-"""Statistics of ranks that have their own, merged into those of everybody."""
+"""Merges running statistics that differ between ranks."""
 
 import math
 import zlib
@@ -18,17 +18,17 @@ from ..ops import Moments
 from ..sync import sum_over_ranks, tells_peers
 from .freezing import is_frozen
 
-# Weight of a rank that has counted no batch: invisible beside that of any batch, and the same for all where none has.
+# Weight of a rank that has counted no batch: negligible next to one batch, and equal on all ranks if none has any.
 _NO_BATCH = 2.0**-600
 
 
 @tells_peers(lambda module=None, process_group=None, **_: (process_group, module))
 def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
-    r"""Makes the running statistics of each rank those of all ranks together, in one collective for the whole model.
+    r"""Merges the running statistics of all ranks, in one collective for the whole model.
 
-    Layers that synchronize within groups, as with ``process_group="node"``, or not at all, have other running
-    statistics on each group or rank; a checkpoint holds those of rank 0. Call this before evaluation or saving. All
-    ranks get the same bits,
+    Layers that synchronize within groups, as with ``process_group="node"``, or not at all, have different running
+    statistics in each group or on each rank, and a checkpoint holds only rank 0's. Call this before evaluation or
+    saving. All ranks get the same bits,
 
     .. math::
 
@@ -47,10 +47,10 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     statistics and frozen ones (:func:`freeze_statistics`) stay as they are.
 
     Args:
-        module: the model, wrapped or not, in any mode; its layers may be synchronized or those of torch. All ranks make
-            the call, with layers of the same names and numbers of channels.
+        module: the model, wrapped or not, in any mode; its layers may be synchronized or torch's. All ranks make the
+            call, with layers of the same names and numbers of channels.
         process_group: the ranks whose statistics are merged, as for :func:`sync_batch_norm`; None for all of the job.
-        weight: the weight of a batch of this rank: for example its number of samples, where ranks have others.
+        weight: the weight of a batch of this rank; for example its number of samples, if that differs between ranks.
 
     Shape:
         - ``running_mean``, ``running_var`` of each layer: (C)
@@ -60,8 +60,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         TypeError: ``module`` is no module; ``process_group`` is of no known kind.
         ValueError: ``weight`` is not finite or not above 0; a layer has ``momentum=None`` and no
             ``num_batches_tracked``.
-        RuntimeError: ranks make other calls, or have other layers; merged statistics are not finite. No buffer has
-            moved then.
+        RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite. No buffer
+            has moved then.
 
     It warns if there is nothing to merge, and if ``module`` is in a
     :class:`~torch.nn.parallel.DistributedDataParallel` without ``broadcast_buffers=False``, which gives all ranks the
@@ -84,7 +84,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
         warn(
             "merge_statistics: expected ranks to keep running statistics of their own, got DistributedDataParallel "
-            "which gives them those of rank 0 in each forward pass; make it with broadcast_buffers=False",
+            "which broadcasts rank 0's in each forward pass; make it with broadcast_buffers=False",
             stacklevel=3,
         )
     own = [_moments_of(name, layer, weight) for name, layer in layers.items()]

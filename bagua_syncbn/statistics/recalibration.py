@@ -1,4 +1,4 @@
-"""Recalibration: running statistics of given batches, as averaged weights need them."""
+"""Recalibration: running statistics computed anew from given batches, for example after averaging weights."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,18 +31,19 @@ def recalibrate_statistics(
     device: torch.device | str | int | None = None,
     process_group: Any = None,
 ) -> None:
-    """Sets running statistics to those of the given batches of all ranks: precise batch normalization over ranks.
+    """Computes running statistics anew from the given batches of all ranks (precise batch normalization).
 
     Weights that were averaged, as by :class:`torch.optim.swa_utils.AveragedModel`, have no running statistics of their
-    own, and those of training lag behind the weights. One pass without gradients over ``batches`` gives each layer the
-    mean and the unbiased variance of all values that reached it, in all batches of all ranks and in all its calls.
+    own, and statistics from training lag behind the weights. One pass without gradients over ``batches`` gives each
+    layer the mean and the unbiased variance of all values that reached it, in all batches of all ranks and in all its
+    calls.
 
     Each batch is normalized by its own statistics, as in training, and on its rank alone: the ranks meet once before
     the pass and once after it. So any rank may have any number of batches of any sizes, also none, and the result does
-    not depend on how the batches are spread over ranks. It depends on their sizes, by the layers that normalize before:
-    give batches as large as those of all ranks together in training.
+    not depend on how the batches are spread over ranks. It does depend on their sizes, through the layers before: give
+    batches as large as all ranks' batches together in training.
 
-    All other modules are in evaluation meanwhile, without dropout. Frozen layers (:func:`freeze_statistics`) normalize
+    All other modules are in evaluation mode, without dropout. Frozen layers (:func:`freeze_statistics`) normalize
     by their running statistics and keep them. Masks count as in training. A layer that no batch reached keeps its
     statistics, and a warning names it.
 
@@ -52,7 +53,7 @@ def recalibrate_statistics(
     shows a progress bar.
 
     Args:
-        module: the model, wrapped or not; its layers may be synchronized or those of torch.
+        module: the model, wrapped or not; its layers may be synchronized or torch's.
         batches: the batches of this rank: tensors, or lists or tuples that begin with one, as from a ``DataLoader``.
         forward: called with each batch as it comes, runs the model; for batches of another kind. None for
             ``module(batch)``.
@@ -64,7 +65,8 @@ def recalibrate_statistics(
             ``forward``; a layer is a :class:`torch.nn.SyncBatchNorm`, which communicates in each forward: convert it.
         ValueError: ``device`` is given together with ``forward``; no rank has a batch; a layer gets one value per
             channel in a batch.
-        RuntimeError: ranks make other calls, or have other layers; another rank raised; statistics are not finite.
+        RuntimeError: ranks make different calls, or have different layers; another rank raised; statistics are not
+            finite.
 
     A model that communicates in each forward, as one that ``fully_shard`` has sharded, needs as many batches on each
     rank.

@@ -20,7 +20,7 @@ from .recomputation import this_thread
 
 _Facts = tuple[object, ...]
 
-# Attributes of a layer, beside its tensors, that decide how a call is computed and named.
+# Attributes of a layer, other than its tensors, that decide how a call is computed and named.
 _attributes_of = attrgetter(
     "__class__",
     "training",

@@ -34,7 +34,7 @@ def differentiable_batch_norm(
 ) -> Tensor:
     """Computes :func:`~bagua_syncbn.sync_batch_norm` in training, differentiable any number of times.
 
-    ``statistics`` gathers those of all ranks, or returns those that the call has gathered before.
+    ``statistics`` gathers the statistics of all ranks, or returns what the call has gathered before.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
     if call.masking is not None:

@@ -26,7 +26,7 @@ from .call import Call
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.depth = 0  # number of entered recompute_outputs contexts; a repetition has that of the first run
+        self.depth = 0  # number of entered recompute_outputs contexts; a repetition has the first run's
         self.runs: list[Any] = []  # runs of checkpointed regions, the innermost last, see checkpointing.py
 
 

@@ -47,7 +47,7 @@ def shards_of(
 
 
 class _Shards:
-    """Placement of a DTensor input (N, C, \\*), and that of the other tensors of a call beside it."""
+    """Placements of a DTensor input (N, C, \\*) and of the other tensors of its call."""
 
     def __init__(self, input: Tensor) -> None:
         if not isinstance(input, DTensor):
@@ -69,7 +69,7 @@ class _Shards:
         members = None if isinstance(process_group, Replica) else spec_of(process_group).members()
         if members is None:
             raise ValueError(
-                "process_group: expected one whose ranks are known, as that of a mesh, with a DTensor input, got "
+                "process_group: expected a group whose ranks are known, such as a mesh, with a DTensor input, got "
                 f"{process_group!r}"
             )
         got = sorted(set(members).intersection(self._mesh.mesh.flatten().tolist()))
@@ -84,18 +84,18 @@ class _Shards:
         if tensor is None:
             return None
         if not isinstance(tensor, DTensor) or not self._is_placed(tensor, self._placements):
-            raise TypeError(f"{name}: expected a DTensor placed as input, {self._placements}, got {_told(tensor)}")
+            raise TypeError(f"{name}: expected a DTensor placed as input, {self._placements}, got {_described(tensor)}")
         return tensor.to_local()
 
     def parameter(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """Returns the elements of ``tensor`` for the channels of this rank, from any placement on the mesh.
 
-        The gradient of a DTensor is that of the whole input, placed as the DTensor.
+        The gradient of a DTensor is the gradient of the whole input, placed like the DTensor.
         """
         if not isinstance(tensor, DTensor):
             return self._plain(name, tensor)
         if tensor.device_mesh != self._mesh:
-            raise TypeError(f"{name}: expected a DTensor on the mesh of input, {self._mesh}, got {_told(tensor)}")
+            raise TypeError(f"{name}: expected a DTensor on the mesh of input, {self._mesh}, got {_described(tensor)}")
         placements = zip(self._adds_up, self._of_channels, strict=True)
         shares = [Partial() if adds_up else placement for adds_up, placement in placements]
         return tensor.redistribute(placements=self._of_channels).to_local(grad_placements=shares)
@@ -107,7 +107,7 @@ class _Shards:
         placements = self._of_channels if tensor.dim() else (Replicate(),) * len(self._placements)
         if not self._is_placed(tensor, placements):
             raise TypeError(
-                f"{name}: expected a DTensor of placements {placements} on the mesh of input, got {_told(tensor)}"
+                f"{name}: expected a DTensor of placements {placements} on the mesh of input, got {_described(tensor)}"
             )
         with torch.no_grad():
             return tensor.to_local()
@@ -121,7 +121,7 @@ class _Shards:
     def _plain(self, name: str, tensor: Tensor | None) -> Tensor | None:
         if isinstance(tensor, Tensor) and tensor.dim() and not self._has_all_channels:
             raise TypeError(
-                f"{name}: expected a DTensor beside an input that is sharded over channels, got {_told(tensor)}"
+                f"{name}: expected a DTensor with an input that is sharded over channels, got {_described(tensor)}"
             )
         return tensor
 
@@ -138,7 +138,7 @@ def _sharded_dim(placement: Placement, dims: int) -> int | None:
     return int(placement.dim) % dims  # type: ignore[attr-defined]  # Shard and _StridedShard have it
 
 
-def _told(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         return f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
     return type(tensor).__name__

@@ -1,4 +1,4 @@
-"""Faults: what ops find wrong with the words of messages and note where the host looks, and what users are told."""
+"""Faults: records in which ops note that the headers of ranks differ, and the errors raised for them."""
 
 import ctypes
 import itertools

@@ -1,6 +1,6 @@
 """History of calls: from what was said in a group so far, all its ranks predict the same next message.
 
-A rank that comes with another message sends a probe in its place.
+A rank whose next message is another one sends a probe instead.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class CallHistory:
         return known
 
     def number_of(self, caller: object, kind: str) -> int:
-        """Returns the number of a model, or of a layer by itself, among those of its ``kind`` that call in this group.
+        """Returns the number of a model, or of a layer by itself, among all of its ``kind`` that call in this group.
 
-        They are counted at their first calls, which all ranks make in the same order; what a rank has besides, and
-        never calls here, does not count.
+        They are counted at their first calls, which all ranks make in the same order. Models that never call here do
+        not count.
         """
 
         def count() -> int:
@@ -143,7 +143,7 @@ def _kept_with(owner: Any, values: dict[int, tuple[Any, _Value]], make: Callable
     return kept[1]
 
 
-# By the id of the group; those of communicators without a group share what was compiled.
+# By the id of the group. Communicators without a group share the set of compiled kinds.
 _histories: dict[int, tuple[Any, CallHistory]] = {}
 _compiled_unnamed: set[int] = set()
 

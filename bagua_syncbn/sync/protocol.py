@@ -22,7 +22,7 @@ from .signatures import CallSignature, describe, exact_bits
 
 
 class RankSync:
-    """The messages of a layer's calls over several ranks: of all calls in which the ranks have the same alike.
+    """The messages of a layer's calls over several ranks, for all calls with the same signature.
 
     A call is known by the number of its forward in the group, 0 where its peers may be in compiled code, which counts
     no calls. The caller carries that number from :meth:`header` to the methods that follow.
@@ -55,7 +55,7 @@ class RankSync:
         Raises:
             RuntimeError: the ranks make different calls, or the collective failed.
         """
-        if counter is not None and number:  # to be alike on all ranks too; compared on the device
+        if counter is not None and number:  # must be equal on all ranks too; compared on the device
             packed[-1:].add_(counter)
         if self._signature.message[0]:
 

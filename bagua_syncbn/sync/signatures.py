@@ -1,4 +1,4 @@
-"""Signatures of calls: what ranks that make the same call have alike, in words for messages and in a text for people.
+"""Signatures: what a call must have in common on all ranks, as integers for messages and as a text for people.
 
 ``ops/words.py`` has the layout of the words.
 """
@@ -161,7 +161,7 @@ def name_of(module: nn.Module | None, name: str | None = None) -> str:
 
 
 def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:
-    """Whether the statistics of a call are added up and not gathered: alike on all ranks, compiled or not.
+    """Whether the statistics of a call are added up and not gathered; the same on all ranks, compiled or not.
 
     That takes a dtype which is wider than theirs.
     """

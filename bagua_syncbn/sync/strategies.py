@@ -1,4 +1,4 @@
-"""The strategies of a step beside ``RankSync``: one rank, statistics that are given, a compiled graph.
+"""Strategies other than ``RankSync``: one rank, given statistics, a compiled graph.
 
 A strategy gathers the statistics of all ranks and adds up their sums. Masks, layouts and ops are the step's.
 """
@@ -130,13 +130,13 @@ def sync_of(
 def sum_over_ranks(packed: Tensor, communicator: Communicator, what: str, module: nn.Module, details: str) -> Tensor:
     """Returns the sum of ``packed`` (n), in float64, over the ranks of ``communicator``: the same bits on all of them.
 
-    It belongs to no layer. Ranks compare and name this message as they do those of layers.
+    It belongs to no layer. Ranks compare and name this message like the messages of layers.
 
     Args:
         packed: on the device of this rank's messages.
         communicator: the ranks, which all make the call.
         what: what it is for, and ``module``, for which model: what errors call it.
-        details: what all ranks have alike beside it.
+        details: what else must be the same on all ranks.
 
     Raises:
         RuntimeError: the ranks make other calls, or with other models or details; or the collective failed.

@@ -138,14 +138,14 @@ def measure_batch_noise(
     r"""Measures how noisy batch statistics are in each layer of ``module``, to decide whether to synchronize them.
 
     The noise of a layer is the root mean square change of its normalized values if the statistics of a batch of
-    :math:`N` samples take the place of those of all data. For a channel with mean :math:`\mu` and variance
+    :math:`N` samples replace the statistics of all data. For a channel with mean :math:`\mu` and variance
     :math:`\sigma^2` (plus ``eps``) it is, to first order,
 
     .. math:: \text{noise}^2 = \frac{1}{N} \left(
         \frac{\operatorname{Var}(m)}{\sigma^2} + \frac{\operatorname{Var}(v)}{4 \sigma^4} \right)
 
     where :math:`m` is the mean of :math:`x` in one sample and :math:`v` the mean of :math:`(x - \mu)^2`. The first term
-    is the error of the batch mean, the second that of the batch deviation.
+    is the error of the batch mean, the second the error of the batch deviation.
 
     **Correlation within a sample.** With :math:`S` positions and the intraclass correlation :math:`\rho` the variance
     of a batch mean is :math:`\sigma^2 (1 + (S - 1) \rho) / (N S)` (Kish, *Survey Sampling*, 1965: the design effect of
@@ -160,7 +160,7 @@ def measure_batch_noise(
     which does not and grows with the square of the noise; docs/verification.md has figures.
 
     The model runs in evaluation mode, in which samples do not influence each other and layers do not communicate. A
-    rank may have any number of batches. In one process, each batch stands for that of a rank. Parameters, buffers,
+    rank may have any number of batches. In one process, each batch stands for the batch of a rank. Parameters, buffers,
     modes and the states of random generators are unchanged afterwards.
 
     The result holds for the running statistics and parameters of ``module``: train a new model for some steps first. It
@@ -171,7 +171,7 @@ def measure_batch_noise(
         module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode, such as frozen
             ones, use no batch statistics and are left out.
         batches: batches of this rank, some hundred samples in all, as for :func:`recalibrate_statistics`.
-        samples: samples a rank that the verdict is about; None for those of the largest batch.
+        samples: samples a rank that the verdict is about; None for the number in the largest batch.
         limit: noise above which the verdict is to synchronize.
         forward: called with each batch, runs the model; None for ``module(batch)``, or the first item of a batch.
         device: where each batch goes before ``module`` gets it; None to leave it. Not together with ``forward``.
@@ -226,7 +226,7 @@ def _sums(module: nn.Module, batches: Iterable[Any], forward: Callable[[Any], An
         raise ValueError("module: expected batch normalization layers in training mode, got none")
     new = [name for name, own in layers.items() if own.num_batches_tracked is not None and not own.num_batches_tracked]
     if new:
-        warn(f"{_NAME}: these layers have not seen a batch, so their running statistics are not those of the data; "
+        warn(f"{_NAME}: these layers have not seen a batch, so their running statistics say nothing about the data; "
              f"train, or call recalibrate_statistics: {', '.join(new)}", stacklevel=5)  # fmt: skip
     calls: Counter[str] = Counter()
     found: dict[str, dict[str, Any]] = {}

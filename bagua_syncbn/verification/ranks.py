@@ -99,7 +99,7 @@ def joined(parts: Sequence[Any], name: str) -> Any:
     first, *others = map(pytree.tree_structure, parts)
     for other in others:
         if other != first:
-            kinds = "tuples, lists and dicts alike on all ranks"
+            kinds = "the same tuples, lists and dicts on all ranks"
             raise ValueError(f"{name}: expected {kinds}, got {first} and {other}; merge makes one batch of others")
     return pytree.tree_map_with_path(join, *parts)
 

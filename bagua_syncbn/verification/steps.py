@@ -34,7 +34,7 @@ class Step(NamedTuple):
 class Comparison:
     """A step of a module on the ranks, each with its ``batch``, and in one process with all batches, merged.
 
-    ``copy`` returns a copy of the module in float64, alike on all ranks. The loss of this rank is multiplied by
+    ``copy`` returns a copy of the module in float64, the same on all ranks. The loss of this rank is multiplied by
     ``weight``. Errors name the module ``name``.
     """
 
@@ -166,7 +166,7 @@ def try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
     """Calls ``loss`` once. Synchronized layers return their input, so that no rank waits for one that raises.
 
     Raises:
-        ValueError: ``loss`` calls no module, or a part of ``model``, of which ``copy`` is a copy.
+        ValueError: ``loss`` calls no module, or calls a part of ``model`` and not of ``copy``.
     """
     own, called = set(model.modules()), set()
     expected = "loss: expected a function that calls its first argument, a copy of the model in float64, got one that"

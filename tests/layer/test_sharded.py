@@ -209,8 +209,8 @@ def test_sharded_input_that_has_no_right_result_is_refused_by_name():
     calls = {
         "process_group: expected ranks [0, 1, 2, 3] of the mesh": lambda: of_rows(both),
         "are sharded, got ranks [0, 1, 2, 3]": lambda: layer(distribute_tensor(tensor, mesh, [N, R])),
-        "process_group: expected one whose ranks are known": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
-        "running_mean: expected a DTensor beside an input that is sharded over channels": lambda: layer(channels),
+        "process_group: expected a group whose ranks": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
+        "running_mean: expected a DTensor with an input that is sharded over channels": lambda: layer(channels),
         "residual: expected a DTensor placed as input": lambda: layer(both, rows),
         "residual: expected a tensor of this rank, as input is": lambda: layer(tensor, rows),
         "weight: expected a DTensor on the mesh of input": lambda: sync_batch_norm(rows, None, None, vector),
