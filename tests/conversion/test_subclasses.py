@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,115 +21,9 @@ from bagua_syncbn import (
     revert_sync_batchnorm,
 )
 from bagua_syncbn.conversion import registry
-from bagua_syncbn.data_parallel import DataParallelWithCallback
+from tests.conversion.test_models import ActWithPart, WithPart
 from tests.helpers.fake_packages import Apex, Fairscale, Mmcv
 from tests.helpers.user_layers import BatchNormAct, Centered
-
-
-class ByName(nn.BatchNorm2d):
-    def forward(self, input):
-        return nn.BatchNorm2d.forward(self, input).tanh()
-
-
-class OfAten(nn.BatchNorm2d):
-    def forward(self, input):
-        factor = 1 / float(self.num_batches_tracked.add_(1)) if self.momentum is None else self.momentum
-        buffers = self.running_mean, self.running_var
-        return torch.batch_norm(input, self.weight, self.bias, *buffers, self.training, factor, self.eps, False)
-
-
-class WithPart(nn.BatchNorm2d):
-    """Two statistics in one layer, the second with a plain layer of torch, as in adversarial propagation."""
-
-    def __init__(self, num_features, **options):
-        super().__init__(num_features, **options)
-        self.part = nn.BatchNorm2d(num_features, **options)
-
-    def forward(self, input):
-        return super().forward(input) + self.part(input * 2)
-
-
-class ActWithPart(WithPart):
-    def forward(self, input):
-        return BatchNormAct.forward(self, input) + self.part(input * 2)
-
-    act = staticmethod(F.leaky_relu)
-
-
-class TwoBuffers(nn.BatchNorm2d):
-    def __init__(self, num_features, **options):
-        super().__init__(num_features, **options)
-        self.register_buffer("other_mean", torch.zeros(num_features, dtype=options.get("dtype")))
-        self.register_buffer("other_var", torch.ones(num_features, dtype=options.get("dtype")))
-
-    def forward(self, input):
-        factor = 0.1 if self.momentum is None else self.momentum
-        return F.batch_norm(input, self.other_mean, self.other_var, None, None, self.training, factor, self.eps)
-
-
-class OfTorchsSync(nn.SyncBatchNorm):
-    """As timm's SyncBatchNormAct."""
-
-    def __init__(self, num_features, **options):
-        super().__init__(num_features, **options)
-        self.act = nn.Tanh()
-
-    def forward(self, input):
-        return self.act(super().forward(input))
-
-
-CLASSES = [BatchNormAct, ByName, OfAten, WithPart, TwoBuffers, OfTorchsSync]
-THROUGH = {
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "compile": partial(torch.compile, backend="eager"),
-}
-NOTHING = {"affine": False, "track_running_stats": False}
-RUNS = [
-    *((cls, options, None) for cls in CLASSES for options in ({}, {"momentum": None})),
-    *((BatchNormAct, options, None) for options in ({"affine": False}, {"track_running_stats": False}, NOTHING)),
-    *((cls, {}, through) for cls in (BatchNormAct, OfTorchsSync) for through in THROUGH),
-]
-
-
-def step(model, input):
-    input = input.clone().requires_grad_()
-    output = model(input)
-    output.backward((input.detach() * 3).sin())
-    return output.detach(), input.grad
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("cls", "options", "through"), RUNS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_forwards_of_their_own_are_synchronized(cls, options, through):
-    """Over two ranks they give what the class itself gives on the whole batch in one process."""
-    expected = nn.Sequential(cls(3, dtype=torch.float64, **options))
-    if issubclass(cls, nn.SyncBatchNorm):  # torch's would want a GPU
-        expected = nn.Sequential(nn.BatchNorm2d(3, dtype=torch.float64, **options), nn.Tanh())
-    model = convert_sync_batchnorm(nn.Sequential(cls(3, dtype=torch.float64, **options)))
-    model = THROUGH.get(through, lambda model: model)(model)
-    batch = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    # Without running statistics evaluation is by each rank's own batch: only training is compared.
-    for training in (True, True, True, False)[: 4 if options.get("track_running_stats", True) else 3]:
-        batch = batch * 2 + 1
-        own = step(model.train(training), batch.split((1, 5))[dist.get_rank()])
-        for actual, whole in zip(own, step(expected.train(training), batch), strict=True):
-            torch.testing.assert_close(actual, whole.split((1, 5))[dist.get_rank()])
-    torch.testing.assert_close(list(model.buffers()), list(expected.buffers()))
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_evaluation_is_left_alone_and_revert_is_exact(cls):
-    model = nn.Sequential(cls(3).eval())
-    input = torch.randn(2, 3, 4, 4)
-    expected = model(input)
-    convert_sync_batchnorm(model)
-    assert isinstance(model[0], cls)
-    assert isinstance(model[0], SyncBatchNorm)
-    assert not isinstance(model[0], nn.SyncBatchNorm)  # DistributedDataParallel would refuse it on CPU
-    assert torch.equal(model(input), expected)
-    assert type(revert_sync_batchnorm(pickle.loads(pickle.dumps(model)))[0]) is cls
-    assert type(revert_sync_batchnorm(model)[0]) is cls
-    assert torch.equal(model(input), expected)
 
 
 class OnlyInEvaluation(nn.BatchNorm2d):
@@ -202,28 +95,6 @@ def test_a_forward_that_calls_itself_leaves_nothing_behind():
     with pytest.raises(ArithmeticError):
         layer(input)
     assert set(vars(layer)) == before, "nothing stays behind, to be pickled with the layer"
-
-
-class Frozen(nn.BatchNorm2d):
-    """In training, but by its running statistics."""
-
-    def forward(self, input):
-        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-
-
-def test_frozen_statistics_stay_frozen():
-    model = convert_sync_batchnorm(nn.Sequential(Frozen(3)))
-    model(torch.randn(4, 3, 4, 4))
-    assert model[0].running_mean.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("cls", [BatchNormAct, ByName, OfAten])
-def test_replicas_normalize_by_the_whole_batch_in_own_forwards(cls):
-    model, batch = nn.Sequential(cls(3)).double(), torch.randn(6, 3, 4, 4, dtype=torch.float64)
-    expected = copy.deepcopy(model)
-    parallel = DataParallelWithCallback(convert_sync_batchnorm(model), device_ids=["cpu", "cpu"])
-    torch.testing.assert_close(step(parallel, batch), step(expected, batch))
-    torch.testing.assert_close(model[0].running_var, expected[0].running_var)
 
 
 # Registered converters

@@ -1,0 +1,269 @@
+"""Converted models, of layers as users write them: what ranks and replicas compute is what the model does by itself."""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bagua_syncbn import SyncBatchNorm, conversion_report, convert_sync_batchnorm, revert_sync_batchnorm
+from bagua_syncbn.data_parallel import DataParallelWithCallback
+from bagua_syncbn.sync_batchnorm import BatchNorm
+from tests.helpers.training import through_file
+from tests.helpers.user_layers import BatchNormAct, BatchNormReLU
+
+SIZES = (1, 3)  # of the ranks' batches
+
+
+class ByName(nn.BatchNorm2d):
+    def forward(self, input):
+        return nn.BatchNorm2d.forward(self, input).tanh()
+
+
+class OfAten(nn.BatchNorm2d):
+    def forward(self, input):
+        factor = 1 / float(self.num_batches_tracked.add_(1)) if self.momentum is None else self.momentum
+        buffers = self.running_mean, self.running_var
+        return torch.batch_norm(input, self.weight, self.bias, *buffers, self.training, factor, self.eps, False)
+
+
+class WithPart(nn.BatchNorm2d):
+    """Two statistics in one layer, the second with a plain layer of torch, as in adversarial propagation."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.part = nn.BatchNorm2d(num_features)
+
+    def forward(self, input):
+        return super().forward(input) + self.part(input * 2)
+
+
+class ActWithPart(WithPart):
+    def forward(self, input):
+        return BatchNormAct.forward(self, input) + self.part(input * 2)
+
+    act = staticmethod(F.leaky_relu)
+
+
+class TwoBuffers(nn.BatchNorm2d):
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.register_buffer("other_mean", torch.zeros(num_features))
+        self.register_buffer("other_var", torch.ones(num_features))
+
+    def forward(self, input):
+        factor = 0.1 if self.momentum is None else self.momentum
+        return F.batch_norm(input, self.other_mean, self.other_var, None, None, self.training, factor, self.eps)
+
+
+class OfTorchsSync(nn.SyncBatchNorm):
+    """As timm's SyncBatchNormAct."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.act = nn.Tanh()
+
+    def forward(self, input):
+        return self.act(super().forward(input))
+
+
+class Frozen(nn.BatchNorm2d):
+    """In training, but by its running statistics."""
+
+    def forward(self, input):
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+# Layers of sparse tensors as the sources of torchsparse, spconv and Pointcept have them. A sparse tensor is the
+# features of points, (points, C), beside where these are.
+
+
+class TorchSparse(nn.BatchNorm1d):
+    """The forward of torch's layer is handed to a function of the package."""
+
+    def forward(self, input):
+        return self._apply_to_features(input, super().forward)
+
+    @staticmethod
+    def _apply_to_features(input, function):
+        return SimpleNamespace(features=function(input.features), places=input.places)
+
+
+class SpconvSync(nn.SyncBatchNorm):
+    def forward(self, input):
+        return SimpleNamespace(features=super().forward(input.features), places=input.places)
+
+
+class Pointcept(nn.Module):
+    """Points, (points, C), or (points, neighbours, C)."""
+
+    def __init__(self, num_features):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(num_features)
+
+    def forward(self, input):
+        features = input.features
+        by_neighbours = self.norm(torch.stack([features, 2 * features], 1).transpose(1, 2)).transpose(1, 2)
+        return SimpleNamespace(features=self.norm(features) + by_neighbours.sum(1), places=input.places)
+
+
+class Sparse(nn.Sequential):
+    def forward(self, input):
+        for layer in self:
+            points = layer(SimpleNamespace(features=input, places="kept"))
+            assert points.places == "kept"
+            input = points.features
+        return input
+
+
+def layers(cls, container=nn.Sequential, **options):
+    """A layer, and one more that averages its statistics."""
+    model = container(cls(3, **options), cls(3, **options))
+    for part in model[1].modules():
+        part.momentum = None
+    return model
+
+
+def of_monai(name):
+    nets = pytest.importorskip("monai.networks.nets")
+    if name == "BasicUNet":
+        return nets.BasicUNet(2, 1, 2, features=(4, 4, 8, 8, 8, 4), norm=("batch", {"affine": True}))
+    if name == "UNet":
+        return nets.UNet(2, 1, 2, channels=(4, 8), strides=(2,), norm="batch", dropout=0)
+    return nets.DenseNet(2, 1, 3, init_features=8, growth_rate=4, block_config=(2, 2))
+
+
+def of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    if name == "ResNet":
+        config = transformers.ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+        return transformers.ResNetModel(config)
+    config = transformers.MobileNetV2Config(num_channels=1, depth_multiplier=0.1, min_depth=4)
+    return transformers.MobileNetV2Model(config)
+
+
+def of_timm(name):
+    return pytest.importorskip("timm").create_model(name, in_chans=1, num_classes=3)
+
+
+def of_torchvision(name):
+    models = pytest.importorskip("torchvision.models")
+    return nn.Sequential(nn.Conv2d(1, 3, 1), models.get_model(name, num_classes=3))
+
+
+PLANAR, IMAGES, UNTRACKED = (3, 4, 4), (1, 64, 64), {"track_running_stats": False}
+OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
+OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ActWithPart, TwoBuffers, OfTorchsSync, Frozen]
+OF_POINTS = [TorchSparse, SpconvSync, Pointcept]
+# How a model is made, and the shape of a sample.
+MODELS = {
+    "BatchNorm1d": (partial(layers, nn.BatchNorm1d), (3,)),
+    "BatchNorm3d": (partial(layers, nn.BatchNorm3d), (3, 2, 2, 2)),
+    **{cls.__name__: (partial(layers, cls), PLANAR) for cls in OF_TORCH + OWN_FORWARDS},
+    "no parameters": (partial(layers, BatchNormAct, affine=False), PLANAR),
+    "untracked": (partial(layers, BatchNormAct, **UNTRACKED), PLANAR),
+    "untracked, no parameters": (partial(layers, BatchNormAct, affine=False, **UNTRACKED), PLANAR),
+    **{cls.__name__: (partial(layers, cls, Sparse), (3,)) for cls in OF_POINTS},
+    **{f"monai {name}": (partial(of_monai, name), IMAGES) for name in ("BasicUNet", "UNet", "DenseNet")},
+    **{f"transformers {name}": (partial(of_transformers, name), IMAGES) for name in ("ResNet", "MobileNetV2")},
+    # efficientnet_lite0's BatchNormAct2d calls F.batch_norm by itself.
+    **{f"timm {name}": (partial(of_timm, name), IMAGES) for name in ("resnet10t", "efficientnet_lite0", "regnetx_002")},
+    **{f"torchvision {name}": (partial(of_torchvision, name), IMAGES) for name in ("resnet18", "mobilenet_v3_small")},
+}
+
+
+def make(kind):
+    torch.manual_seed(0)
+    model = MODELS[kind][0]().double()
+    for module in model.modules():
+        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
+            module.p = 0.0
+    return model
+
+
+def batch_of(kind):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(sum(SIZES), *MODELS[kind][1], generator=generator, dtype=torch.float64)
+
+
+def tensor_of(output):
+    output = getattr(output, "last_hidden_state", output)
+    return output[0] if isinstance(output, (list, tuple)) else output
+
+
+def run(model, batch):
+    """Returns outputs and input gradients of some steps, the last one in evaluation, and the buffers."""
+    results, tracks = [], all(getattr(part, "track_running_stats", True) for part in model.modules())
+    for step in range(4 if tracks else 3):  # evaluation would be by each rank's own batch
+        input = ((step + 1) * batch + step).requires_grad_()
+        output = tensor_of(model.train(step < 3)(input))
+        output.sin().sum().backward()
+        results += output.detach(), input.grad
+    return results, list(model.buffers())
+
+
+THROUGH = {"a file": through_file, "compile": partial(torch.compile, backend="eager")}
+
+
+def run_share(kind, through):
+    model = convert_sync_batchnorm(make(kind))
+    if through:
+        model = THROUGH[through](model)
+    return run(model, batch_of(kind).split(SIZES)[dist.get_rank()])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "through"), [
+    *((kind, None) for kind in MODELS),
+    *((kind, through) for kind in ("BatchNormAct", "OfTorchsSync") for through in THROUGH),
+])  # fmt: skip
+def test_ranks_and_replicas_of_a_converted_model_equal_one_process(pool, kind, through):
+    expected, buffers = run(make(kind), batch_of(kind))
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-8)
+    for rank, (results, own_buffers) in enumerate(pool.run(run_share, 2, kind, through)):
+        close(own_buffers, buffers)
+        close(results, [whole.split(SIZES)[rank] for whole in expected])
+    if through is None:
+        replicas = DataParallelWithCallback(convert_sync_batchnorm(make(kind)), device_ids=["cpu", "cpu"])
+        close(run(replicas, batch_of(kind)), (expected, buffers))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+def test_conversion_changes_classes_and_nothing_else_and_revert_brings_them_back(kind):
+    model, batch = make(kind).eval(), batch_of(kind)
+    expected, state, parts = tensor_of(model(batch)), model.state_dict(), list(model.modules())
+    classes, attributes = [type(part) for part in parts], [dict(vars(part)) for part in parts]
+    norms = [part for part in parts if isinstance(part, _BatchNorm)]
+
+    assert convert_sync_batchnorm(model) is model
+    assert list(model.modules()) == parts
+    assert [part for part in parts if isinstance(part, SyncBatchNorm)] == norms != []
+    assert sum(row.action == "converted" for row in conversion_report(model).layers) == len(norms)
+    for part, cls, before in zip(parts, classes, attributes, strict=True):
+        assert isinstance(part, cls) or cls in OF_TORCH
+        assert not isinstance(part, nn.SyncBatchNorm)  # which DistributedDataParallel refuses on CPU
+        for name, value in before.items():
+            assert vars(part).get(name) is value
+    assert list(model.state_dict()) == list(state)
+    assert model.state_dict()._metadata == state._metadata
+    model.load_state_dict(state)
+
+    converted = [type(part) for part in parts]
+    for each in (copy.deepcopy(model), through_file(model), model):
+        assert [type(part) for part in each.modules()] == converted
+        assert each is model or not {*map(id, each.parameters())} & {*map(id, model.parameters())}
+        assert torch.equal(tensor_of(each(batch)), expected)
+        assert revert_sync_batchnorm(each) is each
+        assert [type(part) for part in each.modules()] == classes
+        assert torch.equal(tensor_of(each(batch)), expected)
+    assert [vars(part) for part in parts] == attributes
+    for layer in norms:  # alone
+        cls = type(layer)
+        assert isinstance(convert_sync_batchnorm(layer), SyncBatchNorm)
+        assert type(revert_sync_batchnorm(layer)) is cls
