@@ -72,6 +72,10 @@ class OfTorchsSync(nn.SyncBatchNorm):
         return self.act(super().forward(input))
 
 
+class OfPackage(nn.SyncBatchNorm):
+    """A subclass that adds no forward."""
+
+
 class Frozen(nn.BatchNorm2d):
     """In training, but by its running statistics."""
 
@@ -164,7 +168,7 @@ OF_POINTS = [TorchSparse, SpconvSync, Pointcept]
 MODELS = {
     "BatchNorm1d": (partial(layers, nn.BatchNorm1d), (3,)),
     "BatchNorm3d": (partial(layers, nn.BatchNorm3d), (3, 2, 2, 2)),
-    **{cls.__name__: (partial(layers, cls), PLANAR) for cls in OF_TORCH + OWN_FORWARDS},
+    **{cls.__name__: (partial(layers, cls), PLANAR) for cls in [OfPackage, *OF_TORCH, *OWN_FORWARDS]},
     "no parameters": (partial(layers, BatchNormAct, affine=False), PLANAR),
     "untracked": (partial(layers, BatchNormAct, **UNTRACKED), PLANAR),
     "untracked, no parameters": (partial(layers, BatchNormAct, affine=False, **UNTRACKED), PLANAR),

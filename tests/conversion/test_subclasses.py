@@ -53,9 +53,7 @@ def test_what_turns_out_to_be_unsynchronized_raises(cls, what):
     model, input = convert_sync_batchnorm(nn.Sequential(cls(3))), torch.randn(4, 3, 4, 4)
     with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: expected") + ".*" + what):
         model(input)
-    model.eval()
-    if cls is OnlyInEvaluation:
-        model(input)
+    model.eval()(input)
     revert_sync_batchnorm(model).train()(input)
 
 

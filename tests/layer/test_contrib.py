@@ -38,7 +38,9 @@ def imported(**bagua):
 
 def follow_baguas_pages():
     rank = dist.get_rank()
-    model = make_model(seed=rank)  # rank 0's parameters are to reach the other ranks
+    model = make_model(seed=rank)  # rank 0's parameters and buffers are to reach the other ranks
+    for buffer in model.buffers():
+        buffer.add_(rank)
     optimizer = make_optimizer(model)
     with imported():
         from bagua_syncbn.contrib.algorithms import gradient_allreduce
@@ -46,11 +48,11 @@ def follow_baguas_pages():
 
         model = SyncBatchNorm.convert_sync_batchnorm(model)
         model = model.with_bagua([optimizer], gradient_allreduce.GradientAllReduceAlgorithm(), do_flatten=False)
-    return train(model, optimizer, (1, 3), rank)
+    return train(model, optimizer, (2, 1, 3), rank)
 
 
 def test_lines_of_baguas_pages_train_like_one_process(pool):
-    check(pool.run(follow_baguas_pages, 2), (1, 3))
+    check(pool.run(follow_baguas_pages, 3), (2, 1, 3))
 
 
 def test_the_method_comes_with_the_import_and_can_be_taken_away():

@@ -1,8 +1,5 @@
 """Whole models over several ranks against one process on the concatenated batch, in each wrapper."""
 
-from contextlib import nullcontext
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
-from tests.helpers.training import check, make_batches, make_model, make_optimizer, one_process, through_file, train
+from tests.helpers.training import check, make_model, make_optimizer, through_file, train
 
 # DistributedDataParallel
 
@@ -34,64 +31,36 @@ def test_ddp_trains_like_one_process(pool, sizes, process_group, options, saved)
     check(pool.run(train_ddp, len(sizes), sizes, process_group, options, saved), sizes, "module.")
 
 
-def accumulate(wrap):
-    """Steps of two micro-batches each; without communication after the first."""
-    model = convert_sync_batchnorm(make_model())
-    model = wrap(model) if wrap else model
-    optimizer = make_optimizer(model)
-    for inputs, targets in make_batches(8):
-        halves = list(zip(inputs.split(4), targets.split(4), strict=True))
-        optimizer.zero_grad()
-        for index, (input, target) in enumerate(halves):
-            if wrap:
-                input, target = (part.split((1, 3))[dist.get_rank()] for part in (input, target))
-            with model.no_sync() if hasattr(model, "no_sync") and index == 0 else nullcontext():
-                loss = (model(input) - target).square().sum() * (2 if wrap else 1) / 8
-                loss.backward()
-        optimizer.step()
-    return {name.removeprefix("module."): value for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, partial(with_bagua, optimizers=[])])
-def test_accumulated_gradients_equal_one_process(pool, wrap):
-    expected = accumulate(None)
-    for state in pool.run(accumulate, 2, wrap):
-        torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-9)
-
-
 # Sharded
 
 
-def full(state):
-    """Whole tensors, and buffers under the names that they have in the model."""
-    return {
-        name.replace("_fsdp_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in state.items()
-    }
-
-
-def train_fully_shard(prepare=convert_sync_batchnorm):
-    model = prepare(make_model())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
-        if isinstance(layer, nn.Conv2d):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return full(train(model, make_optimizer(model), (1, 3), dist.get_rank()))
-
-
-def train_fsdp(wrap_each, prepare=convert_sync_batchnorm):
-    policy = ModuleWrapPolicy({nn.Conv2d, SyncBatchNorm2d}) if wrap_each else None
-    model = FullyShardedDataParallel(
-        prepare(make_model()),
-        auto_wrap_policy=policy,
+def shard(kind, model, dtype=None):
+    """Returns ``model`` in a wrapper, which computes in ``dtype``."""
+    if kind == "fully_shard":
+        options = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(dtype)}
+        for layer in model:
+            if isinstance(layer, nn.Conv2d):
+                fully_shard(layer, **options)
+        return fully_shard(model, **options)
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Conv2d, SyncBatchNorm2d})
+        if kind == "fsdp, layers apart"
+        else None,
+        mixed_precision=MixedPrecision(dtype, dtype, dtype) if dtype else None,
         backward_prefetch=None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
-    train(model, make_optimizer(model), (1, 3), dist.get_rank())
-    with FullyShardedDataParallel.summon_full_params(model):
-        return full({name: value.clone() for name, value in model.state_dict(keep_vars=True).items()})
+
+
+def train_sharded(kind, prepare):
+    model = shard(kind, prepare(make_model()))
+    state = train(model, make_optimizer(model), (1, 3), dist.get_rank())
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }
 
 
 def recomputing(model):
@@ -99,88 +68,47 @@ def recomputing(model):
     return recompute_outputs(convert_sync_batchnorm(model))
 
 
+SHARDED = pytest.mark.parametrize("kind", ["fully_shard", "fsdp", "fsdp, layers apart"])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("prepare", [convert_sync_batchnorm, recomputing])
-def test_fully_sharded_models_train_like_one_process(pool, prepare):
-    check(pool.run(train_fully_shard, 2, prepare), (1, 3))
+@SHARDED
+def test_sharded_models_train_like_one_process(pool, kind, prepare):
+    check(pool.run(train_sharded, 2, kind, prepare), (1, 3))
 
 
-FSDP_WARNINGS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-@FSDP_WARNINGS
-@pytest.mark.parametrize(
-    ("wrap_each", "prepare"), [(False, convert_sync_batchnorm), (True, convert_sync_batchnorm), (True, recomputing)]
-)
-def test_fsdp_trains_like_one_process(pool, wrap_each, prepare):
-    expected = one_process((1, 3))
-    for state in pool.run(train_fsdp, 2, wrap_each, prepare):
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name].view(value.shape), value, rtol=1e-9, atol=1e-9)
-
-
-def small(seed=0):
-    torch.manual_seed(seed)
+def small():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4), nn.BatchNorm1d(4, affine=False))
 
 
 def rows(rank):
-    """Whose mean and scale differ from rank to rank, so that unsynchronized outputs are far off."""
+    """Rows whose mean and scale differ from rank to rank, so that unsynchronized outputs are far off."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(16, 4, generator=generator) * (1 + rank) + 4 * rank
 
 
-def mixed_precision(kind):
-    model = convert_sync_batchnorm(small())
-    if kind == "fully_shard":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    else:
-        precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-        policy = ModuleWrapPolicy({nn.Linear}) if kind == "fsdp, layers apart" else None
-        model = FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=policy,
-            mixed_precision=precision,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
+def compute_in_bfloat16(kind):
+    model = shard(kind, convert_sync_batchnorm(small()), torch.bfloat16)
     outputs = model(rows(dist.get_rank()))
     outputs.float().square().sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
     last = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)][-1]
-    return outputs.detach().float(), last.running_mean.float(), all(bool(g.isfinite().all()) for g in gradients)
+    return outputs.detach().float(), last.running_mean.float()
 
 
-@FSDP_WARNINGS
-@pytest.mark.parametrize("kind", ["fully_shard", "fsdp", "fsdp, layers apart"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@SHARDED
 def test_sharded_models_in_mixed_precision_stay_synchronized(pool, kind):
     reference = small()
     expected = reference(torch.cat([rows(0), rows(1)])).detach()
-    unsynchronized = small()(rows(0)).detach()
-    assert (unsynchronized - expected[:16]).abs().max() > 0.5
-    for rank, (outputs, running_mean, finite) in enumerate(pool.run(mixed_precision, 2, kind)):
+    for rank, (outputs, running_mean) in enumerate(pool.run(compute_in_bfloat16, 2, kind)):
         torch.testing.assert_close(outputs, expected[rank * 16 : rank * 16 + 16], rtol=0.03, atol=0.05)
         torch.testing.assert_close(running_mean, reference[3].running_mean, rtol=0.03, atol=0.01)
-        assert finite
 
 
-# with_bagua, on torch
-
-
-def train_with_bagua(sizes):
-    rank = dist.get_rank()
-    model = make_model(seed=rank)  # rank 0's parameters are to reach the other ranks
-    if rank:
-        for buffer in model.buffers():
-            buffer.add_(rank)
-    module = convert_sync_batchnorm(model)
-    optimizer = make_optimizer(module)
-    assert with_bagua(module, [optimizer]) is model
-    return train(model, optimizer, sizes, rank)
-
-
-@pytest.mark.parametrize("sizes", [(2, 1, 3)], ids=str)
-def test_with_bagua_on_torch_trains_like_one_process(pool, sizes):
-    check(pool.run(train_with_bagua, len(sizes), sizes), sizes)
+# with_bagua, on torch; test_contrib.py trains by it
 
 
 def resume():
@@ -242,36 +170,22 @@ def test_evaluation_of_a_wrapped_model_waits_for_nobody():
     dist.barrier()
 
 
-def test_with_bagua_without_a_job_changes_nothing():
-    model = make_model()
-    optimizer = make_optimizer(model)
-    assert with_bagua(convert_sync_batchnorm(model), [optimizer], "gradient_allreduce") is model
-    state = train(model, optimizer, (4,), 0)
-    check([state], (4,))
-
-
-@pytest.mark.parametrize(("optimizers", "process_group", "message"), [
-    (torch.optim.SGD([torch.ones(1)]), None, r"optimizers: expected a list of torch\.optim\.Optimizer, got SGD"),
-    (["sgd"], None, r"optimizers: expected torch\.optim\.Optimizer objects, got str"),
-    ([], "everyone", "process_group: expected"),
-])  # fmt: skip
-def test_with_bagua_checks_its_arguments(optimizers, process_group, message):
-    with pytest.raises(TypeError, match=message):
-        with_bagua(make_model(), optimizers, process_group=process_group)
-
-
 @pytest.mark.ranks(2)
 def test_with_bagua_refuses_what_torch_cannot_do_and_changes_nothing():
     with pytest.warns(UserWarning, match="with_bagua: found no synchronized layer in Sequential") as caught:
-        model = with_bagua(make_model(), [])
+        wrapped = with_bagua(make_model(), [])
     assert caught[0].filename == __file__
-    with pytest.raises(RuntimeError, match="not data parallel yet, got DDPSequential"):
-        with_bagua(model, [])
-    with pytest.raises(RuntimeError, match="at least one parameter that requires a gradient"):
-        with_bagua(make_model().requires_grad_(False), [])
-    model = make_model()
-    with pytest.raises(TypeError, match=r"process_group: expected None, a torch\.distributed.* got LocalCommunicator"):
-        with_bagua(model, [], process_group=LOCAL)
-    with pytest.raises(ValueError, match="process_group: expected a number that divides the 2 ranks of the job, got 3"):
-        with_bagua(model, [], process_group=3)
+    model, frozen = make_model(), make_model().requires_grad_(False)
+    sgd = make_optimizer(model)
+    for error, message, module, optimizers, process_group in [
+        (TypeError, r"optimizers: expected a list of torch\.optim\.Optimizer, got SGD", model, sgd, None),
+        (TypeError, r"optimizers: expected torch\.optim\.Optimizer objects, got str", model, ["sgd"], None),
+        (TypeError, "process_group: expected", model, [], "everyone"),
+        (TypeError, r"process_group: expected None, a torch\.distributed.* got LocalCommunicator", model, [], LOCAL),
+        (ValueError, "expected a number that divides the 2 ranks of the job, got 3", model, [], 3),
+        (RuntimeError, "not data parallel yet, got DDPSequential", wrapped, [], None),
+        (RuntimeError, "at least one parameter that requires a gradient", frozen, [], None),
+    ]:
+        with pytest.raises(error, match=message):
+            with_bagua(module, optimizers, process_group=process_group)
     with_bagua(model, [])  # refused, it is as it was
