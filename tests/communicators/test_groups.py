@@ -288,6 +288,7 @@ def test_without_a_job_everyone_is_alone(process_group):
     communicator = communicator_of(process_group)
     assert (communicator.size, communicator.rank) == (1, 0)
     assert isinstance(communicator, Communicator)
+    assert ("process_group" in repr(SyncBatchNorm(1, process_group=process_group))) == (process_group is not None)
 
 
 @pytest.mark.ranks(1)
