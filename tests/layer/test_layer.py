@@ -28,6 +28,13 @@ def test_the_signature_begins_with_torchs():
     assert ours[: len(torchs)] == torchs
 
 
+@pytest.mark.parametrize("arguments", [(), (0.5,), (0.5, None), (0.5, 0.3, False), (0.5, 0.3, True, False)], ids=str)
+def test_arguments_mean_what_they_do_in_torch(arguments):
+    layer, expected = SyncBatchNorm2d(3, *arguments), torch.nn.BatchNorm2d(3, *arguments)
+    assert layer.extra_repr() == expected.extra_repr()
+    assert list(layer.state_dict()) == list(expected.state_dict())
+
+
 @pytest.mark.parametrize("name", [*bagua_syncbn.__all__, "SyncBatchNorm.forward"])
 def test_signatures_show_the_arguments(name):
     public = attrgetter(name)(bagua_syncbn)
