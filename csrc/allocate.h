@@ -13,17 +13,10 @@ namespace bagua_syncbn {
                                        const Tensor& like) {
   int64_t values = 1;
   for (const int64_t size : sizes) values *= size;
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  const size_t itemsize = aoti_torch_dtype_element_size(code);
   std::ostringstream message;
-  size_t itemsize = sizeof(int64_t);
-  if (dtype != ScalarType::Long) {
-    dispatch_floating(dtype, "memory", [&](auto tag) { itemsize = sizeof(typename decltype(tag)::type); });
-  }
-  message << "memory: expected " << values << " values of " << itemsize << " bytes on ";
-  if (device_type(like) == aoti_torch_device_type_cpu()) {
-    message << "cpu";
-  } else {
-    message << "cuda:" << like.get_device_index();
-  }
+  message << "memory: expected " << values << " values of " << itemsize << " bytes on " << device_name(like);
   throw std::runtime_error(message.str() + ", got none");
 }
 

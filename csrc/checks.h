@@ -6,7 +6,7 @@
 #include <string>
 
 #include "activations.h"
-#include "mask.h"
+#include "layout.h"
 #include "packed_stats.h"
 #include "stable_abi.h"
 
@@ -25,13 +25,6 @@ inline bool on_one_device(const Tensor& a, const Tensor& b) {
   return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
 }
 
-inline std::string device_name(const Tensor& tensor) {
-  const int32_t type = device_type(tensor);
-  if (type == aoti_torch_device_type_cpu()) return "cpu";
-  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
-  return "a device of another kind";
-}
-
 // (2, 3, 4)
 inline std::string sizes_of(const Tensor& tensor) {
   std::string sizes = "(";
@@ -44,37 +37,37 @@ inline void check_device(const Tensor& tensor, const char* name, const Tensor& o
   refuse(name, "it on the device of the other arguments", device_name(tensor), " beside ", device_name(other));
 }
 
-inline void check_floating(const Tensor& tensor, const char* name) {
-  dispatch_floating(scalar_type(tensor), name, [](auto) {});
-}
-
 // (N, C, *)
 inline void check_input(const Tensor& input) {
   const bool valid = input.dim() >= 2;
   check(valid, "input", "at least 2 dimensions, (N, C, *)", input.dim());
-  check_floating(input, "input");
+  dtype_of(input, "input");
 }
 
-inline void check_like_input(const Tensor& tensor, const char* name, const Tensor& input) {
-  bool same = tensor.dim() == input.dim();
-  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor.size(dim) == input.size(dim);
-  if (!same) refuse(name, "the sizes of input", sizes_of(tensor), " for ", sizes_of(input));
-  const ScalarType dtype = scalar_type(tensor), expected = scalar_type(input);
-  if (dtype != expected) refuse(name, "the dtype of input", dtype, " for ", expected);
-  check_device(tensor, name, input);
+inline void check_like_input(std::initializer_list<Named> arguments, const Tensor& input) {
+  for (const auto& [name, tensor] : arguments) {
+    if (tensor == nullptr) continue;
+    bool same = tensor->dim() == input.dim();
+    for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor->size(dim) == input.size(dim);
+    if (!same) refuse(name, "the sizes of input", sizes_of(*tensor), " for ", sizes_of(input));
+    const ScalarType dtype = scalar_type(*tensor), expected = scalar_type(input);
+    if (dtype != expected) refuse(name, "the dtype of input", dtype, " for ", expected);
+    check_device(*tensor, name, input);
+  }
 }
 
 // One value of any float dtype for each channel, on the device of `other`.
-inline void check_channels(const Tensor& tensor, const char* name, int64_t channels, const Tensor& other) {
-  if (tensor.numel() != channels) refuse(name, "one element for each channel", tensor.numel(), " for ", channels);
-  check_device(tensor, name, other);
-  check_floating(tensor, name);
+inline void check_channels(std::initializer_list<Named> arguments, int64_t channels, const Tensor& other) {
+  for (const auto& [name, tensor] : arguments) {
+    if (tensor == nullptr) continue;
+    if (tensor->numel() != channels) refuse(name, "one element for each channel", tensor->numel(), " for ", channels);
+    check_device(*tensor, name, other);
+    dtype_of(*tensor, name);
+  }
 }
 
-inline void check_channels_of_input(std::initializer_list<Named> arguments, const Tensor& input) {
-  for (const Named& argument : arguments) {
-    if (argument.tensor) check_channels(*argument.tensor, argument.name, input.size(1), input);
-  }
+inline void check_activation(int64_t activation) {
+  check(activation >= 0 && activation < kActivations, "activation", "the code of one", activation);
 }
 
 inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other) {
@@ -117,54 +110,6 @@ inline Words words_of_sums(std::optional<int64_t> fingerprint) {
   return words;
 }
 
-inline void check_gather_stats(const Tensor& gathered, const std::optional<Tensor>& running_mean,
-                               const std::optional<Tensor>& running_var,
-                               const std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum,
-                               const std::optional<Tensor>& fault) {
-  const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0, words = words_in(size);
-  if (size < 2 + words) refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more", sizes_of(gathered));
-  const ScalarType dtype = scalar_type(gathered);
-  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", dtype);
-  check_fault(fault);
-  if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
-  if (!running_mean || !running_var) return;  // none are tracked
-  const bool has_factor = momentum || num_batches_tracked;
-  check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
-  const int64_t channels = packed_channels(size, words);
-  check_channels(*running_mean, "running_mean", channels, gathered);
-  check_channels(*running_var, "running_var", channels, gathered);
-}
-
-inline void check_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd) {
-  check_input(input);
-  check_channels_of_input({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input);
-}
-
-inline void check_backward_reduce(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                  const Tensor& invstd, const std::optional<Tensor>& weight) {
-  check_input(input);
-  check_like_input(grad_output, "grad_output", input);
-  check_channels_of_input({{"mean", mean}, {"invstd", invstd}}, input);
-  if (weight) check_floating(*weight, "weight");  // only its dtype counts
-}
-
-inline void check_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 const std::optional<Tensor>& fault, const std::optional<Tensor>& grad_input) {
-  check_input(input);
-  check_like_input(grad_output, "grad_output", input);
-  if (grad_input) check_like_input(*grad_input, "grad_input", input);
-  check_channels_of_input({{"weight", weight}, {"mean", mean}, {"invstd", invstd}}, input);
-  const int64_t words = sums.numel() - 2 * input.size(1);
-  const bool fits = words >= 0 && words <= kMostWords && words % 2 == 0;
-  check(fits, "sums", "two elements for each channel, and up to three pairs of words", sums.numel());
-  check_fault(fault);
-  check_device(sums, "sums", input);
-  check_floating(sums, "sums");
-  check_counter(count, "count", input);
-}
-
 // `mask`: bool, one for each position of `input` (N, C, *); or int64, lengths (N).
 inline std::optional<Mask> mask_of(const std::optional<Tensor>& positions, const Tensor& input) {
   if (!positions) return std::nullopt;
@@ -183,21 +128,6 @@ inline std::optional<Mask> mask_of(const std::optional<Tensor>& positions, const
   }
   refuse("mask", "a contiguous bool (N, *), or int64 lengths (N) for an input (N, C, *, L)", dtype, " ",
          sizes_of(mask));
-}
-
-// A mask, and an activation, for the gradient of the input.
-inline std::optional<Mask> mask_without_act(const std::optional<Tensor>& mask, const Tensor& input,
-                                            int64_t activation) {
-  check(!mask || activation == 0, "mask", "None with an activation", "a tensor");
-  return mask_of(mask, input);
-}
-
-// Arguments of an activation and a residual.
-inline void check_act(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& residual, int64_t activation) {
-  check_channels_of_input({{"weight", weight}, {"bias", bias}}, input);
-  if (residual) check_like_input(*residual, "residual", input);
-  check(activation >= 0 && activation < kActivations, "activation", "the code of one", activation);
 }
 
 }  // namespace bagua_syncbn

@@ -1,10 +1,11 @@
-// How the values of one channel lie in memory. There are two ways, and everything else is made one of them first.
+// How the values of one channel lie in memory, and which of them count.
 #pragma once
 
 #include <cstdint>
 
 namespace bagua_syncbn {
 
+// One of two ways; everything else is made one of them first.
 // Planar, (batch, channels, inner): the `inner` values of one sample and channel are contiguous.
 // Interleaved, (batch * inner, channels): the channels of one place are contiguous; channels_last and (N, C) are this.
 struct Geometry {
@@ -14,6 +15,14 @@ struct Geometry {
   int64_t inner;
 
   int64_t rows() const { return batch * inner; }  // values per channel
+};
+
+// Which positions of an input count, the same for all channels: a byte for each says it, or lengths do.
+struct Mask {
+  const uint8_t* positions;  // (batch, inner), 1 or 0; or null
+  const int64_t* lengths;    // (batch): of each line so many places count, from the first one on
+  int64_t inner;             // positions of a sample
+  int64_t length;            // of a line, along the last dimension
 };
 
 }  // namespace bagua_syncbn

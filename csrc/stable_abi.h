@@ -60,6 +60,13 @@ inline int32_t device_type(const Tensor& tensor) {
   return type;
 }
 
+inline std::string device_name(const Tensor& tensor) {
+  const int32_t type = device_type(tensor);
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  return "a device of another kind";
+}
+
 // `tensor`, copied if it is not contiguous.
 inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
@@ -70,20 +77,13 @@ inline ScalarType accumulate_type(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A dtype: torch's type of a value, and the type in the loops of cpu/loops.h.
-template <typename T, typename S>
-struct TypeTag {
-  using type = T;
-  using Stored = S;
-};
-
-// Calls `body(TypeTag())` for `dtype`. A plain function and not a macro, which would split its argument at every comma.
-template <typename Body>
-inline void dispatch_floating(ScalarType dtype, const char* argument, const Body& body) {
+// The dtype of `tensor`, which is one of those in dtypes.h.
+inline DType dtype_of(const Tensor& tensor, const char* argument) {
+  const ScalarType dtype = scalar_type(tensor);
   switch (dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, Stored, ...) \
-  case ScalarType::name:                                 \
-    return body(TypeTag<torch_type, Stored>());
+#define BAGUA_SYNCBN_CASE(name, ...) \
+  case ScalarType::name:             \
+    return DType::k##name;
     BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE
     default:

@@ -1,10 +1,10 @@
 // batch_norm_backward_reduce: sums of g = dy * act'(z) and of g * (x - mean) of each channel, and from them the
 // gradients of weight and bias of this rank.
 
-#include <tuple>
+#include <cstring>
 
-#include "../checks.h"
-#include "normalization.h"
+#include "channels.h"
+#include "kernels.h"
 #include "work.h"
 
 namespace bagua_syncbn::cpu {
@@ -48,52 +48,25 @@ std::vector<double> interleaved_sums(const Gradients<T>& of, const Geometry& g, 
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const std::optional<Tensor>& weight, std::optional<int64_t> fingerprint, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual, int64_t activation, double parameter, std::optional<Tensor> grad) {
-  check_backward_reduce(grad_output, input, mean, invstd, weight);
-  if (grad) check_like_input(*grad, "grad", input);
-  if (activation != 0 || grad) check_act(input, weight, bias, residual, activation);
-  const Words words = words_of_sums(fingerprint);
-  const Laid laid = lay_out(input);
-  const Geometry& g = laid.geometry;
-  const Tensor grads = laid_out_like(grad_output, laid);
-  const bool activated = activation != 0;
-  if (grad && !activated) torch::stable::copy_(*grad, grad_output);
-  const std::optional<Tensor> through = activated ? laid_out_like(residual, laid) : std::nullopt;
-  const std::optional<Tensor> made = activated ? laid_out_like(grad, laid) : std::nullopt;
+void Kernels::backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                              const BackwardReduceArguments& arguments, const Options& options) {
   const int64_t width = 2 * g.channels;
-  const ScalarType accumulate = accumulate_type(scalar_type(input));
-  const ScalarType parameter_dtype = weight ? scalar_type(*weight) : accumulate;
-  Tensor sums = allocate_vector(width + words.count, accumulate, input);
-  Tensor grad_weight = allocate_vector(g.channels, parameter_dtype, input);
-  Tensor grad_bias = allocate_vector(g.channels, parameter_dtype, input);
-  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
+  dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     using A = Accumulate<T>;
-    const std::optional<Tensor> none;
-    const Normalization<A> normalization(activated ? weight : none, activated ? bias : none, mean, invstd, g.channels,
-                                         parameter);
-    const Gradients<T> of{data_of<T>(grads), data_of<T>(laid.tensor), data_of<T>(through),
-                          made ? static_cast<T*>(made->mutable_data_ptr()) : nullptr, normalization.factors(false)};
-    std::vector<double> totals(width);
-    if (input.numel() > 0) {
-      totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, loops<T>().activated[activation]);
-    }
-    A* sums_out = static_cast<A*>(sums.mutable_data_ptr());
-    for (int64_t c = 0; c < width; ++c) sums_out[c] = static_cast<A>(totals[c]);
-    pack_words(sums_out + width, words);
-    write_channels(grad_weight,
-                   [&](int64_t c) { return normalization.invstd[c] * static_cast<A>(totals[g.channels + c]); });
-    write_channels(grad_bias, [&](int64_t c) { return totals[c]; });
+    const Normalization<A> normalization(arguments.factors, g.channels, options.act.parameter);
+    const Gradients<T> of{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(options.residual),
+                          static_cast<T*>(grad), normalization.factors(false)};
+    if (grad != nullptr && options.act.code == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
+    const ActivatedLoops<T>& activated = loops<T>().activated[options.act.code];
+    const std::vector<double> totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, activated);
+    A* sums = static_cast<A*>(arguments.sums);
+    for (int64_t c = 0; c < width; ++c) sums[c] = static_cast<A>(totals[c]);
+    pack_words(sums + width, arguments.words);
+    write_channels(arguments.grad_weight, g.channels,
+                   [&](int64_t c, double) { return normalization.invstd[c] * static_cast<A>(totals[g.channels + c]); });
+    write_channels(arguments.grad_bias, g.channels, [&](int64_t c, double) { return totals[c]; });
   });
-  if (made && made->const_data_ptr() != grad->const_data_ptr()) torch::stable::copy_(*grad, *made);
-  return {sums, grad_weight, grad_bias};
 }
 
 }  // namespace bagua_syncbn::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
-  m.impl("batch_norm_backward_reduce", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_backward_reduce));
-}

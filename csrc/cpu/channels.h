@@ -1,60 +1,95 @@
 // Per-channel tensors of any float dtype as plain arrays of the type that the loops compute in.
 #pragma once
 
+#include <vector>
+
+#include "../arguments.h"
 #include "../stable_abi.h"
 #include "loops.h"
 
 namespace bagua_syncbn::cpu {
 
-// The values of a tensor as an array of type A: its own memory if that is one, else a converted copy. The tensor must
-// outlive this.
+// A dtype: torch's type of a value, and the type in the loops of loops.h.
+template <typename T, typename S>
+struct TypeTag {
+  using type = T;
+  using Stored = S;
+};
+
+// Calls `body(TypeTag())` for `dtype`. A plain function and not a macro, which would split its argument at every comma.
+template <typename Body>
+void dispatch(DType dtype, const Body& body) {
+  switch (dtype) {
+#define BAGUA_SYNCBN_CASE(name, torch_type, Stored, ...) \
+  case DType::k##name:                                   \
+    return body(TypeTag<torch_type, Stored>());
+    BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
+#undef BAGUA_SYNCBN_CASE
+  }
+}
+
+// The values of a tensor as an array of type A: its own memory if that is one, else a converted copy; `otherwise` for
+// each of `count` channels if there is none.
 template <typename A>
 class ChannelArray {
  public:
-  explicit ChannelArray(const Tensor& tensor) {
-    constexpr ScalarType dtype = std::is_same_v<A, double> ? ScalarType::Double : ScalarType::Float;
-    if (scalar_type(tensor) == dtype && tensor.is_contiguous()) {
-      values_ = static_cast<const A*>(tensor.const_data_ptr());
-    } else {
-      convert(tensor);
+  ChannelArray(const PerChannel& tensor, int64_t count, A otherwise = 0) {
+    if (tensor.data != nullptr && tensor.dtype == (std::is_same_v<A, double> ? DType::kDouble : DType::kFloat)) {
+      values_ = static_cast<const A*>(tensor.data);
+      return;
     }
+    own_.assign(count, otherwise);
+    values_ = own_.data();
+    if (tensor.data == nullptr) return;
+    dispatch(tensor.dtype, [&](auto tag) {
+      const auto* data = static_cast<const typename decltype(tag)::type*>(tensor.data);
+      for (int64_t c = 0; c < count; ++c) own_[c] = static_cast<A>(data[c]);
+    });
   }
-
-  // For a tensor that may be missing: then `channels` times `otherwise`.
-  ChannelArray(const std::optional<Tensor>& tensor, int64_t channels, A otherwise)
-      : ChannelArray(tensor ? ChannelArray(*tensor) : ChannelArray(channels, otherwise)) {}
+  ChannelArray(const ChannelArray&) = delete;
 
   const A* data() const { return values_; }
   A operator[](int64_t channel) const { return values_[channel]; }
 
  private:
-  ChannelArray(int64_t channels, A value) : own_(channels, value), values_(own_.data()) {}
-  ChannelArray(ChannelArray&&) = default;  // a vector that is moved keeps its array
-
-  void convert(const Tensor& tensor) {
-    own_.resize(tensor.numel());
-    values_ = own_.data();
-    const Tensor source = dense(tensor);
-    dispatch_floating(scalar_type(tensor), "tensor", [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      const T* data = static_cast<const T*>(source.const_data_ptr());
-      for (size_t c = 0; c < own_.size(); ++c) own_[c] = static_cast<A>(data[c]);
-    });
-  }
-
   std::vector<A> own_;
   const A* values_;
 };
 
-// Sets the values of `dense`, of any float dtype, to what `value` returns for each channel.
+// Sets each of `count` values to what `value` returns for it, given what it was.
 template <typename Value>
-void write_channels(const Tensor& dense, const Value& value) {
-  const int64_t channels = dense.numel();
-  dispatch_floating(scalar_type(dense), "tensor", [&](auto tag) {
+void write_channels(const PerChannel& tensor, int64_t count, const Value& value) {
+  dispatch(tensor.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    T* data = static_cast<T*>(dense.mutable_data_ptr());
-    for (int64_t c = 0; c < channels; ++c) data[c] = static_cast<T>(static_cast<Accumulate<T>>(value(c)));
+    T* data = static_cast<T*>(tensor.data);
+    for (int64_t c = 0; c < count; ++c) data[c] = static_cast<T>(static_cast<Accumulate<T>>(value(c, data[c])));
   });
 }
+
+// Factors of (x - mean) * invstd * weight + bias, and the parameter of the activation behind it.
+template <typename A>
+class Normalization {
+ public:
+  Normalization(const Factors& factors, int64_t channels, double parameter)
+      : invstd(factors.invstd, channels),
+        means_(factors.mean, channels),
+        shifts_(factors.bias, channels),
+        scales_(channels),
+        parameter_(static_cast<A>(parameter)) {
+    const ChannelArray<A> weights(factors.weight, channels, A(1));
+    for (int64_t c = 0; c < channels; ++c) scales_[c] = invstd[c] * weights[c];
+  }
+
+  NormalizeFactors<A> factors(bool stream) const {
+    return {means_.data(), scales_.data(), shifts_.data(), parameter_, stream};
+  }
+
+  const ChannelArray<A> invstd;
+
+ private:
+  const ChannelArray<A> means_, shifts_;
+  std::vector<A> scales_;
+  const A parameter_;
+};
 
 }  // namespace bagua_syncbn::cpu

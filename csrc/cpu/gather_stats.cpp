@@ -3,12 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
-#include "../allocate.h"
-#include "../checks.h"
-#include "../packed_stats.h"
 #include "channels.h"
+#include "kernels.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
@@ -39,69 +36,40 @@ bool all_finite(const std::vector<double>& values) {
   return std::all_of(values.begin(), values.end(), [](double value) { return std::isfinite(value); });
 }
 
-void update_running(Tensor running, const std::vector<double>& values, double factor) {
-  const Tensor target = dense(running);
-  dispatch_floating(scalar_type(running), "running", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    T* data = static_cast<T*>(target.mutable_data_ptr());
-    for (size_t c = 0; c < values.size(); ++c) {
-      const double old = static_cast<double>(data[c]);
-      data[c] = static_cast<T>(static_cast<Accumulate<T>>(old + factor * (values[c] - old)));
-    }
-  });
-  if (target.get() != running.get()) torch::stable::copy_(running, target);
-}
-
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
-                                                           const std::optional<Tensor>& running_mean,
-                                                           const std::optional<Tensor>& running_var,
-                                                           const std::optional<Tensor>& num_batches_tracked,
-                                                           std::optional<double> momentum, double eps,
-                                                           const std::optional<Tensor>& fault, bool skip_nonfinite) {
-  check_gather_stats(gathered, running_mean, running_var, num_batches_tracked, momentum, fault);
-  const int64_t ranks = gathered.size(0), size = gathered.size(1);
-  const int64_t words = words_in(size), channels = packed_channels(size, words);
-  Tensor mean = allocate_vector(channels, scalar_type(gathered), gathered);
-  Tensor invstd = allocate_vector(channels, scalar_type(gathered), gathered);
-  Tensor count = allocate_scalar(ScalarType::Long, gathered);
-  const Tensor rows = dense(gathered);
-  dispatch_floating(scalar_type(gathered), "gathered", [&](auto tag) {
-    using A = Accumulate<typename decltype(tag)::type>;
-    std::vector<double> merged_mean(channels), merged_var(channels);
-    const A* data = static_cast<const A*>(rows.const_data_ptr());
-    const Fault found = find_fault(data, ranks, channels, words);
-    record_fault(record_of(fault), found, data, channels, words);
+void Kernels::gather_stats(const GatherArguments& arguments) {
+  const int64_t channels = arguments.channels, words = arguments.words;
+  dispatch(arguments.accumulate, [&](auto tag) {
+    using A = Accumulate<typename decltype(tag)::Stored>;
+    std::vector<double> mean(channels), var(channels);
+    const A* rows = static_cast<const A*>(arguments.gathered);
+    const Fault found = find_fault(rows, arguments.ranks, channels, words);
+    record_fault(arguments.fault, found, rows, channels, words);
     int64_t total = 0;
     if (found.kind == Fault::kNone) {
-      total = merge_ranks(data, ranks, channels, size, merged_mean, merged_var);
+      total = merge_ranks(rows, arguments.ranks, channels, packed_size(channels, words), mean, var);
     } else {
-      merged_mean.assign(channels, std::numeric_limits<double>::quiet_NaN());
-      merged_var = merged_mean;
+      mean.assign(channels, std::numeric_limits<double>::quiet_NaN());
+      var = mean;
     }
-    *static_cast<int64_t*>(count.mutable_data_ptr()) = total;
-    A* mean_out = static_cast<A*>(mean.mutable_data_ptr());
-    A* invstd_out = static_cast<A*>(invstd.mutable_data_ptr());
+    *arguments.count = total;
     for (int64_t c = 0; c < channels; ++c) {
-      mean_out[c] = static_cast<A>(merged_mean[c]);
-      invstd_out[c] = static_cast<A>(1 / std::sqrt(merged_var[c] + eps));
+      static_cast<A*>(arguments.mean)[c] = static_cast<A>(mean[c]);
+      static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / std::sqrt(var[c] + arguments.eps));
     }
     if (total < 2) return;  // no unbiased variance
-    if (skip_nonfinite && !(all_finite(merged_mean) && all_finite(merged_var))) return;
-    int64_t batches = 1;
-    if (num_batches_tracked) batches = ++*static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
-    if (!running_mean || !running_var) return;
-    const double factor = momentum.value_or(1.0 / std::max<int64_t>(batches, 1));
-    for (double& var : merged_var) var *= static_cast<double>(total) / (total - 1);
-    update_running(*running_mean, merged_mean, factor);
-    update_running(*running_var, merged_var, factor);
+    if (arguments.skip_nonfinite && !(all_finite(mean) && all_finite(var))) return;
+    if (arguments.batches != nullptr) ++*arguments.batches;
+    if (arguments.running_mean.data == nullptr) return;
+    const double factor = arguments.averages ? 1.0 / std::max<int64_t>(*arguments.batches, 1) : arguments.momentum;
+    const auto move = [&](const PerChannel& running, const std::vector<double>& values) {
+      write_channels(running, channels, [&](int64_t c, double old) { return old + factor * (values[c] - old); });
+    };
+    move(arguments.running_mean, mean);
+    for (double& each : var) each *= static_cast<double>(total) / (total - 1);
+    move(arguments.running_var, var);
   });
-  return {mean, invstd, count};
 }
 
 }  // namespace bagua_syncbn::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
-  m.impl("batch_norm_gather_stats", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_gather_stats));
-}

@@ -5,14 +5,13 @@
 #include <cstring>
 #include <vector>
 
-#include "../mask.h"
-#include "../stable_abi.h"
+#include "../layout.h"
 
 namespace bagua_syncbn::cpu {
 
 // A byte for each position of (batch, inner): 1 where it counts, else 0. Empty without a mask.
-inline std::vector<uint8_t> positions_of(const std::optional<Mask>& mask, int64_t batch) {
-  if (!mask) return {};
+inline std::vector<uint8_t> positions_of(const Mask* mask, int64_t batch) {
+  if (mask == nullptr) return {};
   constexpr int64_t kBehind = 64;  // bytes that the loops read with the last ones
   const int64_t n = batch * mask->inner;
   std::vector<uint8_t> bytes(n + kBehind);

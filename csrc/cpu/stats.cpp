@@ -1,9 +1,8 @@
 // batch_norm_stats: mean, biased variance and count of each channel, packed; with a mask, of the positions that count.
 
-#include "../checks.h"
-#include "../packed_stats.h"
+#include "channels.h"
+#include "kernels.h"
 #include "mask.h"
-#include "normalization.h"
 #include "work.h"
 
 namespace bagua_syncbn::cpu {
@@ -82,36 +81,35 @@ std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
-                        const std::optional<Tensor>& mask) {
-  check_input(input);
-  const std::vector<uint8_t> bytes = positions_of(mask_of(mask, input), input.size(0));
+void Kernels::stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words) {
+  const std::vector<uint8_t> bytes = positions_of(mask, g.batch);
   const uint8_t* positions = mask ? bytes.data() : nullptr;
-  const Words words = words_of_row(speaker, call);
-  const Laid laid = lay_out(input);
-  const Geometry& g = laid.geometry;
-  const int64_t count = input.numel() == 0 ? 0 : positions ? count_of(positions, g.rows()) : g.rows();
-  const int64_t size = packed_size(g.channels, words.count);
-  Tensor packed = allocate_vector(size, accumulate_type(scalar_type(input)), input);
-  dispatch_floating(scalar_type(input), "input", [&](auto tag) {
+  const int64_t count = positions ? count_of(positions, g.rows()) : g.rows();
+  dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     using A = Accumulate<T>;
-    A* out = static_cast<A*>(packed.mutable_data_ptr());
-    std::fill_n(out, size, A(0));
+    A* out = static_cast<A*>(packed);
     pack_count(out, g.channels, count, words);
-    if (count == 0) return;  // moments that weigh nothing
-    const T* x = data_of<T>(laid.tensor);
-    const std::vector<double> moments = (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(x, g, positions);
+    if (count == 0) {  // moments that weigh nothing
+      std::fill_n(out, 2 * g.channels, A(0));
+      return;
+    }
+    const auto moments =
+        (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(static_cast<const T*>(x), g, positions);
     for (int64_t c = 0; c < g.channels; ++c) {
       out[c] = static_cast<A>(moments[c]);
       out[g.channels + c] = static_cast<A>(moments[g.channels + c] / count);
     }
   });
-  return packed;
+}
+
+void Kernels::zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate) {
+  dispatch(accumulate, [&](auto tag) {
+    using A = Accumulate<typename decltype(tag)::Stored>;
+    A* values = static_cast<A*>(target);
+    std::fill_n(values, zeros, A(0));
+    pack_words(values + zeros, words);
+  });
 }
 
 }  // namespace bagua_syncbn::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CPU, m) {
-  m.impl("batch_norm_stats", TORCH_BOX(&bagua_syncbn::cpu::batch_norm_stats));
-}

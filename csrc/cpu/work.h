@@ -7,7 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../geometry.h"
+#include "../layout.h"
+#include "../stable_abi.h"
 #include "loops.h"
 
 namespace bagua_syncbn::cpu {
@@ -39,11 +40,12 @@ void parallel_over(int64_t count, int64_t values, const Body& body) {
 // Whether to write `output` with streaming stores, which spare reading the lines that are about to be overwritten:
 // where it is larger than what a core can expect of the last-level cache, so that its next reader finds it in memory
 // anyway, and where every vector of every row is aligned.
-inline bool streams(const Tensor& output, const Geometry& g) {
-  constexpr int64_t kLarge = int64_t(16) << 20, kLine = 64;
-  const int64_t size = output.element_size(), row = size * (g.interleaved ? g.channels : g.inner);
-  const auto address = reinterpret_cast<uintptr_t>(output.const_data_ptr());
-  return output.numel() * size >= kLarge && row % kLine == 0 && address % kLine == 0;
+template <typename T>
+bool streams(const T* output, const Geometry& g) {
+  constexpr int64_t kLarge = int64_t(16) << 20, kLine = 64, kSize = sizeof(T);
+  const int64_t row = kSize * (g.interleaved ? g.channels : g.inner);
+  const auto address = reinterpret_cast<uintptr_t>(output);
+  return g.rows() * g.channels * kSize >= kLarge && row % kLine == 0 && address % kLine == 0;
 }
 
 // Planar reductions: the (batch, inner) values of a channel are cut into parts, along the batch first, and parts into

@@ -2,7 +2,6 @@
 // layouts, with a mask and without.
 #pragma once
 
-#include "../mask.h"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {

@@ -6,23 +6,13 @@
 
 #include <cstdint>
 
-#include "../activations.h"
-#include "../dtypes.h"
-#include "../layout.h"
-#include "../mask.h"
-#include "../packed_stats.h"
+#include "../arguments.h"
 
 struct CUstream_st;
 
 namespace bagua_syncbn::cuda {
 
 using Stream = CUstream_st*;
-
-// One value for each channel, of any dtype; `data` may be null where the op says so.
-struct PerChannel {
-  void* data = nullptr;
-  DType dtype = DType::kFloat;
-};
 
 // Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
 const char* set_device(int32_t device);
@@ -75,70 +65,16 @@ const char* stats(const void* x, DType dtype, const Geometry& g, const Mask* mas
 // Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
 const char* zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Stream stream);
 
-// `accumulate` is the accumulate dtype. `running_mean` and `running_var`: both null, or neither. `batches` may
-// be null unless `averages`, which means a factor of 1 / batches in place of `momentum`. `fault` may be null, and is in
-// the memory of the host.
-struct GatherArguments {
-  const void* gathered;  // (ranks, 2 * channels + 2 + words)
-  int64_t ranks;
-  int64_t channels;
-  DType accumulate;
-  void* mean;
-  void* invstd;
-  int64_t* count;
-  PerChannel running_mean;
-  PerChannel running_var;
-  int64_t* batches;
-  bool averages;
-  double momentum;
-  double eps;
-  int64_t words;
-  bool skip_nonfinite;
-  int64_t* fault;
-};
 const char* gather_stats(const GatherArguments& arguments, Stream stream);
-
-// Options of the three ops below. `residual`: added before the activation, or null.
-struct Options {
-  const void* residual = nullptr;
-  Act<double> act{};
-};
-
-// The factors of the three ops below, of any dtype; `weight` and `bias` may be null. Backward reads `bias` for an
-// activation only, and backward_reduce `weight`.
-struct Factors {
-  PerChannel mean;
-  PerChannel invstd;
-  PerChannel weight;
-  PerChannel bias;
-};
 
 const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors,
                   const Options& options, Stream stream);
 
-// `sums`: 2 * channels + words values of the accumulate dtype.
-struct BackwardReduceArguments {
-  Factors factors;
-  void* sums;
-  PerChannel grad_weight;
-  PerChannel grad_bias;
-  Words words;
-};
 // `grad` gets g = dy * act'(z), unless it is null.
 const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
                             const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
                             Stream stream);
 
-// `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
-struct BackwardElemtArguments {
-  Factors factors;
-  PerChannel sums;
-  const int64_t* count;
-  int64_t words;
-  int64_t ranks;
-  int64_t call;
-  int64_t* fault;
-};
 // Without a residual. `dx` may be `dy`. `mask`: as for `stats`, and without an activation; where a position does not
 // count, `dx` is dy * invstd * weight.
 const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,

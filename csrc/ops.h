@@ -1,0 +1,201 @@
+// The ops as torch calls them, for any device: checks, layouts and results are the same for all. `Kernels` computes on
+// plain memory: cpu/kernels.h, and the class of this name in cuda/torch/register.cpp.
+#pragma once
+
+#include <tuple>
+
+#include "arguments.h"
+#include "checks.h"
+#include "geometry.h"
+
+namespace bagua_syncbn {
+
+inline const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+inline PerChannel per_channel_of(const Tensor& dense) {
+  return {dense.mutable_data_ptr(), dtype_of(dense, "tensor")};
+}
+
+// A per-channel argument, contiguous as long as this lives. Null if it is None.
+class PerChannelTensor {
+ public:
+  PerChannelTensor(const Tensor& tensor) : given_(&tensor) {
+    if (!tensor.is_contiguous()) copy_ = torch::stable::contiguous(tensor);
+  }
+  PerChannelTensor(const std::optional<Tensor>& tensor) {
+    if (tensor) *this = PerChannelTensor(*tensor);
+  }
+
+  operator PerChannel() const {
+    if (given_ == nullptr) return {};
+    const Tensor& dense = copy_ ? *copy_ : *given_;
+    return {const_cast<void*>(dense.const_data_ptr()), dtype_of(dense, "tensor")};
+  }
+  // Copies the result back, if the kernel wrote to a copy.
+  void copy_back() const {
+    if (!copy_) return;
+    Tensor given = *given_;
+    torch::stable::copy_(given, *copy_);
+  }
+
+ private:
+  const Tensor* given_ = nullptr;
+  std::optional<Tensor> copy_;
+};
+
+// The factors of an op.
+struct FactorTensors {
+  PerChannelTensor mean, invstd, weight, bias;
+
+  operator Factors() const { return {mean, invstd, weight, bias}; }
+};
+
+template <typename Kernels>
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
+                        const std::optional<Tensor>& mask) {
+  check_input(input);
+  const std::optional<Mask> where = mask_of(mask, input);
+  const Words words = words_of_row(speaker, call);
+  const Laid laid = lay_out(input);
+  const int64_t size = packed_size(laid.geometry.channels, words.count);
+  Tensor packed = allocate_vector(size, accumulate_type(scalar_type(input)), input);
+  void* out = packed.mutable_data_ptr();
+  Kernels kernels(input);
+  if (input.numel() == 0) {  // a count of 0, and moments that weigh nothing
+    kernels.zeros_and(words, out, size - words.count, dtype_of(packed, "packed"));
+  } else {
+    kernels.stats(laid.tensor.const_data_ptr(), dtype_of(input, "input"), laid.geometry, where ? &*where : nullptr, out,
+                  words);
+  }
+  return packed;
+}
+
+template <typename Kernels>
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
+                                                           const std::optional<Tensor>& running_mean,
+                                                           const std::optional<Tensor>& running_var,
+                                                           const std::optional<Tensor>& num_batches_tracked,
+                                                           std::optional<double> momentum, double eps,
+                                                           const std::optional<Tensor>& fault, bool skip_nonfinite) {
+  const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0, words = words_in(size);
+  if (size < 2 + words) refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more", sizes_of(gathered));
+  const int64_t channels = packed_channels(size, words);
+  const ScalarType dtype = scalar_type(gathered);
+  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", dtype);
+  check_fault(fault);
+  if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
+  const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
+  if (tracks) {
+    check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
+    check_channels({{"running_mean", running_mean}, {"running_var", running_var}}, channels, gathered);
+  }
+  const std::optional<Tensor> none;
+  const PerChannelTensor mean_buffer(tracks ? running_mean : none), var_buffer(tracks ? running_var : none);
+  void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
+  const Tensor rows = dense(gathered);
+  Tensor mean = allocate_vector(channels, dtype, gathered);
+  Tensor invstd = allocate_vector(channels, dtype, gathered);
+  Tensor count = allocate_scalar(ScalarType::Long, gathered);
+  Kernels(gathered).gather_stats({rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
+                                  mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
+                                  static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
+                                  static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps, words,
+                                  skip_nonfinite, record_of(fault)});
+  mean_buffer.copy_back();
+  var_buffer.copy_back();
+  return {mean, invstd, count};
+}
+
+template <typename Kernels>
+Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
+                        int64_t activation, double parameter) {
+  check_input(input);
+  check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
+  check_like_input({{"residual", residual}}, input);
+  check_activation(activation);
+  const Laid laid = lay_out(input);
+  const std::optional<Tensor> added = laid_out_like(residual, laid);
+  Tensor output = allocate_like(laid.tensor);
+  if (input.numel() > 0) {
+    const FactorTensors factors{mean, invstd, weight, bias};
+    Kernels(input).elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"),
+                         laid.geometry, factors, Options{data_of(added), {activation, parameter}});
+  }
+  return with_strides_of(output, laid, input);
+}
+
+template <typename Kernels>
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const std::optional<Tensor>& weight, std::optional<int64_t> fingerprint, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, int64_t activation, double parameter, std::optional<Tensor> grad) {
+  check_input(input);
+  check_like_input({{"grad_output", grad_output}, {"residual", residual}, {"grad", grad}}, input);
+  check_channels({{"mean", mean}, {"invstd", invstd}, {"weight", weight}, {"bias", bias}}, input.size(1), input);
+  check_activation(activation);
+  const Words words = words_of_sums(fingerprint);
+  const Laid laid = lay_out(input);
+  const Geometry& g = laid.geometry;
+  const ScalarType accumulate = accumulate_type(scalar_type(input));
+  const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
+  Tensor sums = allocate_vector(2 * g.channels + words.count, accumulate, input);
+  void* out = sums.mutable_data_ptr();
+  Kernels kernels(input);
+  if (input.numel() == 0) {
+    kernels.zeros_and(words, out, 2 * g.channels, dtype_of(sums, "sums"));
+    return {sums, torch::stable::new_zeros(input, {&g.channels, 1}, parameters),
+            torch::stable::new_zeros(input, {&g.channels, 1}, parameters)};
+  }
+  const Tensor dy = laid_out_like(grad_output, laid);
+  const std::optional<Tensor> added = laid_out_like(residual, laid), through = laid_out_like(grad, laid);
+  Tensor grad_weight = allocate_vector(g.channels, parameters, input);
+  Tensor grad_bias = allocate_vector(g.channels, parameters, input);
+  const FactorTensors factors{mean, invstd, weight, bias};
+  kernels.backward_reduce(
+      dy.const_data_ptr(), laid.tensor.const_data_ptr(), through ? through->mutable_data_ptr() : nullptr,
+      dtype_of(input, "input"), g,
+      BackwardReduceArguments{factors, out, per_channel_of(grad_weight), per_channel_of(grad_bias), words},
+      Options{data_of(added), {activation, parameter}});
+  if (through && through->get() != grad->get()) torch::stable::copy_(*grad, *through);
+  return {sums, grad_weight, grad_bias};
+}
+
+template <typename Kernels>
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
+                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
+                                 const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                                 int64_t activation, double parameter, std::optional<Tensor> grad_input) {
+  check_input(input);
+  check_like_input({{"grad_output", grad_output}, {"grad_input", grad_input}}, input);
+  check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
+  check_activation(activation);
+  const int64_t words = sums.numel() - 2 * input.size(1);
+  const bool fits = words >= 0 && words <= kMostWords && words % 2 == 0;
+  check(fits, "sums", "two elements for each channel, and up to three pairs of words", sums.numel());
+  check_fault(fault);
+  check_device(sums, "sums", input);
+  check_counter(count, "count", input);
+  check(!mask || activation == 0, "mask", "None with an activation", "a tensor");
+  const std::optional<Mask> where = mask_of(mask, input);
+  const Laid laid = lay_out(input);
+  const Tensor dy = laid_out_like(grad_output, laid);
+  Tensor dx = grad_input ? laid_out_like(*grad_input, laid) : allocate_like(laid.tensor);
+  if (input.numel() > 0) {
+    const FactorTensors factors{mean, invstd, weight, bias};
+    const PerChannelTensor totals(sums);
+    const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
+    Kernels(input).backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(),
+                                  dtype_of(input, "input"), laid.geometry,
+                                  BackwardElemtArguments{factors, totals, number, words, ranks, call, record_of(fault)},
+                                  where ? &*where : nullptr, Options{nullptr, {activation, parameter}});
+  }
+  if (!grad_input) return with_strides_of(dx, laid, input);
+  if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);
+  return allocate_vector(0, scalar_type(input), input);
+}
+
+}  // namespace bagua_syncbn
