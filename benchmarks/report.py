@@ -15,31 +15,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .peers import peers_table
-from .recorded import Results, table
+from .recorded import Results
 from .sections import SECTIONS, layers, stored
 
 CHARTS = {"peers": layers.draw, "stored": stored.draw}
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def machine_table(results: Results) -> str:
+def machine_line(results: Results) -> str:
+    """The machine, its software and its settings."""
     machine, versions, settings = results["machine"], results["versions"], results["settings"]
-    devices = ", ".join(machine.get("devices", []))
-    rows = [
-        ["measured", f"{results['date']}, {settings['minutes']:g} minutes"],
-        ["processor", f"{machine['processor']}, {machine['cores']} cores{', virtual' * machine['virtual']}"],
-        *([["GPUs", devices]] if devices else []),
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
-        ["small messages", settings["exchange"]],
-        ["malloc", "keeps freed memory" if settings["keeps_memory"] else "the system's defaults"],
+    devices = [
+        f"{machine['processor']}, {machine['cores']} cores{', virtual' * machine['virtual']}",
+        *machine.get("devices", []),
     ]
-    return table(["", ""], rows)
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    malloc = "keeps freed memory" if settings["keeps_memory"] else "has the system's defaults"
+    return f"{results['date']}, {', '.join(devices)}; {software}; messages {settings['exchange']}; malloc {malloc}."
 
 
 def tables(results: Results) -> dict[str, Callable[[Results], str]]:
     """Returns the tables that these results have data for, those of the sections in their order."""
     measured = {case["section"] for case in results["cases"]}
-    found = {"machine": machine_table} | ({"peers": peers_table} if "peers" in measured else {})
+    found = {"machine": machine_line} | ({"peers": peers_table} if "peers" in measured else {})
     for section in filter(measured.__contains__, SECTIONS):
         found |= SECTIONS[section].TABLES
     return found
