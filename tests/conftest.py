@@ -65,12 +65,12 @@ def single_threaded():
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
+def library():
     """The CUDA ops over emulated kernels, see `helpers/emulated.py`."""
     headers = find_headers()
     if headers is None or shutil.which("g++") is None or not CSRC.exists():
         pytest.skip("needs g++, the headers of the CUDA toolkit and the sources")
-    return load_library(build_library(tmp_path_factory.mktemp("emulated"), headers))
+    return load_library(build_library(headers))
 
 
 @pytest.fixture(autouse=True)

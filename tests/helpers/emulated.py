@@ -5,6 +5,8 @@ before Python, as ``make sanitize`` does, all of it is compiled for that.
 """
 
 import ctypes
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from bagua_syncbn.ops.definition import SCHEMAS
-from tests.helpers.compiled import ROOT, compile_once
 
+ROOT = Path(__file__).parents[2]
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR")
 # Undefined behaviour that a kernel can run into: all of it takes half as long again to compile.
@@ -34,27 +36,47 @@ def find_headers() -> Path | None:
     return next((path for path in found if path.joinpath("cuda_fp16.h").exists()), None)
 
 
-def build_library(directory: Path, headers: Path) -> Path:
+def build_library(headers: Path) -> Path:
+    """Returns the library in build/tests, made once for these sources, flags and versions."""
     sanitized = SANITIZED if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
     flags = ["g++", *FLAGS, *sanitized]
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256(f"{version} {torch.__version__} {headers} {flags}".encode())
+    for path in sorted(path for tree in (CSRC, EMULATOR) for path in tree.rglob("*.*")):
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = ROOT / "build" / "tests" / digest.hexdigest()[:20]
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "emulated.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        if not library.exists():
+            _compile(flags, headers, folder).replace(library)
+    return library
+
+
+def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
     including = [*flags, f"-I{EMULATOR}", "-isystem", str(headers)]
-    precompiled = compile_once([*including, "-x", "c++-header"], EMULATOR / "precompiled.h", [EMULATOR])
+    precompiled = folder / "precompiled.h.gch"
+    command = [*including, "-x", "c++-header", str(EMULATOR / "precompiled.h"), "-o", str(precompiled)]
+    subprocess.run(command, check=True)
     kernels = [*including, "-include", str(precompiled.with_suffix("")), f"-I{CSRC / 'cuda'}"]
     stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
-    bindings = [*flags, *stable, f"-DTORCH={torch.__version__}"]
+    bindings = [*flags, *stable]
     files = {path: kernels for path in (CSRC / "cuda").glob("*.cu") if path.stem != "device"}
     files[EMULATOR / "emulator.cpp"] = kernels
     torchs = CSRC / "cuda" / "torch"
     files |= dict.fromkeys((torchs / "register.cpp", torchs / "workspace.cpp", EMULATOR / "context.cpp"), bindings)
 
     def compile(source: Path) -> str:
-        return str(compile_once([*files[source], "-x", "c++", "-c"], source, [CSRC, EMULATOR]))
+        target = folder / f"{source.stem}.o"
+        subprocess.run([*files[source], "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
+        return str(target)
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile, files))
-    library = directory / "emulated.so"
+    library = folder / "unfinished.so"
     libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lpthread"]
-    subprocess.run(["g++", "-shared", *sanitized, *objects, *libraries, "-o", str(library)], check=True)
+    subprocess.run([*flags, "-shared", *objects, *libraries, "-o", str(library)], check=True)
     return library
 
 

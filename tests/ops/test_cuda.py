@@ -18,7 +18,7 @@ from bagua_syncbn.ops import activation_of, fallback, reference
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_merge
-from tests.helpers.compiled import ROOT
+from tests.helpers.emulated import CSRC
 from tests.helpers.tolerances import assert_close
 
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
@@ -95,7 +95,7 @@ def test_parts_that_do_not_fit_32_bits_are_refused(emulated, sizes):
 
 def test_the_last_block_has_seen_what_all_others_wrote():
     """In the source, since the emulator runs one thread at a time: it sees no missing release, acquire or barrier."""
-    source = (ROOT / "csrc" / "cuda" / "reduce.cuh").read_text()
+    source = (CSRC / "cuda" / "reduce.cuh").read_text()
     body = source[source.index("bool arrives_last(") :]
     steps = re.findall(r"__syncthreads|count_up|return", body[: body.index("\n}")])
     assert steps == ["__syncthreads", "count_up", "__syncthreads", "return"]
