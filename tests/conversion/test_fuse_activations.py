@@ -3,14 +3,13 @@
 import copy
 import pickle
 from collections import OrderedDict
-from functools import partial
+from contextlib import nullcontext
 from math import nan
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import (
     SyncBatchNorm2d,
@@ -80,15 +79,12 @@ def draw(size=5):
     return batch, grad_output, torch.rand(size, 1, 6, 5, generator=generator) > 0.3
 
 
-def step(model, batch, grad_output, forward=None, penalize=False):
+def step(model, batch, grad_output, mask=None):
     """Returns results for each sample, and those of the model: gradients, which ranks add up, and buffers."""
     input = batch.clone().requires_grad_()
-    output = (forward or model)(input)
-    if penalize:
-        (derivative,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
-        derivative.square().sum().backward()
-    else:
-        output.backward(grad_output)
+    with nullcontext() if mask is None else masked(model, mask):
+        output = model(input)
+    output.backward(grad_output)
     with torch.no_grad():
         evaluated = model.eval()(batch)
     model.train()
@@ -99,39 +95,16 @@ def assert_same(results, expected):
     torch.testing.assert_close(results, expected, rtol=1e-11, atol=1e-11)
 
 
-def is_masked(model, mask, input):
-    with masked(model, mask):
-        return model(input)
-
-
-def is_masked_and_repeated(model, mask, input):
-    with masked(model, mask):
-        return checkpoint(model, input, use_reentrant=False)
-
-
-WAYS = {
-    "plain": lambda model, mask, input: model(input),
-    "masked": is_masked_and_repeated,
-    "second derivatives": lambda model, mask, input: model(input),
-}
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("where", "way"), [
-    *(("on all ranks", way) for way in WAYS),
-    # Messages of second derivatives would come in another order on the other rank.
-    *(("on one rank", way) for way in WAYS if way != "second derivatives"),
-])  # fmt: skip
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("kind", ["residual", "named"])
-def test_ranks_equal_one_process_wherever_activations_are_fused(kind, where, way):
-    batch, grad_output, mask = draw()
+def test_ranks_of_which_one_fuses_equal_one_process(kind, is_masked):
+    tensors = draw()[: 2 + is_masked]
     rank, alone, model = dist.get_rank(), make_model(kind, LOCAL), make_model(kind)
-    whole = is_masked if way == "masked" else WAYS["plain"]
-    expected = step(alone, batch, grad_output, partial(whole, alone, mask), way == "second derivatives")
-    if where == "on all ranks" or rank == 0:
+    expected = step(alone, *tensors)
+    if rank == 0:
         fuse_activations(model)
-    batch, grad_output, mask = (tensor.split([2, 3])[rank] for tensor in (batch, grad_output, mask))
-    results = step(model, batch, grad_output, partial(WAYS[way], model, mask), way == "second derivatives")
+    results = step(model, *(tensor.split([2, 3])[rank] for tensor in tensors))
     for gradient in results[1]:
         dist.all_reduce(gradient)
     assert_same(results, ([tensor.split([2, 3])[rank] for tensor in expected[0]], *expected[1:]))
