@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
+from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.own_groups import communicator_of, forget_groups, mean_over
 from tests.helpers.training import through_file
@@ -101,7 +101,7 @@ def test_members_alone_make_the_groups_of_their_layers():
     assert [mean_over(group) for group, _ in own] == [mean for _, mean in own]
 
 
-STEPS, THREADS = 4, 4
+CASES = [Case((3, 3), (channels,), torch.float64, steps=4) for channels in range(1, 5)]
 GIVEN = {
     "ranks": lambda: dist.new_group([0, 1]),
     "all": dist.new_group,
@@ -109,33 +109,20 @@ GIVEN = {
 }
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", GIVEN)
-def test_threads_with_groups_of_their_own_are_jobs_of_their_own(kind):
-    """Each thread trains a model of its own, in a group of its own, like one process."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    given = [GIVEN[kind]() for _ in range(THREADS)]
+def run_in_threads(kind):
+    """Runs each case in a thread and a group of its own; the threads begin in another order on each rank."""
+    rank, given = dist.get_rank(), [GIVEN[kind]() for _ in CASES]
     forget_groups()
+    order = sorted(range(len(CASES)), reverse=bool(rank))
+    with ThreadPoolExecutor(len(CASES)) as threads:
+        running = {index: threads.submit(run_rank, CASES[index], given[index]) for index in order}
+    return [running[index].result() for index in range(len(CASES))]
 
-    def train(index):
-        generator = torch.Generator().manual_seed(index)
-        values = torch.randn(2, STEPS, size, 3, index + 1, dtype=torch.float64, generator=generator)
-        reference = nn.BatchNorm1d(index + 1).double()
-        # A copy too keeps to the group that was given.
-        layer = copy.deepcopy(convert_sync_batchnorm(nn.Sequential(copy.deepcopy(reference)), given[index]))[0]
-        for input, grad in zip(*values, strict=True):
-            time.sleep(0.002 * ((index + rank) % THREADS))
-            own, whole = input[rank].clone().requires_grad_(), input.flatten(0, 1).requires_grad_()
-            output, expected = layer(own), reference(whole)
-            output.backward(grad[rank])
-            expected.backward(grad.flatten(0, 1))
-            torch.testing.assert_close(output, expected.chunk(size)[rank])
-            torch.testing.assert_close(own.grad, whole.grad.chunk(size)[rank])
-        torch.testing.assert_close(layer.running_var, reference.running_var)
 
-    with ThreadPoolExecutor(THREADS) as threads:  # in another order on each rank
-        for done in [threads.submit(train, index) for index in sorted(range(THREADS), reverse=bool(rank))]:
-            done.result()
+@pytest.mark.parametrize("kind", GIVEN)
+def test_threads_with_groups_of_their_own_are_jobs_of_their_own(pool, kind):
+    for case, *results in zip(CASES, *pool.run(run_in_threads, 2, kind), strict=True):
+        compare(case, results)
 
 
 @pytest.mark.ranks(4)
@@ -332,25 +319,17 @@ def test_after_a_failure_new_groups_work_and_the_old_one_names_them(kind):
 # Communicators: backends that lack an operation, and devices
 
 
-def add_up(values, begins):
-    """Returns what one of several ranks gets of a sum, and by which collectives."""
-    communicator = TorchCommunicator(dist.new_group())
-    torch.manual_seed(dist.get_rank())
-    packed = torch.randn(values)
-    with collectives() as called:
-        total = communicator.begin_all_reduce(packed).wait() if begins else communicator.all_reduce(packed)
-    return total, called
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize(("values", "by"), [(4096, GATHER), (4097, "allreduce")])
-def test_short_sums_are_gathered_and_added_up_by_each_rank(pool, values, by, begins):
+def test_short_sums_are_gathered_and_added_up_by_each_rank(values, by, begins):
+    communicator = TorchCommunicator(dist.new_group())
     rows = [torch.randn(values, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    for total, called in pool.run(add_up, 3, values, begins):
-        assert called == {by: 1}
-        if by == GATHER:
-            assert torch.equal(total, rows[0] + rows[1] + rows[2])
-        torch.testing.assert_close(total, sum(rows))
+    packed, expected = rows[dist.get_rank()].clone(), rows[0] + rows[1] + rows[2]
+    with collectives() as called:
+        total = communicator.begin_all_reduce(packed).wait() if begins else communicator.all_reduce(packed)
+    assert called == {by: 1}
+    torch.testing.assert_close(total, expected, **({"rtol": 0, "atol": 0} if by == GATHER else {}))
 
 
 @pytest.mark.ranks(2)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,34 +15,25 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, LocalCommunicator
+from tests.helpers.cases import Case, compare
 from tests.helpers.tolerances import assert_close
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
 
 
+CASE = Case((5,), (3, 7, 2), torch.float64, steps=1)
+
+
 @dataclass(frozen=True)
-class Case:
-    """One layer on a mesh."""
+class Sharded:
+    """One layer on a mesh, whose ranks all have the results of the one rank of ``case``."""
 
     mesh: tuple[int, ...]
     placements: tuple
     group: str | None = None  # "local", or names of a dimension of the mesh; None for all ranks
     parameters: tuple | None = None  # placements of parameters; None for those that each rank has
     buffers: tuple | None = None
-    shape: tuple[int, ...] = (5, 3, 7, 2)
-    training: bool = True
-    options: tuple = ()
-
-    def layer(self, dtype=torch.float64):
-        torch.manual_seed(1)
-        layer = SyncBatchNorm(self.shape[1], dtype=dtype, **dict(self.options))
-        with torch.no_grad():
-            for tensor in (*layer.parameters(), layer.running_mean):
-                tensor.normal_()
-        return layer.train(self.training)
-
-    def tensor(self, seed):
-        return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    case: Case = CASE
 
 
 def place(layer, mesh, parameters, buffers):
@@ -57,67 +48,55 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run(case):
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "sp")[: len(case.mesh)])
-    layer = case.layer()
-    layer.process_group = LOCAL if case.group == "local" else case.group and mesh[case.group]
-    if case.parameters is not None:
-        place(layer, mesh, case.parameters, case.buffers or case.parameters)
-    input = distribute_tensor(case.tensor(2), mesh, case.placements).requires_grad_()
+def run(sharded):
+    case, mesh = sharded.case, init_device_mesh("cpu", sharded.mesh, mesh_dim_names=("dp", "sp")[: len(sharded.mesh)])
+    layer = case.layer().train(case.trains(0))
+    layer.process_group = LOCAL if sharded.group == "local" else sharded.group and mesh[sharded.group]
+    if sharded.parameters is not None:
+        place(layer, mesh, sharded.parameters, sharded.buffers or sharded.parameters)
+    input, _, grad_output = case.batch(0)
+    input = distribute_tensor(input, mesh, sharded.placements).requires_grad_()
     output = layer(input)
     assert output.placements == input.placements
     assert output.to_local().stride() == input.to_local().stride()
-    output.backward(distribute_tensor(case.tensor(3), mesh, [R] * len(case.mesh)))
-    grads = []
-    for parameter in layer.parameters():
+    output.backward(distribute_tensor(grad_output, mesh, [R] * mesh.ndim))
+    assert input.grad.placements == input.placements
+    results = {"output": full(output).detach(), "1. derivative by input": full(input.grad)}
+    for name, parameter in layer.named_parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor):
             assert grad.placements == parameter.placements
         else:  # the share of this rank, which replicas share
             dist.all_reduce(grad)
-            grad /= math.prod(size for size, placed in zip(case.mesh, case.placements, strict=True) if placed == R)
-        grads.append(full(grad))
-    assert input.grad.placements == input.placements
-    return full(output).detach(), full(input.grad), grads, [full(buffer) for buffer in layer.buffers()]
-
-
-def reference(case):
-    layer, input = case.layer(), case.tensor(2).requires_grad_()
-    alone = nn.BatchNorm2d(case.shape[1], **dict(case.options)).double().train(case.training)
-    alone.load_state_dict(layer.state_dict())
-    output = alone(input)
-    output.backward(case.tensor(3))
-    return output.detach(), input.grad, [p.grad for p in alone.parameters()], list(alone.buffers())
+            grad /= math.prod(mesh.size(dim) for dim, placement in enumerate(sharded.placements) if placement == R)
+        results[f"1. derivative by {name}"] = full(grad)
+    return {"steps": [results], "buffers": {name: full(buffer) for name, buffer in layer.named_buffers()}}
 
 
 CASES = {
-    "one rank": Case((1,), (N,)),
-    "samples": Case((2,), (N,)),
-    "samples, of which one rank has none": Case((3,), (N,), shape=(2, 3, 4, 2)),
-    "rows": Case((3,), (H,)),
-    "columns, of which two ranks have none": Case((4,), (W,)),
-    "samples and rows": Case((2, 2), (N, H)),
-    "samples, with replicas": Case((2, 2), (N, R), group="dp"),
-    "replicas": Case((2,), (R,), group="local"),
-    "samples beside sharded parameters": Case((2,), (N,), parameters=(N,), buffers=(R,)),
-    "samples and rows beside both": Case((2, 2), (N, H), parameters=(R, N), buffers=(R, R)),
-    "channels": Case((2,), (C,), group="local", parameters=(N,)),
-    "samples and channels": Case((2, 2), (N, C), group="dp", parameters=(R, N)),
-    "evaluation of channels": Case((2, 2), (H, C), parameters=(R, N), training=False),
-    "momentum=None": Case((2,), (H,), parameters=(R,), options=(("momentum", None),)),
-    "no parameters": Case((2,), (H,), options=(("affine", False),)),
+    "one rank": Sharded((1,), (N,)),
+    "samples": Sharded((2,), (N,)),
+    "samples, of which one rank has none": Sharded((3,), (N,), case=replace(CASE, splits=(2,))),
+    "rows": Sharded((3,), (H,)),
+    "columns, of which two ranks have none": Sharded((4,), (W,)),
+    "samples and rows": Sharded((2, 2), (N, H)),
+    "samples, with replicas": Sharded((2, 2), (N, R), group="dp"),
+    "replicas": Sharded((2,), (R,), group="local"),
+    "samples beside sharded parameters": Sharded((2,), (N,), parameters=(N,), buffers=(R,)),
+    "samples and rows beside both": Sharded((2, 2), (N, H), parameters=(R, N), buffers=(R, R)),
+    "channels": Sharded((2,), (C,), group="local", parameters=(N,)),
+    "samples and channels": Sharded((2, 2), (N, C), group="dp", parameters=(R, N)),
+    "evaluation of channels": Sharded((2, 2), (H, C), parameters=(R, N), case=replace(CASE, evaluates=True)),
+    "momentum=None": Sharded((2,), (H,), parameters=(R,), case=replace(CASE, options={"momentum": None})),
+    "no parameters": Sharded((2,), (H,), case=replace(CASE, options={"affine": False})),
 }
 
 
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: math.prod(CASES[name].mesh)))
 def test_sharded_input_equals_one_process(pool, name):
-    case = CASES[name]
-    output, input_grad, grads, buffers = reference(case)
-    for result in pool.run(run, math.prod(case.mesh), case):
-        assert_close(result[0], output, "output")
-        assert_close(result[1], input_grad, "gradient of input")
-        for actual, expected in zip((*result[2], *result[3]), (*grads, *buffers), strict=True):
-            assert_close(actual.double(), expected.double(), "gradients of parameters, and buffers")
+    sharded = CASES[name]
+    for result in pool.run(run, math.prod(sharded.mesh), sharded):
+        compare(sharded.case, [result])
 
 
 def tensor_parallel_model():
