@@ -20,6 +20,7 @@ from bagua_syncbn import (
     SyncBatchNorm3d,
     conversion_report,
     convert_sync_batchnorm,
+    fuse_activations,
     recompute_outputs,
     revert_sync_batchnorm,
 )
@@ -85,7 +86,9 @@ def wrap(module):
     bagua_syncbn.with_bagua(module, [])
 
 
-@pytest.mark.parametrize("use", [convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, wrap])
+@pytest.mark.parametrize(
+    "use", [convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, fuse_activations, wrap]
+)
 def test_what_is_no_module_is_refused_by_name(use):
     for what in (nn.BatchNorm2d, [nn.BatchNorm2d(3)], None):
         with pytest.raises(TypeError, match=f"module: expected a torch.nn.Module, got {type(what).__name__}"):
@@ -120,13 +123,6 @@ def test_converting_twice_changes_the_group_and_nothing_else():
     assert layer.process_group is LOCAL
     assert model[1] is layer
     assert type(layer) is cls
-
-
-@pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm3d])
-def test_the_method_of_a_class_converts_a_model_in_place_to_the_classes_of_the_package(cls):
-    model = net()
-    assert cls.convert_sync_batchnorm(model) is model
-    assert type(model[1]) is SyncBatchNorm2d
 
 
 def test_torchs_converter_replaces_ours_and_ours_takes_it_back():
@@ -187,22 +183,11 @@ def test_revert_refuses_options_that_would_be_lost(cls, option, default, said):
     assert type(model[1]) is cls.local_class
 
 
-def test_revert_forgets_the_group_and_refuses_what_it_does_not_know():
-    model = revert_sync_batchnorm(convert_sync_batchnorm(net(), LOCAL))
-    assert not hasattr(model[1], "process_group")
+def test_revert_refuses_classes_that_it_does_not_know():
     mixed = nn.Sequential(SyncBatchNorm1d(2), LocalSubclass(2))
     with pytest.raises(TypeError, match="LocalSubclass; set local_class"):
         revert_sync_batchnorm(mixed)
     assert type(mixed[0]) is SyncBatchNorm1d
-
-
-@pytest.mark.ranks(2)
-def test_converting_too_late_says_so():
-    wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2)))
-    replicated = bagua_syncbn.with_bagua(nn.Sequential(nn.BatchNorm1d(2)), [])
-    for model in (wrapped, nn.Sequential(wrapped), replicated):
-        with pytest.raises(RuntimeError, match="convert first, then wrap"):
-            convert_sync_batchnorm(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -250,44 +235,35 @@ def test_scripting_a_converted_model_says_so(cls):
 # Parametrizations
 
 
+@pytest.mark.parametrize("parametrized_first", [True, False])
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
-def test_removing_parametrizations_after_conversion(cls):
-    model = nn.Sequential(cls(3))
-    input = torch.randn(4, 3, 2, 2)
+def test_parametrizations_come_and_go_before_and_after_conversion(cls, parametrized_first):
+    model, input = nn.Sequential(cls(3)), torch.randn(4, 3, 2, 2)
     layer = model[0]
-    before = type(layer)
-    parametrize.register_parametrization(layer, "weight", Doubled())
-    parametrize.register_parametrization(layer, "bias", Doubled())
-    parametrized = type(layer)
-    convert_sync_batchnorm(model)
-    converted = type(layer)
-    assert isinstance(revert_sync_batchnorm(model)[0], before)
-    assert type(layer).__name__ == parametrized.__name__
-    assert type(convert_sync_batchnorm(model)[0]).__name__ == converted.__name__
+    if not parametrized_first:
+        convert_sync_batchnorm(model)
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, Doubled())
+    for change, sync in (
+        (convert_sync_batchnorm, "Sync"),
+        (revert_sync_batchnorm, ""),
+        (convert_sync_batchnorm, "Sync"),
+    ):
+        change(model)
+        assert type(layer).__name__ == f"Parametrized{sync}{cls.__name__}"
+        assert (isinstance(layer, SyncBatchNorm), isinstance(layer, cls)) == (bool(sync), True)
+        assert layer.weight.tolist() == [2, 2, 2]
     parametrize.remove_parametrizations(layer, "weight")
     assert isinstance(layer, SyncBatchNorm)
     twin = revert_sync_batchnorm(copy.deepcopy(model))
     assert not isinstance(twin[0], SyncBatchNorm)
-    assert isinstance(twin[0], before)
     assert parametrize.is_parametrized(twin[0], "bias")
     torch.testing.assert_close(twin(input), model(input))
     parametrize.remove_parametrizations(layer, "bias")
     assert not parametrize.is_parametrized(layer)
     assert isinstance(layer, SyncBatchNorm)
     assert layer.weight.tolist() == [2, 2, 2]
-    assert type(revert_sync_batchnorm(model)[0]) is before
-
-
-def test_parametrizing_after_conversion():
-    model = convert_sync_batchnorm(nn.Sequential(BatchNormReLU(3)))
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    assert convert_sync_batchnorm(model)[0].weight.tolist() == [2, 2, 2]
-    revert_sync_batchnorm(model)
-    assert isinstance(model[0], BatchNormReLU)
-    assert not isinstance(model[0], SyncBatchNorm)
-    assert model[0].weight.tolist() == [2, 2, 2]
-    parametrize.remove_parametrizations(model[0], "weight")
-    assert type(model[0]) is BatchNormReLU
+    assert type(revert_sync_batchnorm(model)[0]) is cls
 
 
 # Copies, states and groups

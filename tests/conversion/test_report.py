@@ -101,6 +101,9 @@ def test_the_report_looks_into_wrapped_models():
             ([f"{prefix}1.0"], "refused"),
         ]
         assert str(conversion_report(wrapped, filter=lambda name, layer: "1" not in name)).startswith("1 converted, 0")
+        for late in (wrapped, nn.Sequential(wrapped)):
+            with pytest.raises(RuntimeError, match="convert first, then wrap"):
+                convert_sync_batchnorm(late)
 
 
 class OfPyG(nn.Module):
