@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, LocalCommunicator
 from tests.helpers.cases import Case, compare
-from tests.helpers.tolerances import assert_close
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
 
@@ -134,42 +133,28 @@ def test_fully_shard_and_tensor_parallel_train_like_one_process(pool):
         torch.testing.assert_close(state, model.state_dict(), rtol=1e-9, atol=1e-9)
 
 
-def data(shape=(5, 3, 6, 4)):
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(memory_format=CL) for _ in range(3)]
-
-
-CL = torch.channels_last
-
-
-def step(layer, tensors):
-    """Returns output, and the gradient of the norm of the gradient, with an activation and a residual."""
-    input, residual, grad_output = (tensor.detach().requires_grad_() for tensor in tensors)
-    output = layer(input, residual)
-    (grad,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
-    grad.square().sum().backward()
-    return [full(tensor).detach() for tensor in (output, grad, input.grad, residual.grad, grad_output.grad)]
-
-
-def run_step():
-    mesh = init_device_mesh("cpu", (2,))
-    layer = SyncBatchNorm(3, activation="silu", dtype=torch.float64)
-    tensors = [
+@pytest.mark.ranks(2)
+def test_second_derivatives_and_memory_format_of_sharded_input():
+    """With an activation and a residual, in channels_last."""
+    mesh, results = init_device_mesh("cpu", (2,)), []
+    case = Case((4,), (3, 6, 5), torch.float64, options={"activation": "silu"})
+    whole = [tensor.to(memory_format=torch.channels_last) for tensor in case.batch(0)]
+    shards = [
         DTensor.from_local(tensor.chunk(2)[dist.get_rank()], mesh, [N], shape=tensor.shape, stride=tensor.stride())
-        for tensor in data()
+        for tensor in whole
     ]
-    output = layer(*tensors[:2])
-    assert output.to_local().is_contiguous(memory_format=CL)
-    assert output.stride() == tensors[0].stride()
-    return step(layer, tensors)
-
-
-def test_double_backward_with_activation_and_residual_of_sharded_input(pool):
-    layer = nn.BatchNorm2d(3).double()
-    expected = step(lambda input, residual: nn.functional.silu(layer(input) + residual), data())
-    for result in pool.run(run_step, 2):
-        for actual, wanted in zip(result, expected, strict=True):
-            assert_close(actual, wanted, "output or gradient")
+    for group, tensors in ((None, shards), (LOCAL, whole)):
+        layer = case.layer()
+        layer.process_group = group
+        input, residual, grad_output = (tensor.detach().requires_grad_() for tensor in tensors)
+        output = layer(input, residual)
+        assert output.stride() == input.stride()
+        if group is None:
+            assert output.to_local().stride() == input.to_local().stride()
+        (grad,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
+        grad.square().sum().backward()
+        results.append([full(tensor) for tensor in (output, grad, input.grad, residual.grad, grad_output.grad)])
+    torch.testing.assert_close(*results)
 
 
 class Unknown(LocalCommunicator):
