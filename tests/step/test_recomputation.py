@@ -438,5 +438,5 @@ def test_a_torch_with_other_checkpoints_is_refused_by_name(monkeypatch):
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     layer(input).sum().backward()
     for use_reentrant in (True, False):
-        with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint: expected that of torch"):
+        with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint: expected the one of torch"):
             checkpoint(layer, input, use_reentrant=use_reentrant)
