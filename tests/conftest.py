@@ -96,8 +96,8 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_collection_modifyitems(items):
-    """The file that takes longest comes first: with two at a time, it would be waited for at the end."""
-    items.sort(key=lambda item: item.path.stem != "test_values")
+    """The files that take longest come first: at the end, they would be waited for."""
+    items.sort(key=lambda item: item.path.stem not in ("test_values", "test_compile", "test_divergence"))
 
 
 def pytest_collection_finish():
