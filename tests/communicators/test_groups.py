@@ -193,6 +193,19 @@ def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks():
 # Refusals
 
 
+def check_refused(process_group, error, message):
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    for use in (
+        lambda: SyncBatchNorm(2, process_group=process_group),
+        lambda: convert_sync_batchnorm(model, process_group),
+        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
+        lambda: communicator_of(process_group),
+    ):
+        with pytest.raises(error, match=message):
+            use()
+    assert type(model[0]) is nn.BatchNorm1d
+
+
 @pytest.mark.parametrize(("process_group", "error", "message"), [
     (0, ValueError, "expected at least 1 consecutive rank, got 0"),
     (-2, ValueError, "got -2"),
@@ -211,16 +224,9 @@ def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks():
     (object(), TypeError, "got object"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_nonsense_is_refused_at_construction(process_group, error, message):
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    for use in (
-        lambda: SyncBatchNorm(2, process_group=process_group),
-        lambda: convert_sync_batchnorm(model, process_group),
-        lambda: sync_group(process_group),
-        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
-    ):
-        with pytest.raises(error, match=message):
-            use()
-    assert type(model[0]) is nn.BatchNorm1d
+    check_refused(process_group, error, message)
+    with pytest.raises(error, match=message):
+        sync_group(process_group)
 
 
 @pytest.mark.parametrize("process_group", [None, dist, RankGroup((0,))], ids=str)
@@ -245,14 +251,7 @@ def test_ranks_that_the_job_does_not_have_are_named(process_group, message):
         process_group = RankGroup(((rank + 1) % 3,))
     if process_group == "new_group":  # that leaves out this rank
         process_group = [dist.new_group([other]) for other in range(3)][rank - 1]
-    for use in (
-        lambda: SyncBatchNorm(1, process_group=process_group),
-        lambda: convert_sync_batchnorm(nn.BatchNorm2d(2), process_group),
-        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
-        lambda: communicator_of(process_group),
-    ):
-        with pytest.raises(ValueError, match="process_group: .*" + message.format(rank)):
-            use()
+    check_refused(process_group, ValueError, "process_group: .*" + message.format(rank))
 
 
 # Without a job, and from job to job

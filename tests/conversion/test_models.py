@@ -1,6 +1,7 @@
 """Converted models, of layers as users write them: what ranks and replicas compute is what the model does by itself."""
 
 import copy
+import operator
 from functools import partial
 from types import SimpleNamespace
 
@@ -227,10 +228,11 @@ def test_conversion_changes_classes_and_nothing_else_and_revert_brings_them_back
     model, batch = make(kind).eval(), batch_of(kind)
     expected, state, parts = tensor_of(model(batch)), model.state_dict(), list(model.modules())
     classes, attributes = [type(part) for part in parts], [dict(vars(part)) for part in parts]
-    norms = [part for part in parts if isinstance(part, _BatchNorm)]
+    norms, tensors = [part for part in parts if isinstance(part, _BatchNorm)], [*model.parameters(), *model.buffers()]
 
     assert convert_sync_batchnorm(model) is model
     assert list(model.modules()) == parts
+    assert all(map(operator.is_, [*model.parameters(), *model.buffers()], tensors))
     assert [part for part in parts if isinstance(part, SyncBatchNorm)] == norms != []
     assert sum(row.action == "converted" for row in conversion_report(model).layers) == len(norms)
     for part, cls, before in zip(parts, classes, attributes, strict=True):

@@ -30,21 +30,14 @@ class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
 
 def of_mmengine_and_timm(model):
     """These have converters of their own, which build torch's layer or a subclass of it."""
-
-    def convert(module):
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            cls = TimmsSyncBatchNormAct if isinstance(module, nn.BatchNorm1d) else nn.modules.batchnorm.SyncBatchNorm
-            twin = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-            twin.weight, twin.bias = module.weight, module.bias
-            twin.running_mean, twin.running_var = module.running_mean, module.running_var
-            twin.num_batches_tracked = module.num_batches_tracked
+    for name, layer in model.named_children():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            cls = TimmsSyncBatchNormAct if isinstance(layer, nn.BatchNorm1d) else nn.modules.batchnorm.SyncBatchNorm
+            twin = cls(layer.num_features, momentum=layer.momentum, dtype=torch.float64)
+            twin.load_state_dict(layer.state_dict())
             twin.act = nn.Identity()
-            return twin
-        for name, child in module.named_children():
-            module.add_module(name, convert(child))
-        return module
-
-    model = DistributedDataParallel(convert(model))
+            setattr(model, name, twin)
+    model = DistributedDataParallel(model)
     return model, make_optimizer(model)
 
 

@@ -98,25 +98,20 @@ def test_a_forward_that_calls_itself_leaves_nothing_behind():
 # Registered converters
 
 
-class Foreign(nn.Module):
-    """Batch normalization that has nothing of torch's class."""
+class Foreign(Mmcv):
+    """Has nothing of torch's class, and no momentum."""
 
     def __init__(self, num_features):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(num_features))
-        self.bias = nn.Parameter(torch.zeros(num_features))
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-        self.num_features = num_features
+        super().__init__(num_features)
+        del self.momentum
         self.process_group = "its own"
 
     def forward(self, input):
-        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training).relu()
+        return super().forward(input).relu()
 
 
 class SyncForeign(SyncBatchNorm2d):
-    local_class = Foreign
-    eps, momentum, affine, track_running_stats, num_batches_tracked = 1e-5, 0.1, True, True, None
+    local_class, momentum = Foreign, 0.1
 
     def forward(self, input):
         return super().forward(input).relu()

@@ -122,15 +122,6 @@ def test_models_without_synchronized_layers_are_told(context, recwarn):
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
-def test_one_value_per_channel_is_refused_in_training_only(shape):
-    layer = SyncBatchNorm(3)
-    with pytest.raises(ValueError, match="expected more than 1 value per channel when training, got input size"):
-        layer(torch.randn(shape))
-    assert layer.num_batches_tracked == 0
-    assert layer.eval()(torch.randn(shape)).shape == shape
-
-
 # Options: a value, and the error.
 OPTIONS = [
     ("eps", -1e-5, ValueError, "expected a finite number .*, got -1e-05"),
@@ -183,12 +174,16 @@ def test_wrong_options_are_refused_when_given_or_set(name, value, error, message
     assert layer.num_batches_tracked == 2 * (way == "set after a call")
 
 
-def test_an_eps_of_zero_is_refused_in_training_alone():
-    layer = SyncBatchNorm(3, eps=0.0)
-    with pytest.raises(ValueError, match=r"eps: expected a finite number above 0 in training, got 0.0"):
-        layer(torch.randn(4, 3))
-    assert layer.eval()(torch.randn(4, 3)).isfinite().all()
-    layer.eps_mode = "clamp"
+@pytest.mark.parametrize(("options", "shape", "message"), [
+    ({"eps": 0.0}, (4, 3), "eps: expected a finite number above 0 in training, got 0.0"),
+    *(({}, shape, "expected more than 1 value per channel when training") for shape in ((1, 3), (1, 3, 1, 1))),
+])  # fmt: skip
+def test_what_only_training_cannot_do_is_refused_in_training_alone(options, shape, message):
+    layer = SyncBatchNorm(3, **options)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(shape))
+    assert layer.eval()(torch.randn(shape)).isfinite().all()
+    layer.eps_mode = "clamp"  # takes an eps of 0
     assert layer.train()(torch.randn(4, 3)).isfinite().all()
 
 
