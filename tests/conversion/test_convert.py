@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -27,10 +28,6 @@ from bagua_syncbn import (
 from bagua_syncbn.communicators import LOCAL, RankGroup
 from bagua_syncbn.sync_batchnorm import BatchNorm
 from tests.helpers.user_layers import BatchNormReLU, Doubled
-
-
-class LocalSubclass(SyncBatchNorm2d):
-    """A subclass of ours that does not say what it becomes."""
 
 
 def net():
@@ -70,9 +67,10 @@ def wrap(module):
     bagua_syncbn.with_bagua(module, [])
 
 
-@pytest.mark.parametrize(
-    "use", [convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, fuse_activations, wrap]
-)
+USES = [convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, fuse_activations, wrap]
+
+
+@pytest.mark.parametrize("use", USES)
 def test_what_is_no_module_is_refused_by_name(use):
     for what in (nn.BatchNorm2d, [nn.BatchNorm2d(3)], None):
         with pytest.raises(TypeError, match=f"module: expected a torch.nn.Module, got {type(what).__name__}"):
@@ -135,50 +133,43 @@ class BecomesSlotted(SyncBatchNorm2d):
     local_class = Slotted
 
 
-def test_what_raises_midway_leaves_the_model_unchanged():
-    model = nn.Sequential(nn.SyncBatchNorm(2), FixedGroup(2))
-    attributes = [dict(vars(layer)) for layer in model]
-    with pytest.raises(AttributeError, match="process_group"):
-        convert_sync_batchnorm(model, 1)
-    assert [type(layer) for layer in model] == [nn.SyncBatchNorm, FixedGroup]
-    assert [vars(layer) for layer in model] == attributes
-
-    model = convert_sync_batchnorm(nn.Sequential(nn.SyncBatchNorm(2), BecomesSlotted(2)), 1)
-    classes, attributes = [type(layer) for layer in model], [dict(vars(layer)) for layer in model]
-    with pytest.raises(TypeError, match="__class__ assignment"):
-        revert_sync_batchnorm(model)
-    assert [type(layer) for layer in model] == classes
-    assert [vars(layer) for layer in model] == attributes
+class LocalSubclass(SyncBatchNorm2d):
+    """A subclass of ours that does not say what it becomes."""
 
 
-@pytest.mark.parametrize(("option", "default", "said"), [
-    ({"activation": "relu"}, {"fused_activation": None}, "fused_activation=Activation"),
-    ({"eps_mode": "clamp"}, {"eps_mode": "plus"}, "eps_mode='clamp'"),
-])  # fmt: skip
-@pytest.mark.parametrize("cls", [SyncBatchNorm, SyncBatchNorm2d])
-def test_revert_refuses_options_that_would_be_lost(cls, option, default, said):
-    model = recompute_outputs(nn.Sequential(nn.Sequential(SyncBatchNorm2d(3)), cls(3, **option)))
-    types = [type(part) for part in model.modules()]
-    with pytest.raises(ValueError, match=f"BatchNorm.* can stand for, got {cls.__name__} .*with {said}"):
-        revert_sync_batchnorm(model)
-    assert [type(part) for part in model.modules()] == types
-    vars(model[1]).update(default)
-    revert_sync_batchnorm(model)
-    assert type(model[1]) is cls.local_class
+def scripted():
+    return torch.jit.script(nn.BatchNorm1d(2))
 
 
-def test_revert_refuses_classes_that_it_does_not_know():
-    mixed = nn.Sequential(SyncBatchNorm1d(2), LocalSubclass(2))
-    with pytest.raises(TypeError, match="LocalSubclass; set local_class"):
-        revert_sync_batchnorm(mixed)
-    assert type(mixed[0]) is SyncBatchNorm1d
+CANNOT_STAND = "BatchNorm.* can stand for, got {} .*with "
+# The last layer of a model is refused: by what, how it is made, the error.
+REFUSED = [
+    (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
+    (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '1'; convert, then script"),
+    (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
+    (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass; set local_class"),
+    *(
+        (revert_sync_batchnorm, partial(cls, 2, **option), ValueError, CANNOT_STAND.format(cls.__name__) + said)
+        for cls in (SyncBatchNorm, SyncBatchNorm2d)
+        for option, said in (
+            ({"activation": "relu"}, "fused_activation=Activation"),
+            ({"eps_mode": "clamp"}, "eps_mode='clamp'"),
+        )
+    ),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_converting_a_scripted_model_says_so():
-    scripted = torch.jit.script(nn.BatchNorm1d(2))
-    with pytest.raises(TypeError, match="RecursiveScriptModule '0'; convert, then script"):
-        convert_sync_batchnorm(nn.Sequential(scripted))
+@pytest.mark.parametrize(("change", "make", "error", "message"), REFUSED)
+def test_what_is_refused_leaves_the_model_unchanged(change, make, error, message):
+    model = nn.Sequential(nn.SyncBatchNorm(2))
+    if change is revert_sync_batchnorm:
+        convert_sync_batchnorm(model, 1)
+    recompute_outputs(model.append(make()))
+    before = [(type(part), dict(vars(part))) for part in model.modules()]
+    with pytest.raises(error, match=message):
+        change(model)
+    assert [(type(part), vars(part)) for part in model.modules()] == before
 
 
 @pytest.mark.ranks(2)
@@ -228,12 +219,8 @@ def test_parametrizations_come_and_go_before_and_after_conversion(cls, parametri
         convert_sync_batchnorm(model)
     for name in ("weight", "bias"):
         parametrize.register_parametrization(layer, name, Doubled())
-    for change, sync in (
-        (convert_sync_batchnorm, "Sync"),
-        (revert_sync_batchnorm, ""),
-        (convert_sync_batchnorm, "Sync"),
-    ):
-        change(model)
+    for sync in ("Sync", "", "Sync"):
+        (convert_sync_batchnorm if sync else revert_sync_batchnorm)(model)
         assert type(layer).__name__ == f"Parametrized{sync}{cls.__name__}"
         assert (isinstance(layer, SyncBatchNorm), isinstance(layer, cls)) == (bool(sync), True)
         assert layer.weight.tolist() == [2, 2, 2]
