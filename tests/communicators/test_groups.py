@@ -19,7 +19,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm,
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
-from tests.helpers.own_groups import communicator_of, forget_groups, mean_over
+from tests.helpers.own_groups import communicator_of, forget_groups, join, mean_over
 from tests.helpers.training import through_file
 
 # Groups by description
@@ -155,9 +155,7 @@ def test_compiled_layers_use_the_running_job_while_the_group_of_an_earlier_one_l
     rank, layer = dist.get_rank(), SyncBatchNorm(1, momentum=1.0)
     assert mean_over(None) == 0.5
     earlier = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
+    join(("file", str(tmp_path / "store")), 2, rank)
     torch.compile(layer, backend="eager")(torch.full((2, 1), float(rank)))
     assert layer.running_mean.item() == 0.5
     assert earlier is not dist.group.WORLD

@@ -100,13 +100,9 @@ def test_symbolic_traces_keep_layers_whole(training):
         torch.fx.symbolic_trace(SyncBatchNorm2d(3))
 
 
-def make_block():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_quantization_aware_training_converts_last():
-    model = fuse_modules_qat(make_block(), ["0", "1", "2"])
+    model = fuse_modules_qat(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), ["0", "1", "2"])
     model.qconfig = get_default_qat_qconfig()
     model = prepare_qat(convert_sync_batchnorm(model))
     assert type(model[0].bn) is nn.BatchNorm2d  # a new layer
