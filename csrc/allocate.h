@@ -32,10 +32,6 @@ inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::he
   return Tensor(result);
 }
 
-inline Tensor allocate_scalar(ScalarType dtype, const Tensor& like) {
-  return allocate({}, {}, dtype, like);
-}
-
 inline Tensor allocate_vector(int64_t count, ScalarType dtype, const Tensor& like) {
   const int64_t stride = 1;
   return allocate({&count, 1}, {&stride, 1}, dtype, like);

@@ -17,13 +17,8 @@ struct Named {
   const char* name;
   const Tensor* tensor;
   Named(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
-  Named(const char* name, const std::optional<Tensor>& tensor) : name(name), tensor(tensor ? &*tensor : nullptr) {}
+  Named(const char* name, const OptionalTensor& tensor) : name(name), tensor(tensor ? &*tensor : nullptr) {}
 };
-
-// Compares torch's codes; Tensor::device() would look up first what they stand for.
-inline bool on_one_device(const Tensor& a, const Tensor& b) {
-  return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
-}
 
 // (2, 3, 4)
 inline std::string sizes_of(const Tensor& tensor) {
@@ -32,9 +27,11 @@ inline std::string sizes_of(const Tensor& tensor) {
   return sizes + ")";
 }
 
+// Compares torch's codes; Tensor::device() would look up first what they stand for.
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
-  if (on_one_device(tensor, other)) return;
-  refuse(name, "it on the device of the other arguments", device_name(tensor), " beside ", device_name(other));
+  const bool same = device_type(tensor) == device_type(other) && tensor.get_device_index() == other.get_device_index();
+  if (!same)
+    refuse(name, "it on the device of the other arguments", device_name(tensor), " beside ", device_name(other));
 }
 
 // (N, C, *)
@@ -76,7 +73,7 @@ inline void check_counter(const Tensor& tensor, const char* name, const Tensor& 
   check_device(tensor, name, other);
 }
 
-inline void check_fault(const std::optional<Tensor>& fault) {
+inline void check_fault(const OptionalTensor& fault) {
   if (!fault) return;
   const bool records = scalar_type(*fault) == ScalarType::Long && fault->numel() == 8 && fault->is_contiguous() &&
                        device_type(*fault) == aoti_torch_device_type_cpu();
@@ -84,7 +81,7 @@ inline void check_fault(const std::optional<Tensor>& fault) {
 }
 
 // Null if there is none.
-inline int64_t* record_of(const std::optional<Tensor>& fault) {
+inline int64_t* record_of(const OptionalTensor& fault) {
   return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
 }
 
@@ -111,7 +108,7 @@ inline Words words_of_sums(std::optional<int64_t> fingerprint) {
 }
 
 // `mask`: bool, one for each position of `input` (N, C, *); or int64, lengths (N).
-inline std::optional<Mask> mask_of(const std::optional<Tensor>& positions, const Tensor& input) {
+inline std::optional<Mask> mask_of(const OptionalTensor& positions, const Tensor& input) {
   if (!positions) return std::nullopt;
   const Tensor& mask = *positions;
   check_device(mask, "mask", input);

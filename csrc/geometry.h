@@ -49,7 +49,7 @@ inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
   return copy;
 }
 
-inline std::optional<Tensor> laid_out_like(const std::optional<Tensor>& tensor, const Laid& like) {
+inline OptionalTensor laid_out_like(const OptionalTensor& tensor, const Laid& like) {
   return tensor ? std::optional(laid_out_like(*tensor, like)) : std::nullopt;
 }
 

@@ -15,14 +15,6 @@ PyObject* cpu_capability(PyObject*, PyObject*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
 }
 
-PyObject* has_cuda(PyObject*, PyObject*) {
-#if defined(BAGUA_SYNCBN_CUDA)
-  Py_RETURN_TRUE;
-#else
-  Py_RETURN_FALSE;
-#endif
-}
-
 #if defined(BAGUA_SYNCBN_CUDA)
 PyObject* turn_off_cuda(PyObject*, PyObject* device) {
   const long index = PyLong_AsLong(device);
@@ -47,7 +39,6 @@ PyObject* cuda_support(PyObject*, PyObject* device) {
 
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
-    {"has_cuda", has_cuda, METH_NOARGS, "Whether the library has CUDA kernels."},
 #if defined(BAGUA_SYNCBN_CUDA)
     {"turn_off_cuda", turn_off_cuda, METH_O,
      "Has ops on a device, on all for -1, call those of bagua_syncbn_fallback."},

@@ -1,5 +1,5 @@
-// The ops as torch calls them, for any device: checks, layouts and results are the same for all. `Kernels` computes on
-// plain memory: cpu/kernels.h, and the class of this name in cuda/torch/register.cpp.
+// The ops as torch calls them, for any device: checks, layouts and results are the same for all. The functions beside
+// a `Device`, in its namespace, compute on plain memory: cpu/kernels.h, cuda/kernels.h.
 #pragma once
 
 #include <tuple>
@@ -10,7 +10,7 @@
 
 namespace bagua_syncbn {
 
-inline const void* data_of(const std::optional<Tensor>& tensor) {
+inline const void* data_of(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
@@ -24,7 +24,7 @@ class PerChannelTensor {
   PerChannelTensor(const Tensor& tensor) : given_(&tensor) {
     if (!tensor.is_contiguous()) copy_ = torch::stable::contiguous(tensor);
   }
-  PerChannelTensor(const std::optional<Tensor>& tensor) {
+  PerChannelTensor(const OptionalTensor& tensor) {
     if (tensor) *this = PerChannelTensor(*tensor);
   }
 
@@ -42,7 +42,7 @@ class PerChannelTensor {
 
  private:
   const Tensor* given_ = nullptr;
-  std::optional<Tensor> copy_;
+  OptionalTensor copy_;
 };
 
 // The factors of an op.
@@ -52,9 +52,8 @@ struct FactorTensors {
   operator Factors() const { return {mean, invstd, weight, bias}; }
 };
 
-template <typename Kernels>
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call,
-                        const std::optional<Tensor>& mask) {
+template <typename Device>
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call, const OptionalTensor& mask) {
   check_input(input);
   const std::optional<Mask> where = mask_of(mask, input);
   const Words words = words_of_row(speaker, call);
@@ -62,23 +61,22 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int
   const int64_t size = packed_size(laid.geometry.channels, words.count);
   Tensor packed = allocate_vector(size, accumulate_type(scalar_type(input)), input);
   void* out = packed.mutable_data_ptr();
-  Kernels kernels(input);
+  Device device(input);
   if (input.numel() == 0) {  // a count of 0, and moments that weigh nothing
-    kernels.zeros_and(words, out, size - words.count, dtype_of(packed, "packed"));
+    zeros_and(words, out, size - words.count, dtype_of(packed, "packed"), device);
   } else {
-    kernels.stats(laid.tensor.const_data_ptr(), dtype_of(input, "input"), laid.geometry, where ? &*where : nullptr, out,
-                  words);
+    stats(laid.tensor.const_data_ptr(), dtype_of(input, "input"), laid.geometry, where ? &*where : nullptr, out, words,
+          device);
   }
   return packed;
 }
 
-template <typename Kernels>
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered,
-                                                           const std::optional<Tensor>& running_mean,
-                                                           const std::optional<Tensor>& running_var,
-                                                           const std::optional<Tensor>& num_batches_tracked,
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered, const OptionalTensor& running_mean,
+                                                           const OptionalTensor& running_var,
+                                                           const OptionalTensor& num_batches_tracked,
                                                            std::optional<double> momentum, double eps,
-                                                           const std::optional<Tensor>& fault, bool skip_nonfinite) {
+                                                           const OptionalTensor& fault, bool skip_nonfinite) {
   const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0, words = words_in(size);
   if (size < 2 + words) refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more", sizes_of(gathered));
   const int64_t channels = packed_channels(size, words);
@@ -91,47 +89,50 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
     check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
     check_channels({{"running_mean", running_mean}, {"running_var", running_var}}, channels, gathered);
   }
-  const std::optional<Tensor> none;
+  const OptionalTensor none;
   const PerChannelTensor mean_buffer(tracks ? running_mean : none), var_buffer(tracks ? running_var : none);
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
-  const Tensor rows = dense(gathered);
+  const Tensor rows = gathered.is_contiguous() ? gathered : torch::stable::contiguous(gathered);
   Tensor mean = allocate_vector(channels, dtype, gathered);
   Tensor invstd = allocate_vector(channels, dtype, gathered);
-  Tensor count = allocate_scalar(ScalarType::Long, gathered);
-  Kernels(gathered).gather_stats({rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
-                                  mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
-                                  static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
-                                  static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps, words,
-                                  skip_nonfinite, record_of(fault)});
+  Tensor count = allocate({}, {}, ScalarType::Long, gathered);
+  Device device(gathered);
+  gather_stats(GatherArguments{rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
+                               mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
+                               static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
+                               static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps, words,
+                               skip_nonfinite, record_of(fault)},
+               device);
   mean_buffer.copy_back();
   var_buffer.copy_back();
   return {mean, invstd, count};
 }
 
-template <typename Kernels>
-Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                        const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
-                        int64_t activation, double parameter) {
+template <typename Device>
+Tensor batch_norm_elemt(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                        const Tensor& mean, const Tensor& invstd, const OptionalTensor& residual, int64_t activation,
+                        double parameter) {
   check_input(input);
   check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
   check_like_input({{"residual", residual}}, input);
   check_activation(activation);
   const Laid laid = lay_out(input);
-  const std::optional<Tensor> added = laid_out_like(residual, laid);
+  const OptionalTensor added = laid_out_like(residual, laid);
   Tensor output = allocate_like(laid.tensor);
   if (input.numel() > 0) {
     const FactorTensors factors{mean, invstd, weight, bias};
-    Kernels(input).elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"),
-                         laid.geometry, factors, Options{data_of(added), {activation, parameter}});
+    Device device(input);
+    elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"), laid.geometry, factors,
+          Options{data_of(added), {activation, parameter}}, device);
   }
   return with_strides_of(output, laid, input);
 }
 
-template <typename Kernels>
+template <typename Device>
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const std::optional<Tensor>& weight, std::optional<int64_t> fingerprint, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual, int64_t activation, double parameter, std::optional<Tensor> grad) {
+    const OptionalTensor& weight, std::optional<int64_t> fingerprint, const OptionalTensor& bias,
+    const OptionalTensor& residual, int64_t activation, double parameter, OptionalTensor grad) {
   check_input(input);
   check_like_input({{"grad_output", grad_output}, {"residual", residual}, {"grad", grad}}, input);
   check_channels({{"mean", mean}, {"invstd", invstd}, {"weight", weight}, {"bias", bias}}, input.size(1), input);
@@ -143,32 +144,31 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
   Tensor sums = allocate_vector(2 * g.channels + words.count, accumulate, input);
   void* out = sums.mutable_data_ptr();
-  Kernels kernels(input);
+  Device device(input);
   if (input.numel() == 0) {
-    kernels.zeros_and(words, out, 2 * g.channels, dtype_of(sums, "sums"));
+    zeros_and(words, out, 2 * g.channels, dtype_of(sums, "sums"), device);
     return {sums, torch::stable::new_zeros(input, {&g.channels, 1}, parameters),
             torch::stable::new_zeros(input, {&g.channels, 1}, parameters)};
   }
   const Tensor dy = laid_out_like(grad_output, laid);
-  const std::optional<Tensor> added = laid_out_like(residual, laid), through = laid_out_like(grad, laid);
+  const OptionalTensor added = laid_out_like(residual, laid), through = laid_out_like(grad, laid);
   Tensor grad_weight = allocate_vector(g.channels, parameters, input);
   Tensor grad_bias = allocate_vector(g.channels, parameters, input);
   const FactorTensors factors{mean, invstd, weight, bias};
-  kernels.backward_reduce(
-      dy.const_data_ptr(), laid.tensor.const_data_ptr(), through ? through->mutable_data_ptr() : nullptr,
-      dtype_of(input, "input"), g,
-      BackwardReduceArguments{factors, out, per_channel_of(grad_weight), per_channel_of(grad_bias), words},
-      Options{data_of(added), {activation, parameter}});
+  backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), through ? through->mutable_data_ptr() : nullptr,
+                  dtype_of(input, "input"), g,
+                  BackwardReduceArguments{factors, out, per_channel_of(grad_weight), per_channel_of(grad_bias), words},
+                  Options{data_of(added), {activation, parameter}}, device);
   if (through && through->get() != grad->get()) torch::stable::copy_(*grad, *through);
   return {sums, grad_weight, grad_bias};
 }
 
-template <typename Kernels>
-Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+template <typename Device>
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight,
                                  const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, const std::optional<Tensor>& fault, int64_t call,
-                                 const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                                 int64_t activation, double parameter, std::optional<Tensor> grad_input) {
+                                 int64_t ranks, const OptionalTensor& fault, int64_t call, const OptionalTensor& mask,
+                                 const OptionalTensor& bias, int64_t activation, double parameter,
+                                 OptionalTensor grad_input) {
   check_input(input);
   check_like_input({{"grad_output", grad_output}, {"grad_input", grad_input}}, input);
   check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
@@ -188,10 +188,10 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
     const FactorTensors factors{mean, invstd, weight, bias};
     const PerChannelTensor totals(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
-    Kernels(input).backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(),
-                                  dtype_of(input, "input"), laid.geometry,
-                                  BackwardElemtArguments{factors, totals, number, words, ranks, call, record_of(fault)},
-                                  where ? &*where : nullptr, Options{nullptr, {activation, parameter}});
+    Device device(input);
+    backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
+                   laid.geometry, BackwardElemtArguments{factors, totals, number, words, ranks, call, record_of(fault)},
+                   where ? &*where : nullptr, Options{nullptr, {activation, parameter}}, device);
   }
   if (!grad_input) return with_strides_of(dx, laid, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);

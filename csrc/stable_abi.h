@@ -26,6 +26,7 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // Raises RuntimeError: "argument: expected ..., got ...". Not by STD_TORCH_CHECK, which begins with its place in the
 // source.
@@ -65,11 +66,6 @@ inline std::string device_name(const Tensor& tensor) {
   if (type == aoti_torch_device_type_cpu()) return "cpu";
   if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
   return "a device of another kind";
-}
-
-// `tensor`, copied if it is not contiguous.
-inline Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 // The dtype of everything computed from values of `dtype`, and of everything that crosses ranks.

@@ -37,7 +37,7 @@ def _load() -> tuple[str, bool]:
         _warn_without_library(folder)
         return "reference", False
     library = import_module(_LIBRARY)
-    has_cuda = library.has_cuda()
+    has_cuda = hasattr(library, "cuda_support")
     if has_cuda and WANTED == "aten":
         library.turn_off_cuda(-1)
     return f"native, cpu: {library.cpu_capability()}{', cuda' if has_cuda and WANTED == 'native' else ''}", has_cuda

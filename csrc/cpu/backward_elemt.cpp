@@ -10,8 +10,8 @@
 
 namespace bagua_syncbn::cpu {
 
-void Kernels::backward_elemt(const void* grads, const void* input, void* grad_input, DType dtype, const Geometry& g,
-                             const BackwardElemtArguments& arguments, const Mask* mask, const Options& options) {
+void backward_elemt(const void* grads, const void* input, void* grad_input, DType dtype, const Geometry& g,
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device&) {
   const std::vector<uint8_t> positions = positions_of(mask, g.batch);
   const ChannelArray<double> totals(arguments.sums, 2 * g.channels + arguments.words);
   bool same = true;

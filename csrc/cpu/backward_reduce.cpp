@@ -48,8 +48,8 @@ std::vector<double> interleaved_sums(const Gradients<T>& of, const Geometry& g, 
 
 }  // namespace
 
-void Kernels::backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                              const BackwardReduceArguments& arguments, const Options& options) {
+void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                     const BackwardReduceArguments& arguments, const Options& options, Device&) {
   const int64_t width = 2 * g.channels;
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;

@@ -6,8 +6,8 @@
 
 namespace bagua_syncbn::cpu {
 
-void Kernels::elemt(const void* input, void* output, DType dtype, const Geometry& g, const Factors& tensors,
-                    const Options& options) {
+void elemt(const void* input, void* output, DType dtype, const Geometry& g, const Factors& tensors,
+           const Options& options, Device&) {
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     const Normalization<Accumulate<T>> normalization(tensors, g.channels, options.act.parameter);

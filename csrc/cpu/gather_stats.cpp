@@ -38,7 +38,7 @@ bool all_finite(const std::vector<double>& values) {
 
 }  // namespace
 
-void Kernels::gather_stats(const GatherArguments& arguments) {
+void gather_stats(const GatherArguments& arguments, Device&) {
   const int64_t channels = arguments.channels, words = arguments.words;
   dispatch(arguments.accumulate, [&](auto tag) {
     using A = Accumulate<typename decltype(tag)::Stored>;

@@ -6,18 +6,18 @@
 
 namespace bagua_syncbn::cpu {
 
-struct Kernels {
-  explicit Kernels(const Tensor&) {}
-
-  static void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words);
-  static void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate);
-  static void gather_stats(const GatherArguments& arguments);
-  static void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors,
-                    const Options& options);
-  static void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                              const BackwardReduceArguments& arguments, const Options& options);
-  static void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                             const BackwardElemtArguments& arguments, const Mask* mask, const Options& options);
+// There is one, which needs nothing.
+struct Device {
+  explicit Device(const Tensor&) {}
 };
 
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words, Device&);
+void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device&);
+void gather_stats(const GatherArguments& arguments, Device&);
+void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Options& options,
+           Device&);
+void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                     const BackwardReduceArguments& arguments, const Options& options, Device&);
+void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device&);
 }  // namespace bagua_syncbn::cpu

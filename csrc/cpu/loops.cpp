@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 namespace bagua_syncbn {
 
@@ -18,18 +19,19 @@ BAGUA_SYNCBN_DECLARE(avx512)
 
 namespace {
 
-enum class Capability { kBaseline, kAvx2, kAvx512 };
+enum Capability { kBaseline, kAvx2, kAvx512 };
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
 
 Capability best_capability() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   // Every processor with AVX2 has F16C, which clang cannot ask for.
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Capability::kBaseline;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return avx512 ? Capability::kAvx512 : Capability::kAvx2;
+  return avx512 ? kAvx512 : kAvx2;
 #else
-  return Capability::kBaseline;
+  return kBaseline;
 #endif
 }
 
@@ -37,9 +39,9 @@ Capability capability() {
   static const Capability chosen = [] {
     const Capability best = best_capability();
     const char* wanted = std::getenv("BAGUA_SYNCBN_CPU_CAPABILITY");
-    if (wanted == nullptr) return best;
-    if (std::strcmp(wanted, "baseline") == 0) return Capability::kBaseline;
-    if (std::strcmp(wanted, "avx2") == 0 && best > Capability::kAvx2) return Capability::kAvx2;
+    for (const Capability lesser : {kBaseline, kAvx2}) {
+      if (wanted != nullptr && lesser < best && std::strcmp(wanted, kNames[lesser]) == 0) return lesser;
+    }
     return best;
   }();
   return chosen;
@@ -50,8 +52,8 @@ Capability capability() {
 template <typename T>
 const Loops<T>& loops() {
 #if defined(__x86_64__)
-  if (capability() == Capability::kAvx512) return avx512::table<T>();
-  if (capability() == Capability::kAvx2) return avx2::table<T>();
+  if (capability() == kAvx512) return avx512::table<T>();
+  if (capability() == kAvx2) return avx2::table<T>();
 #endif
   return baseline::table<T>();
 }
@@ -61,14 +63,7 @@ BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_INSTANTIATE)
 #undef BAGUA_SYNCBN_INSTANTIATE
 
 const char* cpu_capability() {
-  switch (capability()) {
-    case Capability::kAvx512:
-      return "avx512";
-    case Capability::kAvx2:
-      return "avx2";
-    default:
-      return "baseline";
-  }
+  return kNames[capability()];
 }
 
 }  // namespace bagua_syncbn

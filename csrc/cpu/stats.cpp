@@ -81,7 +81,7 @@ std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8
 
 }  // namespace
 
-void Kernels::stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words) {
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words, Device&) {
   const std::vector<uint8_t> bytes = positions_of(mask, g.batch);
   const uint8_t* positions = mask ? bytes.data() : nullptr;
   const int64_t count = positions ? count_of(positions, g.rows()) : g.rows();
@@ -103,7 +103,7 @@ void Kernels::stats(const void* x, DType dtype, const Geometry& g, const Mask* m
   });
 }
 
-void Kernels::zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate) {
+void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device&) {
   dispatch(accumulate, [&](auto tag) {
     using A = Accumulate<typename decltype(tag)::Stored>;
     A* values = static_cast<A*>(target);

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, kMasked, kActivates>::r
     backward_elemt(Plan plan, const T* dy, const T* __restrict__ x, T* dx, BackwardElemtArguments arguments, Mask mask,
                    Act<A> act) {
   using Slots = Batch<Plan, W, kPairs<W>, kMasked>;
-  using Own = std::conditional_t<kActivates, ShiftedGradientFactors<A>, GradientFactors<A>>;
+  using Own = GradientFactors<A>;
   Slots batch(plan, true, mask);
   Loaded<T, W, kPairs<W>, Read::kLast> grads, values;
   const auto load = [&] {
@@ -76,12 +76,11 @@ struct BackwardElemt {
 
 }  // namespace
 
-const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const BackwardElemtArguments& arguments, const Mask* mask, const Options& options,
-                           Stream stream) {
+void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device& device) {
   const auto start = [&](auto op) {
-    return launch_elementwise<decltype(op)>(dtype, g, {dy, x, dx}, stream, dy, x, dx, arguments,
-                                            mask == nullptr ? Mask{} : *mask, options.act);
+    launch_elementwise<decltype(op)>(dtype, g, {dy, x, dx}, device, dy, x, dx, arguments,
+                                     mask == nullptr ? Mask{} : *mask, options.act);
   };
   if (mask != nullptr) return start(BackwardElemt<true, false>());
   return options.act.code != 0 ? start(BackwardElemt<false, true>()) : start(BackwardElemt<false, false>());

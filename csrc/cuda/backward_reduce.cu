@@ -87,14 +87,12 @@ struct BackwardReduce {
 
 }  // namespace
 
-const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                            const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
-                            Stream stream) {
+void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                     const BackwardReduceArguments& arguments, const Options& options, Device& device) {
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
   const std::initializer_list<const void*> tensors = {dy, x, or_x(options.residual), or_x(grad)};
   const auto start = [&](auto op) {
-    return launch_reduction<decltype(op)>(dtype, g, tensors, workspace, stream, dy, x, grad, arguments,
-                                          options.residual, options.act);
+    launch_reduction<decltype(op)>(dtype, g, tensors, device, dy, x, grad, arguments, options.residual, options.act);
   };
   return options.act.code != 0 || grad != nullptr ? start(BackwardReduce<true>()) : start(BackwardReduce<false>());
 }

@@ -43,17 +43,16 @@ Versions versions() {
   return result;
 }
 
-const char* set_device(int32_t device) {
-  return problem_of(cudaSetDevice(device));
+void set_device(int32_t device) {
+  expect_success(cudaSetDevice(device));
 }
 
-const char* state_of(Stream stream, StreamState& result) {
+StreamState state_of(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
-  result = {status != cudaStreamCaptureStatusNone, id};
-  return problem_of(error);
+  expect_success(cudaStreamIsCapturing(stream, &status));
+  expect_success(cudaStreamGetId(stream, &id));
+  return {status != cudaStreamCaptureStatusNone, id};
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -59,11 +59,11 @@ struct Elemt {
 
 }  // namespace
 
-const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors,
-                  const Options& options, Stream stream) {
+void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Options& options,
+           Device& device) {
   const auto tensors = {x, static_cast<const void*>(y), options.residual == nullptr ? x : options.residual};
   const auto start = [&](auto op) {
-    return launch_elementwise<decltype(op)>(dtype, g, tensors, stream, x, y, factors, options.residual, options.act);
+    launch_elementwise<decltype(op)>(dtype, g, tensors, device, x, y, factors, options.residual, options.act);
   };
   return options.act.code != 0 || options.residual != nullptr ? start(Elemt<true>()) : start(Elemt<false>());
 }

@@ -12,7 +12,7 @@ struct Center {
   A mean;
 
   Center() = default;
-  __device__ __forceinline__ Center(const Factors& factors, int64_t c) : mean(read_channel<A>(factors.mean, c)) {}
+  __device__ __forceinline__ Center(const Factors& factors, int64_t c) : mean(load_channel(factors.mean, c).as<A>()) {}
 };
 
 template <typename A>
@@ -60,38 +60,26 @@ class Agreement {
   ChannelValue sum_, squares_;
 };
 
+// Factors of the gradient, and of z, which only an activation needs.
 template <typename A>
 struct GradientFactors {
-  A mean, mean_dy, projection, scale;
+  A mean, mean_dy, projection, scale, shift;
 
   GradientFactors() = default;
   __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c) {
     const Factors& factors = arguments.factors;
     const ChannelValue loaded_mean = load_channel(factors.mean, c), loaded_invstd = load_channel(factors.invstd, c);
     const ChannelValue sum_dy = load_channel(arguments.sums, c), dy_xmu = load_channel(arguments.sums, channels + c);
-    const ChannelValue weight = load_channel(factors.weight, c);
+    const ChannelValue weight = load_channel(factors.weight, c), bias = load_channel(factors.bias, c);
     const A inverse_count = A(1) / static_cast<A>(*arguments.count), invstd = loaded_invstd.as<A>();
     mean = loaded_mean.as<A>();
     mean_dy = sum_dy.as<A>() * inverse_count;
     projection = dy_xmu.as<A>() * inverse_count * invstd * invstd;
     scale = invstd * (factors.weight.data == nullptr ? A(1) : weight.as<A>());
+    shift = factors.bias.data == nullptr ? A(0) : bias.as<A>();
   }
   __device__ __forceinline__ A gradient(A dy, A x) const { return ((dy - mean_dy) - (x - mean) * projection) * scale; }
-};
-
-// Factors of the gradient, and of z.
-template <typename A>
-struct ShiftedGradientFactors : GradientFactors<A> {
-  A shift;
-
-  ShiftedGradientFactors() = default;
-  __device__ __forceinline__ ShiftedGradientFactors(const BackwardElemtArguments& arguments, int64_t channels,
-                                                    int64_t c) {
-    const ChannelValue bias = load_channel(arguments.factors.bias, c);
-    static_cast<GradientFactors<A>&>(*this) = GradientFactors<A>(arguments, channels, c);
-    shift = arguments.factors.bias.data == nullptr ? A(0) : bias.as<A>();
-  }
-  __device__ __forceinline__ A normalize(A value) const { return (value - this->mean) * this->scale + shift; }
+  __device__ __forceinline__ A normalize(A value) const { return (value - mean) * scale + shift; }
 };
 
 // Interleaved: the factors of the W channels of a thread, `read(channel)` of each. One thread reads those of a channel
@@ -124,7 +112,7 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
   static_cast<A*>(arguments.sums)[channels + c] = static_cast<A>(sums.second);
   if (c == 0) pack_words(static_cast<A*>(arguments.sums) + 2 * channels, arguments.words);
   write_channel(arguments.grad_bias, c, sums.first);
-  write_channel(arguments.grad_weight, c, sums.second * read_channel<double>(arguments.factors.invstd, c));
+  write_channel(arguments.grad_weight, c, sums.second * load_channel(arguments.factors.invstd, c).as<double>());
 }
 
 }  // namespace bagua_syncbn::cuda

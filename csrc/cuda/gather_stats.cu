@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(kThreads, 2) merge_ranks(const GatherArguments
 
 }  // namespace
 
-const char* gather_stats(const GatherArguments& arguments, Stream stream) {
+void gather_stats(const GatherArguments& arguments, Device& device) {
   const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
   const int threads = one_block ? kThreads : kFewThreads;
   const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, threads);
-  return dispatch(arguments.accumulate, [&](auto value) {
+  dispatch(arguments.accumulate, [&](auto value) {
     using Merge = Kernel<merge_ranks<Accumulate<decltype(value)>>>;
-    return Merge::launch({blocks, 1}, {threads, 1}, stream, arguments);
+    Merge::launch({blocks, 1}, {threads, 1}, device.stream, arguments);
   });
 }
 

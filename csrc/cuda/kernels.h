@@ -1,7 +1,7 @@
 // The ops on plain device memory: what torch/register.cpp calls and the .cu files define. No torch here.
 //
-// Each op launches one kernel on `stream` and returns; it returns nullptr, or what went wrong. Tensors are in one
-// of the two layouts of layout.h and not empty; per-channel tensors are contiguous.
+// Each op launches one kernel and returns, or raises std::runtime_error. Tensors are in one of the two layouts of
+// layout.h and not empty; per-channel tensors are contiguous.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace bagua_syncbn::cuda {
 using Stream = CUstream_st*;
 
 // Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
-const char* set_device(int32_t device);
+void set_device(int32_t device);
 
 // Whether the kernels in this library run on a device, and if not, why: the driver is older than the CUDA runtime that
 // the library was built with; there is no machine code for the device, nor any that the driver can compile for it; or
@@ -42,43 +42,42 @@ struct StreamState {
   bool capturing;
   uint64_t id;
 };
-const char* state_of(Stream stream, StreamState& result);
+StreamState state_of(Stream stream);
 
-// Memory for reductions that are split over blocks. Called only for those.
-class Workspace {
+// Where an op runs: a stream, and memory for reductions that are split over blocks, which only those ask for.
+class Device {
  public:
+  Stream stream = nullptr;
   // `count` doubles, not initialized.
   virtual double* partials(int64_t count) = 0;
   // `kTickets` counters, all zero; kernels leave them so. No two kernels that could overlap may have the same.
   virtual uint32_t* tickets() = 0;
 
  protected:
-  ~Workspace() = default;
+  ~Device() = default;
 };
 constexpr int64_t kTickets = 1024;
 
 // `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. `mask`, in memory of the
 // device, says which positions count; null: all do.
-const char* stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
-                  Workspace& workspace, Stream stream);
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
+           Device& device);
 
 // Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
-const char* zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Stream stream);
+void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device& device);
 
-const char* gather_stats(const GatherArguments& arguments, Stream stream);
+void gather_stats(const GatherArguments& arguments, Device& device);
 
-const char* elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors,
-                  const Options& options, Stream stream);
+void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Options& options,
+           Device& device);
 
 // `grad` gets g = dy * act'(z), unless it is null.
-const char* backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                            const BackwardReduceArguments& arguments, const Options& options, Workspace& workspace,
-                            Stream stream);
+void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+                     const BackwardReduceArguments& arguments, const Options& options, Device& device);
 
 // Without a residual. `dx` may be `dy`. `mask`: as for `stats`, and without an activation; where a position does not
 // count, `dx` is dy * invstd * weight.
-const char* backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                           const BackwardElemtArguments& arguments, const Mask* mask, const Options& options,
-                           Stream stream);
+void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device& device);
 
 }  // namespace bagua_syncbn::cuda

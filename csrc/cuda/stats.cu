@@ -1,5 +1,5 @@
 // batch_norm_stats: mean and biased variance of each channel, of all values or of those that a mask counts, and their
-// number, packed for sending.
+// number, packed for sending; and the message of a rank without values.
 //
 // Planar: a block takes a part of a channel, its threads go over slots of it (walk.cuh). Interleaved: a block takes a
 // range of rows of a tile of channels, a thread W channels. Either way a thread adds up deviations from a center, its
@@ -101,6 +101,13 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident()
   }
 }
 
+template <typename A>
+__global__ void __launch_bounds__(kThreads) write_zeros(A* target, int64_t zeros, const Words words) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < zeros) target[i] = A(0);
+  if (i == 0) pack_words(target + zeros, words);
+}
+
 template <bool kMasked>
 struct Stats {
   static constexpr int kEntries = kMasked ? 2 : 1;
@@ -110,13 +117,19 @@ struct Stats {
 
 }  // namespace
 
-const char* stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
-                  Workspace& workspace, Stream stream) {
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
+           Device& device) {
   const auto start = [&](auto op) {
-    return launch_reduction<decltype(op)>(dtype, g, {x}, workspace, stream, x, mask == nullptr ? Mask{} : *mask, packed,
-                                          words);
+    launch_reduction<decltype(op)>(dtype, g, {x}, device, x, mask == nullptr ? Mask{} : *mask, packed, words);
   };
   return mask != nullptr ? start(Stats<true>()) : start(Stats<false>());
+}
+
+void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device& device) {
+  dispatch(accumulate, [&](auto value) {
+    using Write = Kernel<write_zeros<Accumulate<decltype(value)>>>;
+    Write::launch({ceil_div(zeros + 1, kThreads), 1}, {kThreads, 1}, device.stream, target, zeros, words);
+  });
 }
 
 }  // namespace bagua_syncbn::cuda

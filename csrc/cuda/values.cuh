@@ -187,14 +187,6 @@ __device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, i
   return {dispatch(tensor.dtype, load_bits), tensor.dtype};
 }
 
-// Value c of a per-channel tensor, converted at once.
-template <typename A>
-__device__ __forceinline__ A read_channel(const PerChannel& tensor, int64_t c) {
-  return dispatch(tensor.dtype, [&](auto value) {
-    return static_cast<A>(widen(static_cast<const decltype(value)*>(tensor.data)[c]));
-  });
-}
-
 template <typename A>
 __device__ __forceinline__ void write_channel(const PerChannel& tensor, int64_t c, A value) {
   dispatch(tensor.dtype, [&](auto stored) {

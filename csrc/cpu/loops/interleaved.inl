@@ -3,30 +3,20 @@
 // Vectors whose pivots and sums stay in registers: AVX-512 has 32 of these, AVX2 and the baseline have 16.
 constexpr int kVectorsAtOnce = kBytes == 64 ? 4 : 2;
 
-template <int n>
-struct Width {
-  static constexpr int value = n;
-};
-
 // Calls body(width, j, access) for the columns of a row: kVectorsAtOnce vectors at a time, then one at a time, then a
 // part of one. `width` is the number of vectors, as a type.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_block(int64_t channels, const Body& body) {
   int64_t j = 0;
   for (; j + kVectorsAtOnce * kWidth<A> <= channels; j += kVectorsAtOnce * kWidth<A>)
-    body(Width<kVectorsAtOnce>(), j, Whole());
-  for (; j + kWidth<A> <= channels; j += kWidth<A>) body(Width<1>(), j, Whole());
-  if (j < channels) body(Width<1>(), j, Part{channels - j});
+    body(std::integral_constant<int, kVectorsAtOnce>(), j, Whole());
+  for (; j + kWidth<A> <= channels; j += kWidth<A>) body(std::integral_constant<int, 1>(), j, Whole());
+  if (j < channels) body(std::integral_constant<int, 1>(), j, Part{channels - j});
 }
 
 // Sums are read from and written to memory once in kGroup rows. Few rows, so that they are read nearly in the order in
 // which they lie: going down a long column takes half as long again.
 constexpr int64_t kGroup = 8;
-
-template <typename Body>
-BAGUA_SYNCBN_IN_LOOPS void for_each_group(int64_t rows, const Body& body) {
-  for (int64_t row = 0; row < rows; row += kGroup) body(row, row + kGroup < rows ? row + kGroup : rows);
-}
 
 // How far ahead to prefetch in rows of `channels` values.
 inline int64_t group_ahead(int64_t channels) {
@@ -38,8 +28,9 @@ inline int64_t group_ahead(int64_t channels) {
 template <typename A, typename Term>
 BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* centers, A* sums, const Term& term) {
   for (int64_t c = 0; c < 2 * channels; ++c) sums[c] = 0;
-  // Called instead, it would take a tenth longer.
-  for_each_group(rows, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+  for (int64_t begin = 0; begin < rows; begin += kGroup) {
+    const int64_t end = begin + kGroup < rows ? begin + kGroup : rows;
+    // Called instead, it would take a tenth longer.
     for_each_block<A>(channels, [&](auto width, int64_t j, auto access) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(width)::value;
       Vec<A> center[kVectors], first[kVectors], second[kVectors];
@@ -59,7 +50,7 @@ BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* 
         access.store(sums + channels + j + v * kWidth<A>, second[v]);
       }
     });
-  });
+  }
 }
 
 // Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and the sum of their squared

@@ -41,8 +41,62 @@ inline void store_bytes(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
-#define BAGUA_SYNCBN_VECTOR_CONVERSIONS
-#include "../../dtypes.h"
+// `widen` reads a vector; `stored` makes of one what is written, of the type of its second argument.
+inline Vec<float> widen(const float* p) {
+  return load_bytes<Vec<float>>(p);
+}
+inline Vec<float> stored(Vec<float> v, float) {
+  return v;
+}
+
+inline Vec<double> widen(const double* p) {
+  return load_bytes<Vec<double>>(p);
+}
+inline Vec<double> stored(Vec<double> v, double) {
+  return v;
+}
+
+typedef uint16_t Bits16 __attribute__((vector_size(kBytes / 2)));
+typedef uint32_t Bits32 __attribute__((vector_size(kBytes)));
+
+inline Vec<float> widen(const BFloat16Bits* p) {
+  // A bfloat16 is the upper half of a float.
+  return (Vec<float>)(__builtin_convertvector(load_bytes<Bits16>(p), Bits32) << 16);
+}
+inline Bits16 stored(Vec<float> v, BFloat16Bits) {
+  const Bits32 bits = (Bits32)v;
+  const Bits32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const Bits32 quiet_nan = (bits >> 16) | 0x40;                       // rounding could carry a NaN to infinity
+  return __builtin_convertvector(v == v ? rounded : quiet_nan, Bits16);
+}
+
+#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+inline Vec<float> widen(const HalfBits* p) {
+  return (Vec<float>)_mm512_cvtph_ps(load_bytes<__m256i>(p));
+}
+inline Bits16 stored(Vec<float> v, HalfBits) {
+  return (Bits16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
+inline Vec<float> widen(const HalfBits* p) {
+  return (Vec<float>)_mm256_cvtph_ps(load_bytes<__m128i>(p));
+}
+inline Bits16 stored(Vec<float> v, HalfBits) {
+  return (Bits16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#else
+// Calls: within the loops they would be most of the code.
+__attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
+  Vec<float> v;
+  for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
+  return v;
+}
+__attribute__((noinline)) Bits16 stored(Vec<float> v, HalfBits) {
+  Bits16 bits;
+  for (int i = 0; i < kWidth<float>; ++i) bits[i] = c10::detail::fp16_ieee_from_fp32_value(v[i]);
+  return bits;
+}
+#endif
 
 template <bool kStream = false, typename T>
 inline void narrow(T* p, Vec<Accumulate<T>> v) {

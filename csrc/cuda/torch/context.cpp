@@ -53,16 +53,14 @@ Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_i
   static const StreamGetter getter = find_stream_getter();
   check(getter != nullptr, "input", "a torch with CUDA", "one without");
   const int32_t device = input.get_device_index();
-  check_cuda(set_device(device));
-  void* stream = nullptr;
-  check(getter(device, &stream) == 0, "input", "it on a device with a current stream", device);
-  stream_ = static_cast<Stream>(stream);
+  set_device(device);
+  void* current = nullptr;
+  check(getter(device, &current) == 0, "input", "it on a device with a current stream", device);
+  stream = static_cast<Stream>(current);
 }
 
 StreamState Context::state() const {
-  StreamState result{};
-  check_cuda(state_of(stream_, result));
-  return result;
+  return state_of(stream);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -10,18 +10,13 @@
 
 namespace bagua_syncbn::cuda {
 
-inline void check_cuda(const char* error) {
-  check(error == nullptr, "CUDA", "success", error == nullptr ? "" : error);
-}
-
 // Makes the device of `input` current as long as it lives, for torch and for the CUDA runtime in this library. Its
 // memory is freed on the host while the kernel may still be running; the allocator gives it out again for later work on
 // the same stream only.
-class Context final : public Workspace {
+class Context final : public Device {
  public:
   explicit Context(const Tensor& input);
 
-  Stream stream() const { return stream_; }
   double* partials(int64_t count) override;
   uint32_t* tickets() override;
 
@@ -30,7 +25,6 @@ class Context final : public Workspace {
 
   const Tensor& input_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-  Stream stream_ = nullptr;
   std::optional<Tensor> partials_, tickets_;
 };
 

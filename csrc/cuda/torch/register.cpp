@@ -6,37 +6,6 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// The ops of ../kernels.h, on the device of `input` and the stream that torch uses there.
-class Kernels {
- public:
-  explicit Kernels(const Tensor& input) : context_(input) {}
-
-  template <typename... Arguments>
-  void stats(const Arguments&... arguments) {
-    check_cuda(cuda::stats(arguments..., context_, context_.stream()));
-  }
-  template <typename... Arguments>
-  void zeros_and(const Arguments&... arguments) {
-    check_cuda(cuda::zeros_and(arguments..., context_.stream()));
-  }
-  void gather_stats(const GatherArguments& arguments) { check_cuda(cuda::gather_stats(arguments, context_.stream())); }
-  template <typename... Arguments>
-  void elemt(const Arguments&... arguments) {
-    check_cuda(cuda::elemt(arguments..., context_.stream()));
-  }
-  template <typename... Arguments>
-  void backward_reduce(const Arguments&... arguments) {
-    check_cuda(cuda::backward_reduce(arguments..., context_, context_.stream()));
-  }
-  template <typename... Arguments>
-  void backward_elemt(const Arguments&... arguments) {
-    check_cuda(cuda::backward_elemt(arguments..., context_.stream()));
-  }
-
- private:
-  Context context_;
-};
-
 // Runs `kernel`; or, where the kernels of this library do not run, the op `fallback`, of the same schema, which
 // computes in plain torch and says why (bagua_syncbn/ops/fallback.py). The first argument of every op is a tensor.
 void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const char* fallback, StableIValue* stack,
@@ -53,7 +22,7 @@ void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const c
 
 #define BAGUA_SYNCBN_REGISTER(name)                                                                   \
   m.impl(#name, [](StableIValue* stack, uint64_t arguments, uint64_t results) {                       \
-    bagua_syncbn::cuda::run_or_fall_back(TORCH_BOX(&bagua_syncbn::name<bagua_syncbn::cuda::Kernels>), \
+    bagua_syncbn::cuda::run_or_fall_back(TORCH_BOX(&bagua_syncbn::name<bagua_syncbn::cuda::Context>), \
                                          "bagua_syncbn_fallback::" #name, stack, arguments, results); \
   })
 

@@ -37,7 +37,7 @@ uint32_t* Context::tickets() {
     tickets_ = make();
   } else {
     const std::lock_guard<std::mutex> lock(sets->mutex);
-    const auto key = std::make_pair(input_.get_device_index(), stream_);
+    const auto key = std::make_pair(input_.get_device_index(), stream);
     auto found = sets->by_handle.find(key);
     if (found == sets->by_handle.end() || found->second.first != now.id) {
       found = sets->by_handle.insert_or_assign(key, std::make_pair(now.id, make())).first;

@@ -31,7 +31,9 @@ Support support_of(int32_t) {
   return support;
 }
 
-Context::Context(const Tensor& input) : input_(input), stream_(::stream) {}
+Context::Context(const Tensor& input) : input_(input) {
+  stream = ::stream;
+}
 
 StreamState Context::state() const {
   return stream_state;
