@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.emulated import CSRC, build_library, find_headers, load_library
 from tests.helpers.large_groups import LargeGroups
-from tests.helpers.workers import WorkerPool
+from tests.helpers.workers import WorkerPool, forget_compilations
 
 # Assertions in helpers say what they compared, as in the files of tests.
 pytest.register_assert_rewrite(
@@ -74,8 +74,9 @@ def library():
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def begun_anew():
     torch.manual_seed(0)
+    forget_compilations()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -35,7 +35,6 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, com
     before.process_group = group
     converted = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(before))
     if compiles:
-        torch._dynamo.reset()
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     losses = [model(torch.randn(5, 4)).square().sum() for _ in range(2)]
     losses[0].backward()

@@ -165,7 +165,6 @@ def test_other_models_accumulate_as_the_whole_batch(make, wrap):
 
 
 def test_compiled_once_however_many():
-    torch._dynamo.reset()
     counters.clear()
     model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3, momentum=None)).double()
     model, eager = (convert_sync_batchnorm(copy.deepcopy(model), process_group=twins) for twins in (Twin(), Twin()))

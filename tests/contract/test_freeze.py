@@ -184,7 +184,6 @@ def test_filters_choose_what_is_frozen_and_unfrozen():
 
 
 def test_compiled_models_freeze():
-    torch._dynamo.reset()
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     input = torch.randn(4, 3, 2, 2)

@@ -117,7 +117,6 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
 
 
 def test_compiled_once_for_all_masks():
-    torch._dynamo.reset()
     counters.clear()
     layer, eager = make_layer(3), make_layer(3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -134,7 +133,6 @@ def test_compiled_once_for_all_masks():
 @pytest.mark.parametrize("ways", [("none", "rule"), ("none", "argument", "masked"), ("masked", "argument")])
 def test_compiled_models_use_masks_of_changing_sizes(ways):
     """Each call has another size, of which torch.compile makes symbols for the input and constants for the mask."""
-    torch._dynamo.reset()
     layer, eager = make_layer(3), make_layer(3)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for number, way in enumerate(ways, 2):
@@ -149,7 +147,6 @@ def test_compiled_models_use_masks_of_changing_sizes(ways):
 
 def test_compiled_backward_takes_gradients_in_any_layout():
     """Dynamo knows N as a stride of the output, and takes it from the gradient, whose strides it does not look at."""
-    torch._dynamo.reset()
 
     def normalized(x, mask):  # symbols depend on these names
         return sync_batch_norm(x, None, None, mask=mask)

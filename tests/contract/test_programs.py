@@ -230,7 +230,6 @@ def happen(event, model, input):
 
 
 def run(seed):
-    torch._dynamo.reset()
     (traits, steps), rank, results = program(seed), dist.get_rank(), []
     model = make(traits, seed)
     for number, step in enumerate(steps):

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -50,7 +51,8 @@ class WorkerPool:
         if world_size != self._world_size:
             self._world_size = world_size
             self._store = self._directory / f"store{next(self._stores)}"
-        job = pickle.dumps((function, args, str(self._store), world_size))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        job = pickle.dumps((function, args, str(self._store), world_size, test))
         ranks = range(world_size)
         for rank in ranks:
             self._pipes[rank].send_bytes(job)
@@ -119,14 +121,17 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
     torch.set_num_threads(1)
     # A rank that leaves a job at once would close connections that another rank still makes.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    current = ""
+    current = current_test = ""
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         faulthandler.enable(stacks_file)
         pipe.send_bytes(b"ready")
         while True:
             try:
-                function, args, store, world_size = pickle.loads(pipe.recv_bytes())
+                function, args, store, world_size, test = pickle.loads(pipe.recv_bytes())
+                if test != current_test:
+                    forget_compilations()
+                    current_test = test
                 if store != current:
                     join(store, rank, world_size)
                     current = store
@@ -136,6 +141,12 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
             except BaseException:
                 answer = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(answer))
+
+
+def forget_compilations() -> None:
+    """Those of earlier tests count against torch's limit, and ranks take part in different tests."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def join_job(store: str, rank: int, world_size: int) -> None:

@@ -51,7 +51,6 @@ def test_deployed_models_give_the_same_output_by_torchs_operations_alone(how):
 
 def traced_in_training(how, size):
     """A layer in training, traced with an input of ``size`` samples so that it takes others."""
-    torch._dynamo.reset()
     layer, input = SyncBatchNorm2d(8), torch.randn(size, 8, 8, 8)
     if how == "export":
         batch = torch.export.Dim("batch")

@@ -95,7 +95,6 @@ def compare(
     evaluates=True,
 ):
     """Trains a compiled and an eager model side by side; returns the number of graphs that were compiled."""
-    torch._dynamo.reset()
     counters.clear()
     eager = make_model(kind).to(memory_format=layout)
     original = copy.deepcopy(eager)
@@ -182,7 +181,6 @@ def mean_of_ranks(layer, offset=0):
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize("kind", [None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]]], ids=str)
 def test_every_kind_of_group_compiles_in_one_graph(kind, is_loaded):
-    torch._dynamo.reset()
     layer = pickle.loads(pickle.dumps(layer_in(kind))) if is_loaded else layer_in(kind)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     mean = dist.get_rank() if kind == [[0], [1]] else 0.5
@@ -192,7 +190,6 @@ def test_every_kind_of_group_compiles_in_one_graph(kind, is_loaded):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [None, "group", "node"], ids=str)
 def test_groups_are_made_while_tracing(kind):
-    torch._dynamo.reset()
     forget_groups()
     layers = [layer_in(kind), layer_in(None)]
     assert [mean_of_ranks(torch.compile(layer, backend="eager", fullgraph=True)) for layer in layers] == [0.5, 0.5]
@@ -201,7 +198,6 @@ def test_groups_are_made_while_tracing(kind):
 
 @pytest.mark.ranks(2)
 def test_a_group_that_is_changed_after_compilation_is_used():
-    torch._dynamo.reset()
     layer, rank = layer_in(None), dist.get_rank()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     for kind, mean in ((None, 0.5), (1, rank), ([[0, 1]], 0.5), ("group", 0.5), (None, 0.5)):
@@ -234,7 +230,6 @@ def names_of(graph):
 
 def graphs_of(kind):
     """Returns how often the graphs of forward and backward have each op, as inductor would see them."""
-    torch._dynamo.reset()
     graphs = []
 
     def keep(graph_module, _):
