@@ -85,13 +85,13 @@ inline int64_t* record_of(const OptionalTensor& fault) {
   return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
 }
 
-// Words at the end of a row of statistics, if there is a `speaker`: its layer and terms, of 24 bits each, and the call.
-inline Words words_of_row(std::optional<int64_t> speaker, int64_t call) {
-  if (!speaker) return {};
-  check(*speaker >= 0 && *speaker < kWord * kWord, "speaker", "an integer of 48 bits", *speaker);
+// Words at the end of a row of statistics, if there is a `caller`: layer and options, of 24 bits each, and the call.
+inline Words words_of_row(std::optional<int64_t> caller, int64_t call) {
+  if (!caller) return {};
+  check(*caller >= 0 && *caller < kWord * kWord, "caller", "an integer of 48 bits", *caller);
   check(call >= 0 && call < kWord, "call", "an integer of 24 bits", call);
   return {3,
-          {static_cast<int32_t>(*speaker / kWord), static_cast<int32_t>(*speaker % kWord), static_cast<int32_t>(call)}};
+          {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord), static_cast<int32_t>(call)}};
 }
 
 // Words at the end of sums, if there is a `fingerprint`: each of its three parts of 12 bits, and the square of it.

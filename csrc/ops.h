@@ -53,10 +53,10 @@ struct FactorTensors {
 };
 
 template <typename Device>
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> speaker, int64_t call, const OptionalTensor& mask) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask) {
   check_input(input);
   const std::optional<Mask> where = mask_of(mask, input);
-  const Words words = words_of_row(speaker, call);
+  const Words words = words_of_row(caller, call);
   const Laid laid = lay_out(input);
   const int64_t size = packed_size(laid.geometry.channels, words.count);
   Tensor packed = allocate_vector(size, accumulate_type(scalar_type(input)), input);

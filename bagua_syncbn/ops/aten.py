@@ -49,13 +49,13 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
     return values
 
 
-def batch_norm_stats(input: Tensor, speaker: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
     if mask is not None or not _takes(input):
-        return reference.batch_norm_stats(input, speaker, call, mask)
+        return reference.batch_norm_stats(input, caller, call, mask)
     # The kernels of torch.batch_norm_stats, which would give the inverse deviation; without buffers it moves none.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
-    numbers = [count % WORD, count // WORD, *words_of_row(speaker, call)]
+    numbers = [count % WORD, count // WORD, *words_of_row(caller, call)]
     return torch.cat([mean, var, _tensor_of(numbers, mean)])
 
 

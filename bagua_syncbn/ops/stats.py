@@ -8,16 +8,16 @@ from .masking import of_positions
 from .words import WORD, WORDS, fill, words_of_row
 
 
-def _shapes(input: Tensor, speaker: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
-    words = 0 if speaker is None else WORDS
+def _shapes(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+    words = 0 if caller is None else WORDS
     return input.new_empty(2 * input.size(1) + 2 + words, dtype=accumulate_dtype(input.dtype))
 
 
-@defines("batch_norm_stats(Tensor input, int? speaker=None, int call=0, Tensor? mask=None) -> Tensor", _shapes)
-def batch_norm_stats(input: Tensor, speaker: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
-    packed, channels = _shapes(input, speaker).zero_(), input.size(1)
+@defines("batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None) -> Tensor", _shapes)
+def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+    packed, channels = _shapes(input, caller).zero_(), input.size(1)
     mean, var, low, high, said = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])
-    fill(said, words_of_row(speaker, call))
+    fill(said, words_of_row(caller, call))
     if mask is not None:
         _masked_stats(input, mask, mean, var, low, high)
         return packed

@@ -2,7 +2,7 @@
 
 Forward, a row of statistics: ``[mean (C) | var (C) | low | high | words]``, the biased variance, and the number of
 values per channel as ``low + high * 2**24``, since a float32 holds every integer only up to ``2**24``. The words are
-``layer``, ``terms`` and ``call``, of 24 bits each, if there is a ``speaker = layer * 2**24 + terms``; only then the
+``layer``, ``options`` and ``call``, of 24 bits each, if there is a ``caller = layer * 2**24 + options``; only then the
 size of a row is odd.
 
 Backward, sums: ``[sum_g (C) | sum_g_xmu (C) | words]``. The words are ``a, a**2, b, b**2, c, c**2`` if there is a
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-WORDS = 3  # that are gathered: layer, terms, call
+WORDS = 3  # that are gathered: layer, options, call
 PARTS = 6  # that are added up: three parts of a fingerprint, each with its square
 WORD = 2**24  # above each word: float32 holds every integer up to it
 
@@ -27,9 +27,9 @@ def words_in(gathered: Tensor) -> int:
     return WORDS if gathered.size(1) % 2 else 0
 
 
-def words_of_row(speaker: int | None, call: int) -> list[int]:
+def words_of_row(caller: int | None, call: int) -> list[int]:
     """Returns the words that a row of statistics ends in."""
-    return [] if speaker is None else [*divmod(speaker, WORD), call]
+    return [] if caller is None else [*divmod(caller, WORD), call]
 
 
 def parts_of(fingerprint: int | None) -> list[int]:

@@ -53,11 +53,11 @@ def synchronized_batch_norm(
 def gather(input: Tensor, call: Call) -> ops.MergedStats:
     """Returns the statistics of all ranks' inputs, and updates the buffers."""
     sync, buffers, options = call.sync, call.buffers, call.options
-    speaker, call.number = sync.header()
+    caller, call.number = sync.header()
     if call.masking is None:
-        stats = ops.batch_norm_stats(input, speaker, call.number)
+        stats = ops.batch_norm_stats(input, caller, call.number)
     else:
-        stats = ops.batch_norm_stats(input, speaker, call.number, call.masking.positions)
+        stats = ops.batch_norm_stats(input, caller, call.number, call.masking.positions)
     # Averages over all batches need as many batches on all ranks.
     counter = buffers.num_batches_tracked if options.momentum is None else None
     gathered, fault = sync.gather(stats, call.number, counter)

@@ -99,12 +99,12 @@ class Probe:
     """A message as all ranks of a group expect it, that holds only the header of what this rank comes with."""
 
     def __init__(
-        self, expected: CallSignature | None, speaker: int, call: int, communicator: Communicator, device: torch.device
+        self, expected: CallSignature | None, caller: int, call: int, communicator: Communicator, device: torch.device
     ) -> None:
         self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
         self._size = communicator.size
-        fingerprint = hash((speaker, call, 0)) & exact_bits(self._size)
-        self._said = ops.parts_of(fingerprint) if self._is_sum else [*divmod(speaker, ops.WORD), call]
+        fingerprint = hash((caller, call, 0)) & exact_bits(self._size)
+        self._said = ops.parts_of(fingerprint) if self._is_sum else [*divmod(caller, ops.WORD), call]
         packed = torch.zeros(numel, dtype=dtype, device="cpu")
         packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
         self.packed = packed.to(device)

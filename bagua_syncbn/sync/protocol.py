@@ -40,11 +40,11 @@ class RankSync:
         self._history, self._exact_bits = history, exact_bits(communicator.size)
 
     def header(self) -> tuple[int, int]:
-        """Returns who speaks in the forward pass, and the number of the call, as ``batch_norm_stats`` takes them."""
+        """Returns caller and number of the forward pass, as ``batch_norm_stats`` takes them."""
         signature, history = self._signature, self._history
         if signature.kind in history.compiled:
-            return signature.compiled_speaker, 0
-        return signature.speaker, history.number
+            return signature.compiled_caller, 0
+        return signature.caller, history.number
 
     def gather(self, packed: Tensor, number: int, counter: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the rows of all ranks, each as ``packed`` with its header, and where an op notes faults in them.
@@ -71,8 +71,8 @@ class RankSync:
         """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
         signature = signature or self._signature.backward
         if not number:
-            return hash((signature.compiled_speaker, 0, 0)) & self._exact_bits
-        return hash((signature.speaker, self._history.number, number)) & self._exact_bits
+            return hash((signature.compiled_caller, 0, 0)) & self._exact_bits
+        return hash((signature.caller, self._history.number, number)) & self._exact_bits
 
     def all_reduce(self, sums: Tensor, number: int) -> tuple[Any, ...]:
         """Returns the sums of all ranks, and of their words, and what an op needs to check these.
@@ -145,7 +145,7 @@ class RankSync:
         is_expected = expected is not None and expected.message == signature.message
         if is_expected or type(packed) is not Tensor or not can_probe(device):
             return
-        probe = Probe(expected, signature.speaker, history.number, self.communicator, device)
+        probe = Probe(expected, signature.caller, history.number, self.communicator, device)
         answer = probe.collective(probe.packed)
         if not probe.is_unanimous(answer):
             self._disagree(self._say(signature, history.calls + 1, number), device, probe.headers_in(answer))

@@ -86,8 +86,8 @@ class CallSignature:
         text: the call for people, different wherever the key is.
         message: whether its message is a sum, else it is gathered; its size and dtype.
         is_backward: whether it is a pass that follows a forward.
-        speaker: both words of the key in one number.
-        compiled_speaker: what compiled code says in place of the speaker, which does not know the layer.
+        caller: both words of the key in one number.
+        compiled_caller: what compiled code says in place of the caller, which does not know the layer.
         backward, derivative: the calls that follow from it.
     """
 
@@ -95,8 +95,8 @@ class CallSignature:
         self, key: tuple[int, int], kind: int, text: str, message: tuple[bool, int, torch.dtype], is_backward: bool
     ) -> None:
         self.key, self.kind, self.text, self.message, self.is_backward = key, kind, text, message, is_backward
-        self.speaker = key[0] * ops.WORD + key[1]
-        self.compiled_speaker = kind * ops.WORD + key[1]
+        self.caller = key[0] * ops.WORD + key[1]
+        self.compiled_caller = kind * ops.WORD + key[1]
         self.backward: CallSignature = self
         self.derivative: CallSignature = self
 
@@ -125,15 +125,15 @@ def signature_of(
         if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step
             _signatures.clear()
             _texts.clear()
-        speaker = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
-        speaker = f"{speaker} #{number}" if number > 1 else speaker
-        word, numel = 0 if layer is None else word_of(speaker), 2 * input.size(1)
+        caller_name = name_of(layer) if model is None else f"{name_of(layer)} of {kind}"
+        caller_name = f"{caller_name} #{number}" if number > 1 else caller_name
+        word, numel = 0 if layer is None else word_of(caller_name), 2 * input.size(1)
         gathered = False, numel + 2 + ops.WORDS, torch.float64 if input.dtype == torch.float64 else torch.float32
         forward = (True, numel + ops.SUMMED_REST, torch.float64) if adds_up else gathered
         sums = True, numel + ops.PARTS, gathered[2]
         signature, backward, derivative = (
             CallSignature((word, word_of_options(shared, way)), word_of(kind), text, sums if way else forward, way > 0)
-            for way, text in enumerate(f"{what} of {speaker} ({text_of_options(shared)})" for what in _DIRECTIONS)
+            for way, text in enumerate(f"{what} of {caller_name} ({text_of_options(shared)})" for what in _DIRECTIONS)
         )
         signature.backward = derivative.backward = backward
         signature.derivative = backward.derivative = derivative

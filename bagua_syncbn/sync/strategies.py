@@ -75,12 +75,12 @@ class CompiledSync(CompiledLocalSync):
         note_compilation(getattr(communicator, "name", None), kind, *shared)
         self.communicator, self._record = communicator, RECORDS.get(input.device.type)
         self._adds_up = adds_up_stats(input, communicator)
-        speaker = word_of(kind) * ops.WORD
-        self._speaker = speaker + word_of_options(shared, 0)
-        self._fingerprint = hash_of(speaker + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
+        caller = word_of(kind) * ops.WORD
+        self._caller = caller + word_of_options(shared, 0)
+        self._fingerprint = hash_of(caller + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
 
     def header(self) -> tuple[int | None, int]:
-        return self._speaker, 0
+        return self._caller, 0
 
     def gather(self, packed: Tensor, number: int, counter: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         fault = None if self._record is None else self._record.tensor

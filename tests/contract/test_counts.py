@@ -23,7 +23,7 @@ from tests.helpers.user_layers import BatchNormAct
 CHANNELS = 6
 SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it
 
-PACKED = 4 * (2 * CHANNELS + 2 + 3)  # mean, variance, a count of two words, and three that say who speaks
+PACKED = 4 * (2 * CHANNELS + 2 + 3)  # mean, variance, a count of two words, and three of the header
 SUMS = 4 * (2 * CHANNELS + 6)
 
 

@@ -156,7 +156,7 @@ def masked(layer, input):
 
 
 class Recording(Twin):
-    """Notes who speaks, by the words for the layer and the terms."""
+    """Notes the caller, by the words for the layer and the options."""
 
     said = None
 

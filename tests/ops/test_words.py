@@ -8,17 +8,17 @@ from bagua_syncbn.ops import parts_of, reference
 CHANNELS = 260  # more than one block has threads
 
 
-def speaker_of(said):
-    """Returns the arguments of an op that make the words for layer, terms and call."""
+def caller_of(said):
+    """Returns the arguments of an op that make the words for layer, options and call."""
     if not said:
         return ()
-    layer, terms, call = said
-    return layer * 2**24 + terms, call
+    layer, options, call = said
+    return layer * 2**24 + options, call
 
 
 def gathered(ops, *words, dtype=torch.float32):
     return torch.stack(
-        [ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *speaker_of(said)) for said in words]
+        [ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *caller_of(said)) for said in words]
     )
 
 
