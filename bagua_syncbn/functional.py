@@ -27,7 +27,7 @@ from .torch_internals import is_capturing, is_transforming, unseen_by_selective_
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
-    """Returns group and layer of a call of :func:`sync_batch_norm`, whose arguments may be wrong."""
+    """Returns group and layer of a call of :func:`sync_batch_norm`; its arguments may be wrong."""
     given = dict(zip(inspect.signature(sync_batch_norm).parameters, args, strict=False)) | options
     return (given.get("process_group"), given.get("layer")) if given.get("training", True) else None
 
@@ -243,7 +243,7 @@ def _moved_buffers(buffers: ops.Buffers, options: Options, layer: nn.Module | No
         )
     if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(
-            "accumulate_statistics: expected no capture of a CUDA graph, whose replays it does not see; capture "
+            "accumulate_statistics: expected no capture of a CUDA graph, because it does not see replays; capture "
             "outside of it"
         )
     return buffers._replace(accumulator=accumulator)

@@ -23,8 +23,8 @@ from .sync import raise_for_all
 class BatchNorm(_BatchNorm):
     """Batch normalization over (N, C, \\*) with any number of dimensions, on this process alone.
 
-    :func:`~bagua_syncbn.revert_sync_batchnorm` gives this class to a :class:`SyncBatchNorm`, since torch has no such
-    layer.
+    :func:`~bagua_syncbn.revert_sync_batchnorm` gives this class to a :class:`SyncBatchNorm`, which torch has no layer
+    for.
     """
 
     _check_input_dim = staticmethod(check_dimensions)
@@ -89,8 +89,8 @@ class SyncBatchNorm(_BatchNorm):
         bias: with ``affine``, whether there is a :math:`\beta`.
         eps_mode: ``"plus"`` to divide by :math:`\sqrt{\mathrm{Var}[x] + \epsilon}`, as torch does, or ``"clamp"`` to
             divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
-        skip_nonfinite: whether to leave the running statistics as they are in a step whose batch statistics, of all
-            ranks, are infinite or not a number. Also an attribute, which can be set.
+        skip_nonfinite: whether to leave the running statistics as they are in a step where the batch statistics of all
+            ranks are infinite or not a number. Also an attribute, which can be set.
         activation: computed by the layer, which then stores its input only for the backward pass; see
             :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute, ``fused_activation``, which can be set:
             ``activation`` is what other classes call modules of theirs.
@@ -246,8 +246,8 @@ class SyncBatchNorm(_BatchNorm):
     def _tensor(self, name: str) -> Any:
         """Returns the attribute ``name``; for parameters and buffers without torch's search, which takes 0.6 us each.
 
-        torch lets no other attribute have the name of a parameter or buffer, so the result is the same. A class with a
-        search of its own is asked, such as ModelOpt's, which returns the part of a parameter that a pruned layer has.
+        torch lets no other attribute have the name of a parameter or buffer, so the result is the same. A class with
+        its own ``__getattr__`` is asked: ModelOpt's returns the part of a parameter that a pruned layer has.
         """
         if self._has_getattr:
             return getattr(self, name)
@@ -326,8 +326,8 @@ def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mas
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Returns one graph node that calls ``layer``, as a tracer makes it for torch's layers; ``proxy`` is in ``args``.
 
-    A tracer makes one node of a layer whose module's name begins with ``torch.nn``, and traces into any other layer.
-    Synchronized layers cannot be traced into: they branch on the input, and their calls depend on the job.
+    A tracer makes one node of a layer defined in ``torch.nn``, and traces into any other layer. Synchronized layers
+    cannot be traced into: they branch on the input, and their calls depend on the job.
     """
     tracer: Any = proxy.tracer
     node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), tuple(args), dict(kwargs))

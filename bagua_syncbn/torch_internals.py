@@ -106,7 +106,7 @@ def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool]
     Tensors match if they have the same types, dtypes, devices and sizes, of ``input`` only the number of channels, and
     their ops go the same way through torch's dispatcher: so no trace, transform of torch.func or selective
     checkpointing is active that was not active here. torch.compile makes the same check before it runs compiled code
-    again. Returns None if this torch has no such check.
+    again. Returns None if this torch does not have it.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
@@ -265,15 +265,15 @@ def is_gloo_on_cpu(group: Any) -> bool:
 
 
 def device_of(world: Any) -> Any:
-    """Returns the device that NCCL is bound to in the job whose default group is ``world``; None for none."""
+    """Returns the device that NCCL is bound to in the job with the default group ``world``; None for none."""
     return world.bound_device_id
 
 
 def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: str, device: Any, splits: bool) -> Any:
     """Returns a group that its ``ranks`` make, with the backend, options and time-out of the group ``model``.
 
-    If NCCL is bound to a ``device`` in the job, whose default group is ``world``, and with ``splits``, the communicator
-    is split off the job's communicator; otherwise a new one is made.
+    ``world`` is the default group of the job. If NCCL is bound to a ``device`` in it, and with ``splits``, the
+    communicator is split off the job's communicator; otherwise a new one is made.
     """
     with _splitting(world, device, splits):
         group, _ = dist.distributed_c10d._new_process_group_helper(
@@ -297,7 +297,7 @@ _binding = Lock()
 
 @contextmanager
 def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
-    """Context in which torch splits new communicators off that of the job if ``splits``, by binding it to a device."""
+    """Context in which torch splits new communicators off the job's if ``splits``, by binding the job to a device."""
     if device is None:
         yield
         return

@@ -51,7 +51,7 @@ def with_bagua(
     parameters and buffers that ``module._bagua_params_and_buffers_to_ignore`` names, as they are in the state dict.
 
     On torch the module's class becomes a subclass of what it was. It has ``set_requires_gradient_sync(False)`` to
-    accumulate gradients without communication, and cannot be deep-copied: make such copies before.
+    accumulate gradients without communication, and cannot be deep-copied: copy it before.
 
     Args:
         module: the model, converted already, on its device.
@@ -62,7 +62,7 @@ def with_bagua(
             of Bagua or :mod:`bagua_syncbn.contrib.algorithms`, with ``average=True``.
         process_group: the ranks among which ``module`` is data parallel: a :class:`torch.distributed.ProcessGroup`,
             under Bagua a ``BaguaProcessGroup`` too, elsewhere a description too, as :func:`~bagua_syncbn.sync_group`
-            takes it, whose groups all ranks of the job make here; None for all.
+            takes it (all ranks of the job then make its groups here); None for all.
 
     Returns:
         ``module``, the same object.

@@ -37,7 +37,7 @@ inline Tensor allocate_vector(int64_t count, ScalarType dtype, const Tensor& lik
   return allocate({&count, 1}, {&stride, 1}, dtype, like);
 }
 
-// Has the strides of `dense`, whose elements are dense in memory, as empty_like gives.
+// Has the strides of `dense`, as empty_like gives for a tensor without gaps in memory.
 inline Tensor allocate_like(const Tensor& dense) {
   return allocate(dense.sizes(), dense.strides(), scalar_type(dense), dense);
 }

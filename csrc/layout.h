@@ -17,10 +17,10 @@ struct Geometry {
   int64_t rows() const { return batch * inner; }  // values per channel
 };
 
-// Which positions of an input count, the same for all channels: a byte for each says it, or lengths do.
+// Which positions of an input count, the same for all channels: a byte for each position, or a length for each sample.
 struct Mask {
   const uint8_t* positions;  // (batch, inner), 1 or 0; or null
-  const int64_t* lengths;    // (batch): of each line so many places count, from the first one on
+  const int64_t* lengths;    // (batch): how many places count, from the first one on, in each line of a sample
   int64_t inner;             // positions of a sample
   int64_t length;            // of a line, along the last dimension
 };

@@ -34,7 +34,7 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels, int64_t
   return 2 * channels + 2 + words;
 }
 
-// How many words a row of so many values ends in: without, their number is even.
+// How many words a row of `size` values ends in: a row without words has an even size.
 BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t words_in(int64_t size) {
   return size % 2 ? kMostGatheredWords : 0;
 }
@@ -69,7 +69,7 @@ struct Fault {
   int64_t where = 0;  // rank, or call
 };
 
-// The fault of a rank's row, beside that of rank 0.
+// The fault of a rank's row, compared with the row of rank 0.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int64_t channels, int64_t words) {
   const A *own = row + 2 * channels, *expected = first + 2 * channels;
@@ -84,7 +84,7 @@ BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int6
   return !same ? Fault::kWords : !counts ? Fault::kCount : Fault::kNone;
 }
 
-// The first rank whose words are not those of rank 0; else the first whose count is none.
+// The first rank with other words than rank 0; else the first with a count that is none.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int64_t channels, int64_t words) {
   Fault fault;

@@ -152,17 +152,17 @@ def _end(work: Any, group: Any, packed: Tensor) -> None:
         work.wait()  # a wait with a time limit would be the host's
 
 
-# Smallest group that sends nothing whose size grows with the number of ranks; docs/design.md has the model.
+# From this number of ranks on, no message grows with the number of ranks; docs/design.md has the model.
 FEWEST_ADDED = 32
 
 
 def is_large(ranks: int) -> bool:
-    """Whether a group of so many ranks adds up the statistics that smaller groups gather."""
+    """Whether a group of this number of ranks adds statistics up; smaller groups gather them."""
     return ranks >= FEWEST_ADDED
 
 
-# Largest message in bytes whose sum is gathered on CPU, and added up by each rank. Waiting for other processes takes
-# much longer there than sending, and a gather over a ring has half the steps of an all-reduce.
+# On CPU, sums of messages up to this size in bytes are gathered, and added up by each rank. Waiting for other processes
+# takes much longer there than sending, and a gather over a ring has half the steps of an all-reduce.
 _MOST_GATHERED = 2**14
 
 

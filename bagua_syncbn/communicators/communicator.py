@@ -9,7 +9,7 @@ from torch import Tensor
 class Communicator(Protocol):
     """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order.
 
-    Tensors are float32 or float64. A communicator whose backend adds no float64 up may have an attribute
+    Tensors are float32 or float64. If its backend adds no float64 up, a communicator may have an attribute
     ``adds_float64 = False``: its ranks gather statistics, however many they are.
     """
 

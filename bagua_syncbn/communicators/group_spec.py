@@ -29,7 +29,7 @@ class GroupSpec:
         self.rule = rule
         self.given_communicator = given_communicator
         self._given = given
-        # A group of torch other than the default one, whose layers have a communicator of their own.
+        # A group of torch other than the default one: its layers have a communicator of their own.
         self._group = given if isinstance(given, ref) and rule is not None else None
         # None until it is made in the running job. torch.compile guards on this attribute.
         self._communicator: Communicator | None = None

@@ -1,4 +1,4 @@
-"""Meetings of ranks in a store, and a job of torch.distributed, whose ranks agree in such meetings."""
+"""A job of torch.distributed, and the meetings in its store in which ranks agree."""
 
 import hashlib
 import json

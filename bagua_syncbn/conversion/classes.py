@@ -90,8 +90,8 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# torch gives parametrized and sharded layers classes of its own, whose last base is the layer's class. Parametrized
-# tensors are properties of such a class. torch deletes them there, and after the last one gives the layer the base.
+# torch gives parametrized and sharded layers classes of its own, with the layer's class as last base. Parametrized
+# tensors are properties of that class. torch deletes them there, and after the last one gives the layer its class back.
 
 
 def _is_torchs_own(cls: type) -> bool:

@@ -80,8 +80,8 @@ def fuse_activations(module: _Module) -> _Module:
     two do not know of the other: call this on the finished model.
 
     Args:
-        module: the whole model, converted by :func:`convert_sync_batchnorm`. Ranks may fuse different layers, unless
-            second derivatives are taken, whose messages would come in another order.
+        module: the whole model, converted by :func:`convert_sync_batchnorm`. Ranks may fuse different layers, but not
+            if second derivatives are taken: their messages would come in another order.
 
     Returns:
         ``module``, the same object. :func:`revert_sync_batchnorm` puts the activations back.

@@ -1,4 +1,4 @@
-"""Layers with a forward of their own, whose calls of torch's batch normalization run over all ranks.
+"""Layers with a forward of their own: their calls of torch's batch normalization run over all ranks.
 
 A forward of its own may call ``super().forward``, torch's forward by its name, or ``F.batch_norm``. The first reaches
 :class:`SyncBatchNorm` by method resolution. A mode that intercepts torch's functions redirects the two others; it is

@@ -1,4 +1,4 @@
-"""Models whose calls recompute the outputs of layers in backward instead of storing them."""
+"""Models that recompute the outputs of layers in backward instead of storing them."""
 
 import sys
 import threading
@@ -35,13 +35,13 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 
     Outputs are stored in evaluation and under :func:`torch.no_grad`, in code that torch.compile traces, and within
     other hooks for saved tensors, such as activation checkpointing and :func:`torch.autograd.graph.save_on_cpu`, which
-    then decide. The output of a layer with a residual is stored too, and so is one whose input is itself a recomputed
+    then decide. The output of a layer is stored too if the layer has a residual, or if its input is itself a recomputed
     output.
 
     Args:
-        module: a model, whose calls recompute outputs from now on, by hooks that copies and files keep. None for a
-            context manager, to be entered around forward passes in this thread, and so not for replicas of one process;
-            the backward pass may be outside of it.
+        module: a model that recomputes outputs from now on, by hooks that copies and files keep. None for a context
+            manager, to be entered around forward passes in this thread, and so not for replicas of one process; the
+            backward pass may be outside of it.
         enabled: False to end that for ``module``, as :func:`revert_sync_batchnorm` does too.
 
     Returns:
@@ -112,7 +112,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _leave_ended(ending: FrameType | None = None) -> None:
-    """Leaves the contexts of calls that no longer run, and of the call whose hooks run in the frame ``ending``.
+    """Leaves the contexts of calls that no longer run, and of the call that runs its hooks in the frame ``ending``.
 
     torch runs no hook after a call that Ctrl-C ends.
     """

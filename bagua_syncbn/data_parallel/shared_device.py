@@ -14,7 +14,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def replica(network: _Module, device: torch.device, rank: int) -> _Module:
-    """Returns a copy of ``network`` on ``device``, whose parameters pass their gradients on to the network's.
+    """Returns a copy of ``network`` on ``device`` that passes the gradients of its parameters on to the network's.
 
     Replica 0 has the buffers of ``network`` and so updates them; replicas 1, 2, … have copies.
     """

@@ -14,7 +14,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
-    """:class:`torch.nn.DataParallel` whose replicas know of each other, so that synchronized layers synchronize.
+    """:class:`torch.nn.DataParallel` in which synchronized layers synchronize over the replicas.
 
     Each forward splits the batch into chunks, runs a replica of ``module`` on each, in a thread, and concatenates their
     outputs. Layers of this package normalize by the statistics of the whole batch; after backward, the gradients of

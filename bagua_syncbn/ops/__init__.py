@@ -30,9 +30,9 @@ float64 input and float32 for all others; ``mean``, ``invstd`` and everything th
 ``activation`` is the code of one in ``activations.py``; 0 is none, as ``None`` is no ``residual`` and no ``mask``.
 
 ``mask`` says which positions count, the same for all channels: a contiguous bool (N, \*), or int64 lengths (N) for an
-input (N, C, \*, L), of which the first so many places along L count. ``batch_norm_stats`` leaves out all others. There
-``batch_norm_backward_elemt``, which takes no activation then, gives ``grad_output * invstd * weight``: nothing passes
-through the statistics.
+input (N, C, \*, L), where sample ``n`` counts up to ``lengths[n]`` along L. ``batch_norm_stats`` leaves out all other
+positions. There ``batch_norm_backward_elemt``, which takes no activation with a mask, gives
+``grad_output * invstd * weight``: nothing passes through the statistics.
 
 What ranks send, counts and words included, is laid out in ``ops/words.py``. Few calls need the last arguments of an op:
 the host spends half a microsecond on every argument that is given, and a tenth on one that is not.

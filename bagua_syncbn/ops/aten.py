@@ -39,7 +39,7 @@ def _has_more(options: Sequence[Any]) -> bool:
 
 
 def _parameter(values: Tensor | None, like: Tensor) -> Tensor | None:
-    """Returns ``values`` (C) in the dtype of ``like``: ATen takes parameters of this dtype or that of the input."""
+    """Returns ``values`` (C) in the dtype of ``like``: ATen takes parameters of this dtype or the input's."""
     return None if values is None else values.to(like.dtype).contiguous()
 
 

@@ -20,7 +20,7 @@ def merge_dtype(device: torch.device) -> torch.dtype:
 
 
 def mixture(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance (C) of sets of which each has its row (R, C), and its part (R, 1) of all values."""
+    """Returns mean and variance (C) of sets together, given those of each (R, C) and its share of the values (R, 1)."""
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean).square())).sum(0)
 
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_sums(cls, sums: Tensor) -> "Moments":
-        """Returns the moments of all sets together, whose :meth:`as_sums` were added up in float64; 0 for no value."""
+        """Returns the moments of all sets together from the float64 sum of their :meth:`as_sums`; 0 for no value."""
         weight = sums[-1:]
         mean, square = (sums[:-1] / weight.clamp(min=_LEAST)).chunk(2)
         return cls(mean, (square - mean.square()).clamp(min=0), weight)
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
 def merge_rows(rows: Tensor) -> Tensor:
     """Returns (1, 2C + 2), the moments of all sets together, given those of each set in a row of ``rows`` (R, 2C + 2).
 
-    A count that is not a number makes that of the result none.
+    If a count is not a number, the count of the result is none either.
     """
     channels = rows.size(1) // 2 - 1
     means, variances, low, high = rows.split([channels, channels, 1, 1], 1)

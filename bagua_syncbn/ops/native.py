@@ -1,4 +1,4 @@
-"""Loads the native library, whose kernels then stand before the reference ones for their devices."""
+"""Loads the native library. Its kernels then replace the reference ones on their devices."""
 
 import json
 import os
@@ -81,10 +81,10 @@ def recompute_is_cheaper(input: Tensor, activation: Activation) -> bool:
 
 
 def raise_torchs(error: Exception) -> None:
-    """Raises torch's own error, whose class and text handlers know, if ``error`` is that of a kernel without memory.
+    """Raises torch's own out-of-memory error if ``error`` says that a kernel got no memory.
 
-    torch's error cannot cross the stable ABI, so the same allocation is made again. Where memory has become free since,
-    the error has the class that torch has for it on that device.
+    Callers handle torch's error by its class and text, but it cannot cross the stable ABI, so the same allocation is
+    made again. If memory has become free since, the error has torch's class for that device.
     """
     found = _NO_MEMORY.match(str(error))
     if found is None:

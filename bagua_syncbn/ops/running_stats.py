@@ -108,7 +108,7 @@ def merge_stats(gathered: Tensor, buffers: Buffers, options: MergeOptions, fault
         accumulator.add(gathered)
         accumulator.move_later(buffers, options)
         return merge_stats(gathered, NO_BUFFERS, options, fault)
-    if counter is not None and counter.dtype != torch.int64:  # as in a module whose buffers were all cast
+    if counter is not None and counter.dtype != torch.int64:  # as in a module that was cast, buffers included
         whole = counter.to(torch.int64)
         merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, fault)
         counter.copy_(whole)

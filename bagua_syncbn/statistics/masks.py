@@ -1,4 +1,4 @@
-"""Masks: the positions of an input whose values make the statistics."""
+"""Masks: which positions of an input make the statistics."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ def _hint(shape: torch.Size, size: list[int]) -> str:
 
 
 def _check_is_read_in_one_way(shape: torch.Size, size: list[int]) -> None:
-    """Raises ValueError for a mask whose first dimension may stand for samples as well as for places.
+    """Raises ValueError if the first dimension of a mask may stand for samples as well as for places.
 
     Broadcasting, as everywhere in torch, takes the first dimensions for the missing ones, and so reads it as places.
     """

@@ -52,8 +52,8 @@ class CachedCall:
 
     def run(self, layer: Any, input: Tensor) -> Tensor | None:
         """Returns the output of ``layer``; None if the call may differ. Must not run while torch.compile traces."""
-        # The guard sees traces and selective checkpoints. It aborts the process where it asks for strides that a tensor
-        # does not have: nested ones, and what vmap makes of them, whose shape is an error.
+        # The guard sees traces and selective checkpoints. It aborts the process if a tensor has no strides: nested
+        # tensors, and what vmap makes of them.
         if this_thread.runs or this_thread.depth or level_of_duals() >= 0 or has_transforms():
             return None
         facts, tensors = _look_at(layer, input)

@@ -113,7 +113,7 @@ class _Shards:
             return tensor.to_local()
 
     def whole(self, output: Tensor) -> Tensor:
-        """Returns the DTensor whose shard ``output`` is, placed as the input."""
+        """Returns the DTensor that has ``output`` as its shard on this rank, placed as the input."""
         shape, stride = self._like.shape, self._like.stride()
         stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
         return DTensor.from_local(output, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)

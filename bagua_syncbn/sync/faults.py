@@ -103,4 +103,4 @@ def found_text(record: Sequence[int]) -> str:
     said = [f"rank 0: {describe(headers[:3])}", f"rank {where}: {describe(headers[3:])}"]
     if kind == 1:
         return differ_text(said)
-    return f"sync_batch_norm: expected from each rank a count of values, from 0 to 2**53, got no such from {said[1]}"
+    return f"sync_batch_norm: expected from each rank a count of values, from 0 to 2**53, got none from {said[1]}"

@@ -1,6 +1,6 @@
-"""History of calls: from what was said in a group so far, all its ranks predict the same next message.
+"""History of calls: from the messages of a group so far, all its ranks predict the same next one.
 
-A rank whose next message is another one sends a probe instead.
+A rank that has another next message sends a probe instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CallHistory:
         # has ended it.
         self.sending: CallSignature | None = None
         self.pending: Any = None  # PendingError, in case the failure is an error that others may have raised too
-        # Kinds whose calls here were compiled. As compiled code does, their eager calls say no more than their options.
+        # Kinds that made compiled calls here: their eager calls too send only their options, as compiled code does.
         self.compiled = compiled
         self.last: CallSignature | None = None
         self.step = 0  # hash of the calls of this step

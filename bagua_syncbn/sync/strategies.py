@@ -151,6 +151,6 @@ def sum_over_ranks(packed: Tensor, communicator: Communicator, what: str, module
     signature = CallSignature((kind, word_of(text)), kind, text, message, False)
     total = RankSync(signature, None, communicator, history).total(counted, history.number)
     total, ranks = total.tensor_split([-1])
-    if ranks.item() != communicator.size:  # on devices for whose results no host waits elsewhere
+    if ranks.item() != communicator.size:  # where nothing waited for the comparison of headers, as on CUDA
         raise RuntimeError(differ_text([f"this rank: {what} of {model}", "another rank: another call"]))
     return total

@@ -50,7 +50,7 @@ def _layers(found: Comparison) -> list[str]:
 
 
 def _weights(found: Comparison) -> list[str]:
-    """A loss that is a sum over samples, or a mean over samples of which ranks have other numbers."""
+    """A loss that is a sum over samples, or a mean over samples where ranks have different numbers of them."""
     ranks, sizes = found.ranks, {tensor.size(0) for tensor in tensors_in(found.batch) if tensor.dim()}
     counts: list[Any] = ranks.together("the sizes of batches", lambda: sizes.pop() if len(sizes) == 1 else None)
     notes = {"the loss adds up over samples: added up and not averaged, ranks equal one process": ranks.size * 1.0}

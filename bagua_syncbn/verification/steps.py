@@ -188,7 +188,7 @@ def try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
 
 @contextmanager
 def telling_peers(model: nn.Module) -> Iterator[None]:
-    """Context whose errors are also raised on ranks that wait for this one in a layer of ``model``."""
+    """Context that raises its errors also on ranks that wait for this one in a layer of ``model``."""
     try:
         yield
     except Exception as error:
@@ -223,7 +223,7 @@ def copied_layer(layer: nn.Module) -> nn.Module:
 
 
 def alone(module: nn.Module) -> nn.Module:
-    """Returns ``module``, whose layers from now on synchronize with no other rank."""
+    """Makes the layers of ``module`` synchronize with no other rank; returns ``module``."""
     for layer in list(module.modules()):
         if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
             convert_sync_batchnorm(layer, LOCAL)

@@ -66,7 +66,7 @@ struct Rows {
   int64_t count, n, channel, channels;
 };
 
-// The first values of a span, which give a value near the mean: `rows` rows of n, of which `count` values count.
+// The first values of a span, which give a value near the mean: `rows` rows of n values; `count` of these count.
 struct Sample {
   int64_t rows, n, count;
 };

@@ -22,7 +22,7 @@ inline std::vector<uint8_t> positions_of(const Mask* mask, int64_t batch) {
   return bytes;
 }
 
-// The sum of n bytes, each 1 or 0: added up in words, whose bytes do not overflow within 255 of them.
+// The sum of n bytes, each 1 or 0: added up as bytes of words, which do not overflow in 255 additions.
 inline int64_t count_of(const uint8_t* valid, int64_t n) {
   constexpr int64_t kWord = 8, kMost = 255;
   int64_t count = 0, j = 0;

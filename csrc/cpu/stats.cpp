@@ -64,7 +64,7 @@ std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8
       g,
       [&](int64_t row, int64_t rows, A* scratch, double* out) {
         int64_t list[kMostTileRows], count = positions ? 0 : rows;  // the rows that count
-        // Without a branch on single positions, of which none can be foretold.
+        // No branch on single positions: it could not be predicted.
         for (int64_t j = 0; positions && j < rows; ++j) {
           list[count] = j;
           count += positions[row + j];

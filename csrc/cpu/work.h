@@ -77,10 +77,10 @@ std::vector<Result> reduce_planar(const Geometry& g, const AddSpan& add) {
   return totals;
 }
 
-// Interleaved reductions: the rows are cut into parts, and parts into tiles, of which two fit the L2 cache. Calls
+// Interleaved reductions: the rows are cut into parts, and parts into tiles; two tiles fit the L2 cache. Calls
 // tile_of(row, rows, scratch, out) for each tile, which writes two results for each channel, [2][channels], and returns
 // how many of the rows count; `scratch` has 3 * channels values. merge(all, count, part, added) adds results of `added`
-// rows to those of `count`. There are values.
+// rows to those of `count`. The input must not be empty.
 template <typename A, typename TileOf, typename Merge>
 std::vector<double> reduce_interleaved(const Geometry& g, const TileOf& tile_of, const Merge& merge) {
   const int64_t rows = g.rows(), width = 2 * g.channels;

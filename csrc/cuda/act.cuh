@@ -57,7 +57,7 @@ __device__ __forceinline__ V sigmoid_slope(V x) {
 
 }  // namespace activations
 
-// Sets all of `z` to the activation there, or to its derivative.
+// Replaces each value of `z` by the activation at it, or by its derivative.
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   switch (static_cast<Code>(act.code)) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   }
 }
 
-// Sets `z` to that of a slot, without a residual; and adds one.
+// normalize() sets `z` to the normalized values of a slot; add() adds the residual.
 template <typename F, int kLanes, typename T, int W, typename A>
 __device__ __forceinline__ void normalize(const F (&factors)[kLanes], const Pack<T, W>& x, A (&z)[W]) {
 #pragma unroll

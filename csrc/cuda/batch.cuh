@@ -59,8 +59,8 @@ __device__ __forceinline__ V take(V (&items)[K]) {
   return first;
 }
 
-// K slots of each tensor, of channels of which a thread has `kLanes`. All channels share a mask, so its bytes are
-// mostly cached; they are read after the values are under way.
+// K slots of each tensor; a thread has `kLanes` channels. All channels share a mask, so its bytes are mostly cached;
+// they are read after the loads of values have begun.
 template <typename Plan, int W, int K, bool kMasked = false>
 class Batch {
  public:

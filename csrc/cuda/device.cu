@@ -7,8 +7,8 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Loads the machine code of all kernels. CUDA does that as late as it can, at the first launch of each; and may then
-// wait for what runs on the device, such as a collective that waits for other ranks, which may be waiting for this one.
+// Loads the machine code of all kernels. By default CUDA loads a kernel at its first launch, and may then wait for what
+// runs on the device. That may be a collective that waits for other ranks, which wait for this one.
 cudaError_t load_all() {
   cudaFuncAttributes attributes;
   for (const void* kernel : all_kernels()) {

@@ -13,7 +13,7 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Ranks whose values a thread loads at once.
+// How many ranks' values a thread loads at once.
 constexpr int kRanksAtOnce = 8;
 // Threads of a block where there are several: few, so that many multiprocessors share the arithmetic in double.
 constexpr int kFewThreads = 64;
@@ -55,7 +55,7 @@ struct Ranks {
 
   __device__ __forceinline__ int64_t count(int rank) const { return unpack_count(rows + rank * row_size, channels); }
 
-  // Calls add(share, mean, variance) for channel `c` of each rank; with zeros if there is no such channel.
+  // Calls add(share, mean, variance) for channel `c` of each rank; with zeros if there is no channel `c`.
   template <typename Add>
   __device__ __forceinline__ void each(int64_t c, const Add& add) const {
     for (int begin = 0; begin < number; begin += kRanksAtOnce) {

@@ -90,9 +90,9 @@ __device__ __forceinline__ void reduce_warp(S (&values)[W], Count& count, int st
   for (int distance = kWarp / 2; distance >= stride; distance /= 2) merge_lanes(values, count, distance);
 }
 
-// Merges the values of all threads of the block, of which the first `threads` have any; the result is that of thread 0.
-// The other warps do nothing: consumer cards take 64 times as long for arithmetic in double as for that in float.
-// Needs a barrier between two calls, such as those of arrives_last().
+// Merges the values of the first `threads` threads of the block; thread 0 gets the result. The other warps do nothing:
+// on consumer cards arithmetic in double takes 64 times as long as in float. Needs a barrier between two calls, as
+// arrives_last() has.
 template <typename S, typename Count>
 __device__ void reduce_block(S (&value)[1], Count& count, int64_t threads = kThreads) {
   struct Counted {
@@ -203,15 +203,15 @@ __device__ bool merge_parts(S& value, double& count, const Planar& plan, const P
   return thread_index() == 0;
 }
 
-// Planar: merges what the threads of a block have for its channel; the result is that of thread 0.
+// Planar: merges what the threads of a block have for its channel; thread 0 gets the result.
 template <int W, typename S, typename Count>
 __device__ __forceinline__ S reduce_threads(const PlanarWalk<W>&, S (&values)[1], Count& count) {
   reduce_block(values, count);
   return values[0];
 }
 
-// Interleaved: merges what the threads of a block have for their W channels; the result for channel t of the tile is
-// that of thread t.
+// Interleaved: merges what the threads of a block have for their W channels; thread t gets the result for channel t of
+// the tile.
 template <int W, typename S, typename Count>
 __device__ __forceinline__ S reduce_threads(const InterleavedWalk<W>&, S (&values)[W], Count& count) {
   using A = typename S::Scalar;

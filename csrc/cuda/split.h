@@ -59,11 +59,11 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
 
 // The split of `count` slots or rows over `parts` blocks of `threads`.
 //
-// In ranges of nearly equal length, if more blocks are launched than run at a time. In turns, if all run together: each
-// part takes one slot for each thread, then the next part does, round and round. So a reduction goes over the whole
-// tensor in the order of memory, and the cache keeps the end of the tensor, where the next pass begins; with ranges it
-// would keep the end of each range. The host divides: on the device a division takes longer than all else before the
-// first load.
+// In ranges of nearly equal length, if more blocks are launched than run at a time. In turns, if all run together: the
+// parts take one slot for each thread one after the other, and again. So a reduction reads the whole tensor in the
+// order of memory, and the cache keeps the end of the tensor, where the next pass begins; with ranges it would keep the
+// end of each range. The host divides: on the device a division takes longer than everything else before the first
+// load.
 struct Sharing {
   int64_t count;
   int64_t length;  // of a range, or of a turn
@@ -83,7 +83,7 @@ struct Sharing {
   BAGUA_SYNCBN_HOST_DEVICE int64_t end_of(int64_t part) const { return in_turns ? count : begin_of(part + 1); }
 };
 
-// Blocks of a grid, or threads of a block. Blocks run in about the order of x, then y, which is that of memory.
+// Blocks of a grid, or threads of a block. Blocks run in about the order of x, then y, as memory is laid out.
 struct Extent {
   int64_t x, y;
 };
@@ -171,7 +171,7 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pas
   return plan;
 }
 
-// Whether a thread can count in 32 bits. Larger inputs are refused, such as rows of more than 2^30 values.
+// Whether a thread can count in 32 bits. Larger inputs, as with rows of more than 2^30 values, are refused.
 inline bool fits(const Planar& plan) {
   return plan.inner <= kMost && plan.batch < kMost && plan.batch * plan.slots < kMost;
 }

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident()
         if (batch.counts(i % W, i / W)) centers[i % kLanes] = widen(values.slot(i / W).values[i % W]);
       }
     }
-    // Others become centers, whose deviation is zero. A branch for each value would be two ways for most warps.
+    // The other values become centers, with a deviation of zero. A branch for each value would diverge in most warps.
     if (!batch.full()) values.replace(batch, centers);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {

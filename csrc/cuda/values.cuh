@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack
   }
 }
 
-// The unsigned integer of so many bytes.
+// The unsigned integer of kBytes bytes.
 template <int kBytes>
 using Unsigned =
     std::conditional_t<kBytes == 8, uint64_t,

@@ -137,7 +137,7 @@ class InterleavedWalk {
 template <int W>
 constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
 
-// Slots of a batch of W values each, such that a scalar batch is not too small.
+// Slots of a batch, each of W values: more if they are scalars, so that a batch is not too small.
 template <int W>
 constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
 

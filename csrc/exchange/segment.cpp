@@ -134,7 +134,7 @@ std::shared_ptr<Memory> Memory::open(const std::string& name, const std::string&
 
 void Memory::map() {
   const size_t bytes = ranks_ * sizeof(RankState);
-  // Not by fstat, of which older systems have no such symbol.
+  // Not by fstat: older versions of glibc have no symbol for it.
   if (static_cast<size_t>(lseek(descriptor_, 0, SEEK_END)) != bytes)
     throw std::runtime_error("the segment has another size");
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);

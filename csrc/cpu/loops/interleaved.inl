@@ -1,6 +1,6 @@
 // Interleaved: sums over rows of one value for each channel.
 
-// Vectors whose pivots and sums stay in registers: AVX-512 has 32 of these, AVX2 and the baseline have 16.
+// How many vectors keep their pivots and sums in registers: AVX-512 has 32 of these, AVX2 and the baseline have 16.
 constexpr int kVectorsAtOnce = kBytes == 64 ? 4 : 2;
 
 // Calls body(width, j, access) for the columns of a row: kVectorsAtOnce vectors at a time, then one at a time, then a

@@ -1,7 +1,6 @@
 // Implementation of ../loops.h for one instruction set. Included with BAGUA_SYNCBN_ISA, the name of the namespace, and
-// BAGUA_SYNCBN_VECTOR_BYTES defined, inside a target pragma. Nothing here may call a function of another
-// header that is not inlined always: the linker would keep one copy of it, perhaps that of an instruction set which the
-// machine lacks.
+// BAGUA_SYNCBN_VECTOR_BYTES defined, inside a target pragma. Functions of other headers that are called here must
+// always be inlined: the linker would keep one copy, perhaps compiled for an instruction set that the machine lacks.
 
 #ifndef BAGUA_SYNCBN_ISA
 #error "table.inl is included by the .cpp files beside it only"

@@ -15,11 +15,11 @@ double* Context::partials(int64_t count) {
 
 // One set of counters for each stream: kernels of one stream do not overlap, and each leaves the counters zero.
 //
-// The handle of a destroyed stream may come back as that of another one, whose work does not wait for what the first
-// still runs; and one handle, that of the per-thread default stream, stands for as many streams as there are threads.
-// So a set belongs to the id of a stream, which never comes back. Sets are kept by handle all the same, so that there
-// are no more of them than handles: a new id under an old handle takes the old one's place. The memory of the old set
-// then goes back to torch's allocator, which has always known it by the handle alone.
+// A new stream may get the handle of a destroyed one, and its work does not wait for what that one still runs; and the
+// handle of the per-thread default stream stands for as many streams as there are threads. So a set belongs to the id
+// of a stream, which is never used again. Sets are kept by handle all the same, so that there are no more of them than
+// handles: a new id under an old handle takes the old one's place. The memory of the old set then goes back to torch's
+// allocator, which knows it by the handle alone.
 //
 // A graph gets a set of its own: it may be replayed beside the stream that it was captured on, and a set that was made
 // during capture is zero in replay only. It is cleared by a node of the graph before each replay's use, lies in the
