@@ -1,22 +1,8 @@
 """Builds the native kernels, bagua_syncbn._C. Everything else is in pyproject.toml.
 
 The tools that are there decide what is built, and no GPU does unless it is asked for: build machines have none.
-
-====================================  =================================================================================
-BAGUA_SYNCBN_BUILD=python             no native kernels: plain torch computes
-BAGUA_SYNCBN_BUILD=cpu                CPU kernels; needs Linux, torch's headers and a C++17 compiler
-BAGUA_SYNCBN_BUILD=cuda               CUDA kernels too; also needs nvcc, and a torch that was not built for ROCm
-unset                                 the last of these for which everything is there
-BAGUA_SYNCBN_CUDA_ARCHS="80;90"       machine code for these compute capabilities, and PTX for later cards
-BAGUA_SYNCBN_CUDA_ARCHS=all           those of 75, 80, 86, 90, 100 and 120 that nvcc knows
-BAGUA_SYNCBN_CUDA_ARCHS=native        the cards that nvidia-smi shows, all if nvcc knows none; without cards, as cpu
-unset                                 as native where there is a card, else as all
-CXX="ccache g++"                      the C++ compiler; every build compiles everything, unless ccache remembers it
-NVCC="ccache nvcc", CUDA_HOME         nvcc; without NVCC, that of CUDA_HOME comes before that of PATH
-BAGUA_SYNCBN_CXXFLAGS="-O0"           flags for the C++ compiler, after all others
-====================================  =================================================================================
-
-The first line printed says what is built, why, and for which cards; bagua_syncbn/build_info.json records it.
+docs/building.md has the environment variables. The first line printed says what is built, why, and for which cards;
+bagua_syncbn/build_info.json records it.
 """
 
 import json
@@ -121,7 +107,7 @@ class BuildKernels(build_ext):
     """Compiles the sources of the extension side by side, .cpp by the C++ compiler and .cu by nvcc, and links them."""
 
     def build_extension(self, ext: Extension) -> None:
-        extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))
+        extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # after all others, as for sanitizers
         cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *["-DBAGUA_SYNCBN_CUDA"] * (KIND == "cuda")]
         cpp += [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}", *extra]
         cuda, linker = [], [*CXX, *extra]
