@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bagua_syncbn import SyncBatchNorm, ops
+from bagua_syncbn.sync.faults import found_text
 from tests.contract.test_contract import GRID, OPTIONS, SPLITS
 from tests.helpers.cases import Case, check, compare, run_rank
 
@@ -96,6 +97,7 @@ def test_one_word_of_one_rank_that_differs_is_found(word, ranks):
         assert mean.isnan().all()
         assert [buffer.tolist() for buffer in buffers] == [[0, 0], [1, 1], 0]
         assert fault.tolist()[5:] == [*words[-3:-1].tolist(), -1 - words[-1]]
+        assert f", call {words[-1]:.0f};" in found_text(fault.tolist())
 
 
 def test_a_rank_whose_words_are_the_mean_of_all_finds_out_too():

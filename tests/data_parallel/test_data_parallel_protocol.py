@@ -56,6 +56,16 @@ def test_callbacks_reach_any_module_once_for_each_replica(place):
     assert calls[0][0] is not calls[1][0]
 
 
+def test_a_replica_may_call_itself():
+    def script(replica, rank, input, again=True):
+        output = replica.early(input)
+        return replica.late(replica(output, False)) if again else output
+
+    model = Steps(script)
+    promptly(parallel(model, "cpu", 2), torch.randn(6, 2))
+    assert (model.early.num_batches_tracked, model.late.num_batches_tracked) == (2, 1)
+
+
 def test_callbacks_are_refused_what_is_no_set_of_replicas():
     for modules in ([], [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]):
         with pytest.raises(ValueError, match="modules: expected replicas of one model"):

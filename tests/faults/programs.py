@@ -248,9 +248,9 @@ def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
     return counts, remembered
 
 
-def run_partly_compiled() -> Tensor:
+def run_partly_compiled(momentum: float | None) -> Tensor:
     """Two steps, of which the last rank runs the second as it is written."""
-    layer = bagua_syncbn.SyncBatchNorm(8, momentum=1.0)
+    layer = bagua_syncbn.SyncBatchNorm(8, momentum=momentum)
     compiled = torch.compile(layer, backend="eager")
     for step in range(2):
         x = torch.full((2, 8), float(dist.get_rank()), requires_grad=True)

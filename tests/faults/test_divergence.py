@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.communicators import LOCAL, shared
+from bagua_syncbn.sync.history import history_in
 from bagua_syncbn.sync.signatures import RAISED, describe
 from tests.faults import programs
 from tests.faults.programs import REFUSED, Change, Model, is_odd, message_of, own_group, own_model, run
@@ -143,6 +145,9 @@ LEGITIMATE = {
     "a layer called twice on all ranks": Row("aab<", base="aab<"),
     "calls that repeat": Row("aabb<ab<", base="aabb<ab<"),
     "no backward on all ranks": Row("abc", base="abc"),
+    "calls beyond the last number": Row(
+        prepare=lambda model: setattr(history_in(model.a.process_group), "calls", ops.WORD - 7)
+    ),
     "backward in parts on all ranks": Row("ab>c<", base="ab>c<"),
 }
 
@@ -198,8 +203,9 @@ def test_a_call_that_is_refused_before_the_first_message_is_told_to_nobody():
         assert model.a.num_batches_tracked == 1
 
 
-def test_a_rank_that_falls_back_from_compiled_code_is_no_other(groups):
-    for running_mean in groups.run(programs.run_partly_compiled, 2, timeout=60):
+@pytest.mark.parametrize("momentum", [1.0, None])
+def test_a_rank_that_falls_back_from_compiled_code_is_no_other(groups, momentum):
+    for running_mean in groups.run(programs.run_partly_compiled, 2, momentum, timeout=60):
         assert running_mean.tolist() == [0.5] * 8
 
 
@@ -299,6 +305,21 @@ def test_an_error_in_backward_is_told_to_all(pool):
     for first, told in pool.run(programs.run_failing_backward, 2):
         assert first == "finished"
         assert "in a backward pass" in told
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["merge_stats", "batch_norm_backward_elemt"])
+def test_an_error_between_a_message_and_its_check_is_told_to_all(op):
+    def fail(*_, **__):
+        raise MemoryError("in a step")
+
+    with own_model(5.0) as model, pytest.MonkeyPatch.context() as patch:
+        model.run("abc<")
+        if is_odd():
+            patch.setattr(ops, op, fail)
+        message = message_of(lambda: model.run("abc<"))
+        dist.barrier()  # the end of the group would tell too
+    assert ("in a step" if is_odd() else "has left") in message
 
 
 @pytest.mark.ranks(2)

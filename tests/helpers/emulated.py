@@ -25,6 +25,7 @@ CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR")
 # Undefined behaviour that a kernel can run into: all of it takes half as long again to compile.
 UNDEFINED = "alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow"
+ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")  # a card traps on misaligned vectors too
 SANITIZED = ("-g1", f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all")
 
 
@@ -38,7 +39,7 @@ def find_headers() -> Path | None:
 
 def build_library(headers: Path) -> Path:
     """Returns the library in build/tests, made once for these sources, flags and versions."""
-    sanitized = SANITIZED if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
+    sanitized = SANITIZED if "libasan" in os.environ.get("LD_PRELOAD", "") else ALIGNED
     flags = ["g++", *FLAGS, *sanitized]
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     digest = hashlib.sha256(f"{version} {torch.__version__} {headers} {flags}".encode())

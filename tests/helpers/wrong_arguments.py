@@ -83,6 +83,10 @@ WRONG_ARGUMENTS: list[tuple[Call, str]] = [
         _with("backward_elemt with act", (10, lambda x, c: x[0] > 0), (12, lambda x, c: 0)),
         "mask: expected a contiguous bool (N, *)",
     ),
+    (
+        lambda ops, x, c: ops.batch_norm_stats(x[..., 0], mask=COUNT.repeat(2)),
+        "mask: expected a contiguous bool (N, *), or int64 lengths (N)",
+    ),
     (_with("backward_elemt with act", (11, lambda x, c: c[1:])), f"bias: {ELEMENTS}"),
     (_with("backward_elemt with act", (12, lambda x, c: -1)), "activation: expected the code of one, got -1"),
     (

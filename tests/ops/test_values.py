@@ -76,6 +76,7 @@ def masked(name, dtype):
         ((3, 2, 49), "padded"),
         ((9, 64), "scattered"),
         ((1, 1, 20001), "lengths"),
+        ((2, 2, 70000), "lengths"),  # several parts a channel, the first all masked
     ):
         yield OpCase(shape, offsets=(3, 3, 3), mask=mask)
 
