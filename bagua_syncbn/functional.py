@@ -21,7 +21,7 @@ from .step.call import Call, follow
 from .step.checkpointing import call_in_first_run, is_repetition
 from .step.function import synchronized_batch_norm
 from .step.recomputation import this_thread
-from .step.replicas import replicated_batch_norm
+from .step.replicated import replicated_batch_norm
 from .sync import FIXED_STATISTICS, sync_of, tells_peers
 from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
 
