@@ -53,7 +53,7 @@ class Moments(NamedTuple):
 def merge_rows(rows: Tensor) -> Tensor:
     """Returns (1, 2C + 2), the moments of all sets together, given those of each set in a row of ``rows`` (R, 2C + 2).
 
-    If a count is not a number, the count of the result is none either.
+    A NaN count makes the count of the result NaN.
     """
     channels = rows.size(1) // 2 - 1
     means, variances, low, high = rows.split([channels, channels, 1, 1], 1)

@@ -117,9 +117,8 @@ def signature_of(
     """Returns the signature of a forward call. ``number_of`` numbers models and layers of one kind."""
     name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
     number = 0 if layer is None else number_of(model or layer, kind)
-    caller = number, None if model is None else kind, name, type(layer)
     shared, adds_up = shared_options(layer, input, options, accumulates), adds_up_stats(input, communicator)
-    call = caller, shared, adds_up
+    call = number, None if model is None else kind, name, type(layer), shared, adds_up
     signature = _signatures.get(call)
     if signature is None:
         if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step

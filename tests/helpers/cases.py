@@ -15,6 +15,7 @@ from bagua_syncbn.data_parallel import DataParallelWithCallback
 from bagua_syncbn.ops.activations import activation_of
 from tests.helpers.tolerances import TOLERANCES, assert_close
 from tests.helpers.user_layers import BatchNormAct
+from tests.helpers.workers import forget_compilations
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def as_function(layer: Any) -> Callable[..., Tensor]:
 
 
 def compiled(layer: Any) -> Callable[..., Tensor]:
-    torch._dynamo.reset()  # earlier compilations in this process count against the limit of torch
+    forget_compilations()
     return torch.compile(layer, backend="eager", fullgraph=True)  # type: ignore[no-any-return]
 
 

@@ -51,7 +51,8 @@ def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
     size = (shape[0], *shape[2:])
     if kind in ("lengths", "padded"):
         lengths = torch.randint(-1, shape[-1] + 2, shape[:1])
-        lengths[:-1][:1] = 0  # the first of several samples is masked
+        if len(lengths) > 1:
+            lengths[0] = 0
         positions = torch.arange(shape[-1]) < lengths.view(-1, *[1] * (len(shape) - 2))
         return lengths if kind == "lengths" else positions.expand(size).contiguous()
     return torch.rand(size) < {"scattered": 0.5, "all": 1.0, "none": 0.0}[kind]

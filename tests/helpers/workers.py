@@ -144,7 +144,7 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
 
 
 def forget_compilations() -> None:
-    """Those of earlier tests count against torch's limit, and ranks take part in different tests."""
+    """Resets torch.compile: earlier compilations count against its limit, on some ranks more than on others."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
