@@ -213,7 +213,7 @@ def _call_of(
     if isinstance(process_group, Replica):
         if masking is not None:
             raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
-        return Call(options, buffers, sync_of(layer, input, options, False, LOCAL), layer)
+        return Call(options, buffers, sync_of(layer, input, options, buffers, LOCAL), layer)
     spec = spec_of(process_group)
     communicator = spec.communicator()
     if communicator.size == 1:
@@ -223,7 +223,7 @@ def _call_of(
             raise ValueError(
                 f"input: expected more than 1 value per channel when training, got input size {input.size()}"
             )
-    sync = sync_of(layer, input, options, buffers.accumulator is not None, communicator)
+    sync = sync_of(layer, input, options, buffers, communicator)
     return Call(options, buffers, sync, layer, masking)
 
 

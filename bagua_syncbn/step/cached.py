@@ -94,7 +94,7 @@ def remember_call(layer: Any, input: Tensor) -> None:
     buffers = ops.NO_BUFFERS
     if layer.track_running_stats and layer.running_mean is not None:
         buffers = ops.Buffers(layer.running_mean, layer.running_var, layer.num_batches_tracked)
-    sync = sync_of(layer, input, options, False, communicator)
+    sync = sync_of(layer, input, options, buffers, communicator)
     are_given = [tensor is not None for tensor in tensors]
     vars(layer)["_cached_call"] = CachedCall(facts, are_given, guard, communicator, options, buffers, sync)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator
 from ..torch_internals import group_named, is_capturing
-from .signatures import CallSignature, describe_compiled, exact_bits, word_of
+from .signatures import CallSignature, checksum, describe_compiled, exact_bits, word_of
 
 _Value = TypeVar("_Value")
 
@@ -42,8 +42,8 @@ class CallHistory:
         # Kinds that made compiled calls here: their eager calls too send only their options, as compiled code does.
         self.compiled = compiled
         self.last: CallSignature | None = None
-        self.step = 0  # hash of the calls of this step
-        self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the hash with it
+        self.step = 0  # checksum of the calls of this step
+        self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the checksum with it
         self.next: tuple[CallSignature, int] | None = None  # entry of after_step for this place of a step
         self._after_call: dict[tuple[int, int], CallSignature] = {}
         self._numbers: dict[int, tuple[Any, int]] = {}
@@ -74,7 +74,7 @@ class CallHistory:
             self._after_call[last.key] = signature
             if last.is_backward and not signature.is_backward:
                 step = 0
-        known = self.after_step[self.step] = signature, hash((step, *signature.key))
+        known = self.after_step[self.step] = signature, checksum(step, *signature.key)
         return known
 
     def number_of(self, caller: object, kind: str) -> int:
@@ -103,7 +103,7 @@ class Probe:
     ) -> None:
         self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
         self._size = communicator.size
-        fingerprint = hash((caller, call, 0)) & exact_bits(self._size)
+        fingerprint = checksum(caller, call, 0) & exact_bits(self._size)
         self._said = ops.parts_of(fingerprint) if self._is_sum else [*divmod(caller, ops.WORD), call]
         packed = torch.zeros(numel, dtype=dtype, device="cpu")
         packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")

@@ -18,7 +18,7 @@ from ..communicators import Communicator
 from .errors import by_text, codes_of, leave, resume
 from .faults import ON_CPU, FaultRecord, differ_text, found_text, number_of_sums, raise_if_found
 from .history import CallHistory, Probe, can_probe
-from .signatures import CallSignature, describe, exact_bits
+from .signatures import CallSignature, checksum, describe, exact_bits
 
 
 class RankSync:
@@ -71,8 +71,8 @@ class RankSync:
         """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
         signature = signature or self._signature.backward
         if not number:
-            return hash((signature.compiled_caller, 0, 0)) & self._exact_bits
-        return hash((signature.caller, self._history.number, number)) & self._exact_bits
+            return checksum(signature.compiled_caller, 0, 0) & self._exact_bits
+        return checksum(signature.caller, self._history.number, number) & self._exact_bits
 
     def all_reduce(self, sums: Tensor, number: int) -> tuple[Any, ...]:
         """Returns the sums of all ranks, and of their words, and what an op needs to check these.

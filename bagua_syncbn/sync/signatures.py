@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -16,9 +17,9 @@ from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
 
-# Values that all ranks have in common in a call: number of channels, whether it is in float64, whether statistics
-# accumulate, and the options but the activation. Flat, as torch.compile hands values to a function that it does not
-# trace.
+# Values that all ranks have in common in a call: number of channels, whether it is in float64, what becomes of the
+# running statistics (a key of _TRACKING), and the options but the activation. Flat, as torch.compile hands values to a
+# function that it does not trace.
 SharedOptions: TypeAlias = tuple[Any, ...]
 
 _Number = TypeVar("_Number")
@@ -26,13 +27,26 @@ _Number = TypeVar("_Number")
 # In place of the options: a rank that makes no call, because it has raised an error.
 RAISED = 0
 
+# What becomes of running statistics in a call, and the words that say so in messages.
+_TRACKING = {"moves": (), "untracked": ("untracked",), "accumulates": ("in accumulate_statistics",)}
+
 _DIRECTIONS = ("forward", "backward", "double backward")
 _MOST_SIGNATURES = 2**14
 
 
-def hash_of(*values: float | str | None) -> int:
-    """Returns a hash that is the same in each process."""
-    return hash(tuple(zlib.crc32(value.encode()) if isinstance(value, str) else value or 0 for value in values))
+_PRIME = 2**61 - 1
+_POINT = 0x1F3D5B79A2C4E687  # random digits
+
+
+def checksum(*numbers: int) -> int:
+    """Returns a number below 2**61 for ``numbers``: the polynomial that has them as coefficients, at one point.
+
+    Python's own ``hash`` is defined by no specification, and the same for -1 and -2.
+    """
+    value = 0
+    for number in numbers:
+        value = (value * _POINT + number) % _PRIME
+    return value
 
 
 def word_of(text: str) -> int:
@@ -46,8 +60,10 @@ def exact_bits(ranks: int) -> int:
     return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
 
 
-def shared_options(layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool) -> SharedOptions:
+def shared_options(layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers) -> SharedOptions:
     """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
+    moves = "untracked" if buffers.running_mean is None else "moves"
+    tracking = moves if buffers.accumulator is None else "accumulates"
     eps, momentum, *others, _ = options
     # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
     if getattr(layer, "momentum", 0) is None:
@@ -55,7 +71,7 @@ def shared_options(layer: nn.Module | None, input: Tensor, options: Options, acc
     channels = input.size(1)
     if torch.compiler.is_compiling():
         channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
-    return channels, input.dtype == torch.float64, accumulates, eps, momentum, *others
+    return channels, input.dtype == torch.float64, tracking, eps, momentum, *others
 
 
 def as_number(value: _Number) -> _Number:
@@ -64,17 +80,18 @@ def as_number(value: _Number) -> _Number:
 
 
 def word_of_options(shared: SharedOptions, direction: int) -> int:
-    """Returns what stands for options in a header."""
-    return hash_of(direction, *shared) % (ops.WORD - 1) + 1
+    """Returns the word for options in a header: equal for equal values, such as 0, False and -0.0."""
+    values = (value if value is None or isinstance(value, str) else (float(value) + 0.0).hex() for value in shared)
+    return word_of(f"{direction} {' '.join(map(str, values))}")
 
 
 def text_of_options(shared: SharedOptions) -> str:
-    channels, is_double, accumulates, *options = shared
+    channels, is_double, tracking, *options = shared
     values = [f"{channels} channels", "float64" if is_double else "float32"]
-    usual = Options(eps=-1, momentum=-1)[:-1]  # these two are always said
+    usual = Options(eps=math.nan, momentum=math.nan)[:-1]  # nothing equals NaN: these two are always said
     named = zip(Options._fields[:-1], options, usual, strict=True)
     values += [f"{name}={value}" for name, value, default in named if value != default]
-    return ", ".join([*values, "in accumulate_statistics"] if accumulates else values)
+    return ", ".join([*values, *_TRACKING[tracking]])
 
 
 class CallSignature:
@@ -110,14 +127,14 @@ def signature_of(
     layer: nn.Module | None,
     input: Tensor,
     options: Options,
-    accumulates: bool,
+    buffers: ops.Buffers,
     communicator: Communicator,
     number_of: Callable[[object, str], int],
 ) -> CallSignature:
     """Returns the signature of a forward call. ``number_of`` numbers models and layers of one kind."""
     name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
     number = 0 if layer is None else number_of(model or layer, kind)
-    shared, adds_up = shared_options(layer, input, options, accumulates), adds_up_stats(input, communicator)
+    shared, adds_up = shared_options(layer, input, options, buffers), adds_up_stats(input, communicator)
     call = number, None if model is None else kind, name, type(layer), shared, adds_up
     signature = _signatures.get(call)
     if signature is None:
@@ -188,8 +205,8 @@ def describe(header: Sequence[float]) -> str:
     return f"{text}, {counted} {call}"
 
 
-# Run while torch.compile traces, and not traced, because torch 2.10 cannot trace hashes. Not by
+# Run while torch.compile traces, and not traced, because it cannot trace checksums. Not by
 # torch.compiler.assume_constant_result, which would have every process import the compiler.
-_untraced: tuple[Any, ...] = (hash_of, word_of)
+_untraced: tuple[Any, ...] = (checksum, word_of, word_of_options)
 for _function in _untraced:
     _function._dynamo_marked_constant = True

@@ -21,8 +21,8 @@ from .signatures import (
     SharedOptions,
     adds_up_stats,
     as_number,
+    checksum,
     exact_bits,
-    hash_of,
     kind_of,
     shared_options,
     signature_of,
@@ -77,7 +77,7 @@ class CompiledSync(CompiledLocalSync):
         self._adds_up = adds_up_stats(input, communicator)
         caller = word_of(kind) * ops.WORD
         self._caller = caller + word_of_options(shared, 0)
-        self._fingerprint = hash_of(caller + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
+        self._fingerprint = checksum(caller + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
 
     def header(self) -> tuple[int | None, int]:
         return self._caller, 0
@@ -109,7 +109,7 @@ Sync: TypeAlias = RankSync | LocalSync
 
 
 def sync_of(
-    layer: nn.Module | None, input: Tensor, options: Options, accumulates: bool, communicator: Communicator
+    layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers, communicator: Communicator
 ) -> Sync:
     """Returns the strategy of a training call of ``layer`` with the ranks of ``communicator``."""
     if communicator.size == 1:
@@ -118,10 +118,10 @@ def sync_of(
         as_number(input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
         return COMPILED_LOCAL_SYNC
     if torch.compiler.is_compiling():
-        shared = shared_options(layer, input, options, accumulates)
+        shared = shared_options(layer, input, options, buffers)
         return CompiledSync(communicator, kind_of(layer), shared, input)
     history = history_in(communicator)
-    signature = signature_of(layer, input, options, accumulates, communicator, history.number_of)
+    signature = signature_of(layer, input, options, buffers, communicator, history.number_of)
     # A tensor without values has no record.
     record = RECORDS[input.device.type] if type(input) is Tensor else None
     return RankSync(signature, record, communicator, history)

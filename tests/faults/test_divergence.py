@@ -110,6 +110,15 @@ NAMED = {
     "other eps": Row(change=setter("a", "eps", 1e-3), told=("eps=1e-05", "eps=0.001", A)),
     "other momentum": Row(change=setter("b", "momentum", 0.2), told=("momentum=0.1", "momentum=0.2", B)),
     "momentum=None": Row(change=setter("b", "momentum", None), told=("momentum=0.1", "momentum=None", B)),
+    "momentum=None where others have 0": Row(
+        prepare=setter("b", "momentum", 0.0),
+        change=setter("b", "momentum", None),
+        told=("momentum=0.0", "momentum=None", B),
+    ),
+    "momentum=-2 where others have -1": Row(
+        prepare=setter("b", "momentum", -1), change=setter("b", "momentum", -2), told=("momentum=-1", "momentum=-2", B)
+    ),
+    "untracked statistics": Row(change=setter("b", "track_running_stats", False), told=(B, "untracked")),
     "averages over other numbers of batches": Row(
         change=lambda model: model.b.num_batches_tracked.add_(2),
         prepare=setter("b", "momentum", None),
@@ -137,6 +146,8 @@ LEGITIMATE = {
     "statistics that all freeze": Row(
         "ac<", base="ac<", prepare=lambda model: bagua_syncbn.freeze_statistics(model.b), change=nn.Module.train
     ),
+    "a momentum of another type": Row(prepare=setter("b", "momentum", 0.0), change=setter("b", "momentum", False)),
+    "a momentum of -0.0": Row(prepare=setter("b", "momentum", 0), change=setter("b", "momentum", -0.0)),
     "a bias of another dtype": Row(change=setter("a", "bias", nn.Parameter(torch.zeros(8, dtype=torch.float64)))),
     "an activation": Row(change=setter("a", "fused_activation", "relu")),
     "no affine": Row(change=setter("a", "bias", None)),

@@ -1,5 +1,8 @@
 """Words that travel with the statistics, and counts that are none: what the ops do where the ranks do not agree."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
@@ -136,12 +139,12 @@ def test_a_sum_ends_in_the_parts_of_a_fingerprint_and_their_squares(ops, fingerp
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
 def test_a_fingerprint_is_exact_in_a_sum(ranks):
-    from bagua_syncbn.sync.signatures import exact_bits
+    from bagua_syncbn.sync.signatures import checksum, exact_bits
 
-    hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
+    sums = [checksum(layer * 2**24 + 1, call, 5) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
     said = {
         tuple(parts_of(number & exact_bits(ranks)))
-        for number in (*hashes, -1)  # -1 has all bits
+        for number in (*sums, -1)  # -1 has all bits
     }
     assert len(said) == 4
     for parts in map(torch.tensor, said):
@@ -149,3 +152,12 @@ def test_a_fingerprint_is_exact_in_a_sum(ranks):
         for _ in range(ranks):
             total += parts
         assert torch.equal(total, (ranks * parts).float())
+
+
+def test_options_have_one_word_exactly_if_they_are_equal():
+    from bagua_syncbn.sync.signatures import word_of_options
+
+    numbers = (None, 0, 0.0, -0.0, False, -1, -1.0, -2, True, 1.0, 1e-5, 1e-5 + 1e-17, 2**-1074, math.nextafter(1, 2))
+    for first, second in itertools.product(numbers, numbers):
+        words = [word_of_options((8, False, "moves", 1e-5, value, "plus", False), 0) for value in (first, second)]
+        assert (words[0] == words[1]) is (first == second), (first, second)
