@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import ops, torch_internals
 from .checks import check_flag, check_tensors, check_tracer, checked_options, is_distributed, named
@@ -152,6 +153,13 @@ def batch_norm(
 ) -> Tensor:
     """Calls :func:`sync_batch_norm` with its arguments in records. Callers tell their peers of errors."""
     input, weight, bias, residual = tensors
+    if type(input) not in _PLAIN_CLASSES and not torch.compiler.is_compiling():
+        if has_torch_function_unary(input):
+            return _as_its_class_does(tensors, buffers, options, training, process_group, layer, masks)
+        # Its class has no say here: either it never has, or torch has disabled it, as within __torch_function__.
+        if isinstance(input, Tensor) and type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            tensors = input.as_subclass(Tensor), weight, bias, residual
+            return batch_norm(tensors, buffers, options, training, process_group, layer, masks)
     if is_distributed(input):
         from .step.sharded import shards_of  # not above, because it imports torch.distributed.tensor
 
@@ -184,6 +192,24 @@ def batch_norm(
     if call.sync.communicator.size == 1 and _suits_torch(input, weight, bias, residual, call):
         return follow(_batch_norm_alone(input, weight, bias, call), residual, call.options)
     return synchronized_batch_norm(input, weight, bias, residual, call)
+
+
+# Tensors of other classes are computed with as plain ones, and what is computed gets the class that theirs gives it.
+_PLAIN_CLASSES = Tensor, nn.Parameter
+
+
+def _as_its_class_does(tensors: Tensors, *arguments: Any) -> Tensor:
+    """Calls :func:`batch_norm` as the class of the input has functions of torch called.
+
+    The output then has the class, and what the class copies from the input.
+    """
+    input, *others = tensors
+
+    def call(input: Tensor) -> Tensor:
+        return batch_norm((input, *others), *arguments)  # type: ignore[arg-type]
+
+    output: Tensor = handle_torch_function(call, (input,), input)
+    return output
 
 
 def _call_of(

@@ -1,0 +1,99 @@
+"""Tensors of a class of the user's: outputs have the class and what it carries, as those of torch's layers do."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bagua_syncbn
+from bagua_syncbn.communicators import LOCAL
+from tests.helpers.cases import CLASSES, WAYS
+
+pytestmark = pytest.mark.reference_too
+
+
+class Tagged(torch.Tensor):
+    """Carries a tag to all that is computed from it, as MONAI's MetaTensor does its affine matrix."""
+
+    tag = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(output, Tagged):
+            output.tag = next((value.tag for value in args if isinstance(value, Tagged)), None)
+        return output
+
+
+def tagged(values, tag="from the input"):
+    tensor = values.as_subclass(Tagged)
+    tensor.tag = tag
+    return tensor
+
+
+LAYERS = {
+    "layer": lambda: nn.BatchNorm2d(4),
+    **{name: partial(cls, 4) for name, cls in CLASSES.items()},
+}
+
+AROUND = {
+    **{name: WAYS[name] for name in ("forward", "compiled", "checkpointed", "accumulated", "recomputed")},
+    "reentrant checkpoint": lambda model: partial(checkpoint, model, use_reentrant=True),
+    "evaluation": nn.Module.eval,
+    "frozen": bagua_syncbn.freeze_statistics,
+    "data parallel": nn.parallel.DistributedDataParallel,
+    "masked": lambda model: lambda input: _masked(model, input),
+}
+
+
+def _masked(model, input):
+    with bagua_syncbn.masked(model, torch.tensor([True, True, False])):
+        return model(input)
+
+
+def run(model, around, input, order):
+    call = around(model)
+    input = input.detach().requires_grad_()
+    output = call(tagged(input * 1) if isinstance(input, Tagged) else input * 1)
+    # Drawn without the class of the output: each rank and each class of input has the same.
+    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    output.backward(grad_output, create_graph=order == 2)
+    if order == 2:
+        (grad,) = torch.autograd.grad(input.grad.square().sum(), input)
+        input.grad = grad
+    found = [output, input.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+    return output, [torch.Tensor(value.detach()) for value in found]
+
+
+def compare(layer, around, order=1):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    values = torch.randn(5 - rank, 4, 2, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    model = nn.Sequential(LAYERS[layer](), nn.ReLU(inplace=True)).double()
+    bagua_syncbn.convert_sync_batchnorm(model, None if dist.is_initialized() else LOCAL)
+    _, expected = run(copy.deepcopy(model), AROUND[around], values, order)
+    output, found = run(model, AROUND[around], values.as_subclass(Tagged), order)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert type(output) is Tagged
+    if around != "compiled":  # where outputs have no attributes
+        assert output.tag == "from the input"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "compiled"])  # Dynamo refuses them over ranks
+@pytest.mark.ranks(2)
+def test_ranks_compute_with_them_as_with_plain_tensors(layer, around):
+    compare(layer, around)
+
+
+@pytest.mark.ranks(2)
+def test_second_derivatives_are_as_with_plain_tensors():
+    compare("layer", "forward", order=2)
+
+
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "data parallel"])
+def test_one_process_computes_with_them_as_with_plain_tensors(around):
+    compare("layer", around)
