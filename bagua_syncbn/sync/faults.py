@@ -12,13 +12,23 @@ from .signatures import CallSignature, describe
 
 
 class FaultRecord:
-    """The memory of the host that ops of one kind of device write to, see ``docs/design.md``."""
+    """The memory of the host that ops of one group write to, on one type of device; see ``docs/design.md``."""
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, device_type: str) -> None:
+        self.is_on_cpu = device_type == "cpu"
         with outside_of_modes():
-            self.tensor = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            self.tensor = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=not self.is_on_cpu)
         # Read without an op: every call looks at it.
         self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
+        # Sums that this rank has sent where no host waits, by number: for those found wrong later.
+        self._sums: deque[tuple[int, CallSignature]] = deque(maxlen=1024)
+        self._numbers = itertools.count()
+
+    def number_of_sums(self, signature: CallSignature) -> int:
+        """Returns the number by which an op notes that the sums of a call are wrong."""
+        number = next(self._numbers)
+        self._sums.append((number, signature))
+        return number
 
     def take(self) -> list[int]:
         """Returns what was written, and clears the record.
@@ -31,30 +41,31 @@ class FaultRecord:
         self.kind.value = 0
         return record
 
-
-class _Records(dict[str, FaultRecord]):
-    """Records by type of device. Devices that cannot write to the memory of the host have none: None."""
-
-    def __missing__(self, device: str) -> FaultRecord | None:
-        if device == "cuda":
-            self[device] = FaultRecord(True)
-        return self.get(device)
+    def raise_if_found(self) -> None:
+        """Raises for what an op has written. Waits for no device."""
+        if self.kind.value:
+            written = self.take()
+            own = [signature.text for number, signature in self._sums if number == written[1]]
+            raise RuntimeError(found_text(written, own[0] if own else "backward, compiled"))
 
 
-ON_CPU = FaultRecord(False)
-RECORDS = _Records(cpu=ON_CPU)
+# Records by the name of the group and the type of device, as long as the group lives: the calls of one group never see
+# what another one's ops have found. Compiled code looks its record up here. Devices that cannot write to the memory of
+# the host have none.
+RECORDS: dict[tuple[str, str], FaultRecord] = {}
 
 
-# Sums that this rank has sent where no host waits, by their number in this process: for those found wrong later.
-_sums: deque[tuple[int, CallSignature]] = deque(maxlen=1024)
-_numbers = itertools.count()
+def record_of(group_name: str, device_type: str) -> FaultRecord | None:
+    """Returns the record of a group for ops on ``device_type``; None for a device that cannot write to it."""
+    key = group_name, device_type
+    if key not in RECORDS and device_type in ("cpu", "cuda"):
+        return RECORDS.setdefault(key, FaultRecord(device_type))
+    return RECORDS.get(key)
 
 
-def number_of_sums(signature: CallSignature) -> int:
-    """Returns the number by which an op notes that the sums of a call are wrong."""
-    number = next(_numbers)
-    _sums.append((number, signature))
-    return number
+def forget_records(group_name: str) -> None:
+    for device_type in ("cpu", "cuda"):
+        RECORDS.pop((group_name, device_type), None)
 
 
 def check_ranks() -> None:
@@ -73,14 +84,8 @@ def check_ranks() -> None:
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    raise_if_found()
-
-
-def raise_if_found() -> None:
-    """Raises for what ops are known to have found wrong. Waits for no device."""
-    for record in RECORDS.values():
-        if record.kind.value:
-            raise RuntimeError(found_text(record.take()))
+    for record in list(RECORDS.values()):
+        record.raise_if_found()
 
 
 def differ_text(calls: Sequence[str]) -> str:
@@ -91,12 +96,11 @@ def differ_text(calls: Sequence[str]) -> str:
     )
 
 
-def found_text(record: Sequence[int]) -> str:
-    """Returns the message for what an op wrote to a record."""
+def found_text(record: Sequence[int], own_sums: str = "") -> str:
+    """Returns the message for what an op wrote to a record; ``own_sums`` says which sums these are, if any."""
     kind, where, *headers = record
     if kind == 3:
-        own = [signature.text for number, signature in _sums if number == where]
-        return differ_text([f"this rank: {own[0] if own else 'backward, compiled'}", "another rank: another call"])
+        return differ_text([f"this rank: {own_sums}", "another rank: another call"])
     if headers[-1] < 0:  # in statistics that were added up
         *caller, call = headers[3:]
         return differ_text([f"this rank: {describe((*caller, -1 - call))}", "another rank: another call"])

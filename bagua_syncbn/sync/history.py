@@ -5,11 +5,12 @@ A rank that has another next message sends a probe instead.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator
 from ..torch_internals import group_named, is_capturing
+from .faults import forget_records, record_of
 from .signatures import CallSignature, checksum, describe_compiled, exact_bits, word_of
 
 _Value = TypeVar("_Value")
@@ -30,7 +32,8 @@ class CallHistory:
 
     most = 2**14  # predictions; all ranks forget them at the same call
 
-    def __init__(self, compiled: set[int]) -> None:
+    def __init__(self, compiled: set[int], name: str) -> None:
+        self.name = name  # the group's, under which its fault records are kept
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, which stands for compiled code
         self.device: torch.device | None = None  # device of the messages; None before the first one
@@ -146,6 +149,7 @@ def _kept_with(owner: Any, values: dict[int, tuple[Any, _Value]], make: Callable
 # By the id of the group. Communicators without a group share the set of compiled kinds.
 _histories: dict[int, tuple[Any, CallHistory]] = {}
 _compiled_unnamed: set[int] = set()
+_unnamed = itertools.count()
 
 
 def history_in(communicator: Communicator) -> CallHistory:
@@ -155,7 +159,10 @@ def history_in(communicator: Communicator) -> CallHistory:
 
 def _history_of(group: Any) -> CallHistory:
     def make() -> CallHistory:
-        return CallHistory(set() if hasattr(group, "group_name") else _compiled_unnamed)
+        name = getattr(group, "group_name", None)
+        history = CallHistory(_compiled_unnamed if name is None else set(), name or f"without a name {next(_unnamed)}")
+        finalize(history, forget_records, history.name)
+        return history
 
     return _kept_with(group, _histories, make)
 
@@ -170,13 +177,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fail_after_fork)
 
 
-def note_compilation(group_name: str | None, kind: str, *shared: Any) -> None:
+def note_compilation(group_name: str | None, kind: str, device_type: str, *shared: Any) -> None:
     """Notes that a call with these shared options is compiled, by a layer of this kind, in the group of that name.
 
     Without a name it says so of all groups that have none.
     """
     word = word_of(kind)
     describe_compiled(word, kind, shared)
+    record_of(group_name or "", device_type)
     compiled = _compiled_unnamed if group_name is None else _history_of(group_named(group_name)).compiled
     compiled.add(word)
 

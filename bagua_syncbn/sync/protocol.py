@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..communicators import Communicator
 from .errors import by_text, codes_of, leave, resume
-from .faults import ON_CPU, FaultRecord, differ_text, found_text, number_of_sums, raise_if_found
+from .faults import FaultRecord, differ_text, found_text
 from .history import CallHistory, Probe, can_probe
 from .signatures import CallSignature, checksum, describe, exact_bits
 
@@ -83,14 +83,15 @@ class RankSync:
         sums = self._send(self.communicator.all_reduce, sums, signature, number)
         if record is None:
             return sums, size
-        if record is ON_CPU:  # needs no number: it is looked at at once
+        if record.is_on_cpu:  # needs no number: it is looked at at once
             return sums, size, record.tensor
-        return sums, size, record.tensor, number_of_sums(signature)
+        return sums, size, record.tensor, record.number_of_sums(signature)
 
     def check(self, number: int, gathered: Tensor | None = None, counter: Tensor | None = None) -> None:
         """Raises RuntimeError if an op on CPU has found that the ranks differ, in ``gathered`` or else in sums."""
-        if self._record is ON_CPU and ON_CPU.kind.value:
-            self._raise_found(number, gathered, counter)
+        record = self._record
+        if record is not None and record.is_on_cpu and record.kind.value:
+            self._raise_found(record.take(), number, gathered, counter)
         self._history.sending = None
 
     def total(self, packed: Tensor, number: int) -> Tensor:
@@ -120,7 +121,7 @@ class RankSync:
         if history.failure is not None:
             resume(history)
         if record is not None and record.kind.value:
-            raise_if_found()
+            record.raise_if_found()
         # Read and written without a call or a jump in between, where another thread could run.
         unfinished, history.sending = history.sending, signature
         if unfinished is not None:
@@ -164,9 +165,9 @@ class RankSync:
             "other code until the time-out, or was late; the group can no longer be used"
         ) from error
 
-    def _raise_found(self, number: int, gathered: Tensor | None, counter: Tensor | None) -> NoReturn:
+    def _raise_found(self, record: list[int], number: int, gathered: Tensor | None, counter: Tensor | None) -> NoReturn:
         """Raises for what an op on CPU has found."""
-        record, signature = ON_CPU.take(), self._signature if gathered is not None else self._signature.backward
+        signature = self._signature if gathered is not None else self._signature.backward
         own = self._say(signature, self._history.calls, number)
         if record[0] == 2 and record[-1] >= 0:
             self._history.failure = own

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import LOCAL, Communicator
 from ..options import Options
-from .faults import RECORDS, differ_text
+from .faults import RECORDS, differ_text, record_of
 from .history import history_in, note_compilation
 from .protocol import RankSync
 from .signatures import (
@@ -72,8 +72,9 @@ class CompiledSync(CompiledLocalSync):
     """Several ranks in a call that torch.compile traces: no sizes are agreed upon, and headers are constants."""
 
     def __init__(self, communicator: Communicator, kind: str, shared: SharedOptions, input: Tensor) -> None:
-        note_compilation(getattr(communicator, "name", None), kind, *shared)
-        self.communicator, self._record = communicator, RECORDS.get(input.device.type)
+        name = getattr(communicator, "name", None)
+        note_compilation(name, kind, input.device.type, *shared)
+        self.communicator, self._record = communicator, RECORDS.get((name or "", input.device.type))
         self._adds_up = adds_up_stats(input, communicator)
         caller = word_of(kind) * ops.WORD
         self._caller = caller + word_of_options(shared, 0)
@@ -123,7 +124,7 @@ def sync_of(
     history = history_in(communicator)
     signature = signature_of(layer, input, options, buffers, communicator, history.number_of)
     # A tensor without values has no record.
-    record = RECORDS[input.device.type] if type(input) is Tensor else None
+    record = record_of(history.name, input.device.type) if type(input) is Tensor else None
     return RankSync(signature, record, communicator, history)
 
 
