@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 
@@ -141,8 +141,9 @@ class Job:
     def layers_group(self, rule: Rule, given: Any = None) -> Any:
         """Returns the group that only layers use; its members make it at the first use.
 
-        Each ``given`` group has one, and its ranks without a given group have another. Backend, options and time-out
-        come from ``given``; for a rule that lists ranks, from the last given group of these ranks; else from the job.
+        Each ``given`` group has one, which ends with it, and its ranks without a given group have another. Backend,
+        options and time-out come from ``given``; for a rule that lists ranks, from the last given group of these ranks;
+        else from the job.
 
         Raises:
             ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the job's time-out.
@@ -212,7 +213,15 @@ class Job:
                 self._times_tried[name] += 1
                 group = self._make_group(ranks, model, f"{name}:{number}", what, named_after is not None)
                 self._made[name] = ref(group)
+                if named_after is not None:
+                    finalize(model, self._end, name).atexit = False  # type: ignore[misc]  # the job ends all groups
         return group
+
+    def _end(self, name: str) -> None:
+        """Ends the layers' group of a given group that has ended: torch itself keeps each group that lives."""
+        group = _alive(self._made.pop(name, None))
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def _make_group(self, ranks: tuple[int, ...], model: Any, name: str, what: str, is_given: bool) -> Any:
         """Makes a group as torch's ``new_group`` does, but by the members alone and under a name known to each of them.

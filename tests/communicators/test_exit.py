@@ -1,5 +1,7 @@
 """A destroyed process group is kept alive by nothing here, and no thread of a live one aborts a process that ends."""
 
+import os
+import sys
 import time
 from weakref import ref
 
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator
+from tests.faults.programs import message_of
 from tests.helpers.own_groups import communicator_of
 
 # A process group as a layer may be given it, and the group behind it.
@@ -47,6 +50,27 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, com
     assert isinstance(converted[0], bagua_syncbn.SyncBatchNorm)  # it lives on
     with pytest.raises(Exception, match="destroyed|resolve" if compiles else "destroyed"):
         losses[1].backward()
+
+
+def use_groups(times, fails):
+    """Makes, uses and ends groups; returns how many descriptors and threads this process then has."""
+    for _ in range(times):
+        group = dist.new_group()
+        eps = 1e-3 if fails and dist.get_rank() else 1e-5
+        layer = bagua_syncbn.SyncBatchNorm(4, eps=eps, process_group=group)
+        message = message_of(lambda layer=layer: layer(torch.randn(3, 4, requires_grad=True)).sum().backward())
+        assert (message != "finished") is fails
+        dist.destroy_process_group(group)
+        del group
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_layers_group_ends_with_the_group_that_it_was_made_for(fails):
+    before = use_groups(2, fails)
+    assert use_groups(5, fails) == before
 
 
 def send(collective):
