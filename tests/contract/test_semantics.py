@@ -72,6 +72,29 @@ def test_a_mean_large_beside_the_deviation_loses_no_accuracy(pool):
         torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize(("scale", "order"), [(1e-19, 1), (1e-12, 2)])
+def test_without_eps_float32_holds_the_deviations_that_the_docs_name(pool, scale, order):
+    """Compared at that scale: gradients of an input that is scaled down are scaled up as much."""
+    for found, expected in pool.run(train_scaled, 2, scale, order):
+        for own, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(own.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def train_scaled(scale, order):
+    """Returns output and gradients in float32, and in float64 with the same values."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    values, grad_output = torch.randn(2, 16, 4, generator=generator)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        input = (values * scale).to(dtype).requires_grad_()
+        output = bagua_syncbn.sync_batch_norm(input, None, None, eps=0.0, eps_mode="clamp")
+        (grad,) = torch.autograd.grad(output, input, grad_output.to(dtype), create_graph=order == 2)
+        if order == 2:
+            (grad,) = torch.autograd.grad((grad * scale).square().sum(), input)
+        results.append((output.detach(), grad * scale))
+    return results
+
+
 def count_in(dtype):
     """Two steps of a layer whose buffers were all cast to ``dtype``, or of one whose counter was not."""
     layers = SyncBatchNorm(3, momentum=None), SyncBatchNorm(3, momentum=None)
