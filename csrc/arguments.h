@@ -5,6 +5,7 @@
 
 #include "activations.h"
 #include "dtypes.h"
+#include "host_device.h"
 #include "layout.h"
 #include "packed_stats.h"
 
@@ -12,8 +13,16 @@ namespace bagua_syncbn {
 
 // One value for each channel, of any dtype; `data` may be null where the op says so.
 struct PerChannel {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat;
+};
+
+// One that the op writes.
+struct MutablePerChannel {
   void* data = nullptr;
   DType dtype = DType::kFloat;
+
+  BAGUA_SYNCBN_HOST_DEVICE operator PerChannel() const { return {data, dtype}; }
 };
 
 // `accumulate` is the accumulate dtype. `running_mean` and `running_var`: both null, or neither. `batches` may
@@ -27,8 +36,8 @@ struct GatherArguments {
   void* mean;
   void* invstd;
   int64_t* count;
-  PerChannel running_mean;
-  PerChannel running_var;
+  MutablePerChannel running_mean;
+  MutablePerChannel running_var;
   int64_t* batches;
   bool averages;
   double momentum;
@@ -57,8 +66,8 @@ struct Factors {
 struct BackwardReduceArguments {
   Factors factors;
   void* sums;
-  PerChannel grad_weight;
-  PerChannel grad_bias;
+  MutablePerChannel grad_weight;
+  MutablePerChannel grad_bias;
   Words words;
 };
 

@@ -15,6 +15,10 @@ inline const void* data_of(const OptionalTensor& tensor) {
 }
 
 inline PerChannel per_channel_of(const Tensor& dense) {
+  return {dense.const_data_ptr(), dtype_of(dense, "tensor")};
+}
+
+inline MutablePerChannel mutable_per_channel_of(const Tensor& dense) {
   return {dense.mutable_data_ptr(), dtype_of(dense, "tensor")};
 }
 
@@ -28,11 +32,9 @@ class PerChannelTensor {
     if (tensor) *this = PerChannelTensor(*tensor);
   }
 
-  operator PerChannel() const {
-    if (given_ == nullptr) return {};
-    const Tensor& dense = copy_ ? *copy_ : *given_;
-    return {const_cast<void*>(dense.const_data_ptr()), dtype_of(dense, "tensor")};
-  }
+  operator PerChannel() const { return given_ == nullptr ? PerChannel{} : per_channel_of(dense()); }
+  // For a kernel that writes to it.
+  MutablePerChannel target() const { return given_ == nullptr ? MutablePerChannel{} : mutable_per_channel_of(dense()); }
   // Copies the result back, if the kernel wrote to a copy.
   void copy_back() const {
     if (!copy_) return;
@@ -41,6 +43,8 @@ class PerChannelTensor {
   }
 
  private:
+  const Tensor& dense() const { return copy_ ? *copy_ : *given_; }
+
   const Tensor* given_ = nullptr;
   OptionalTensor copy_;
 };
@@ -99,9 +103,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   Device device(gathered);
   gather_stats(GatherArguments{rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
                                mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
-                               static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
-                               static_cast<int64_t*>(batches), tracks && !momentum, momentum.value_or(0), eps, words,
-                               skip_nonfinite, record_of(fault)},
+                               static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer.target(),
+                               var_buffer.target(), static_cast<int64_t*>(batches), tracks && !momentum,
+                               momentum.value_or(0), eps, words, skip_nonfinite, record_of(fault)},
                device);
   mean_buffer.copy_back();
   var_buffer.copy_back();
@@ -157,7 +161,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   const FactorTensors factors{mean, invstd, weight, bias};
   backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), through ? through->mutable_data_ptr() : nullptr,
                   dtype_of(input, "input"), g,
-                  BackwardReduceArguments{factors, out, per_channel_of(grad_weight), per_channel_of(grad_bias), words},
+                  BackwardReduceArguments{factors, out, mutable_per_channel_of(grad_weight),
+                                          mutable_per_channel_of(grad_bias), words},
                   Options{data_of(added), {activation, parameter}}, device);
   if (through && through->get() != grad->get()) torch::stable::copy_(*grad, *through);
   return {sums, grad_weight, grad_bias};

@@ -58,7 +58,7 @@ class ChannelArray {
 
 // Sets each of `count` values to what `value` returns for it, given what it was.
 template <typename Value>
-void write_channels(const PerChannel& tensor, int64_t count, const Value& value) {
+void write_channels(const MutablePerChannel& tensor, int64_t count, const Value& value) {
   dispatch(tensor.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* data = static_cast<T*>(tensor.data);

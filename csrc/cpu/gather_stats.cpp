@@ -63,7 +63,7 @@ void gather_stats(const GatherArguments& arguments, Device&) {
     if (arguments.batches != nullptr) ++*arguments.batches;
     if (arguments.running_mean.data == nullptr) return;
     const double factor = arguments.averages ? 1.0 / std::max<int64_t>(*arguments.batches, 1) : arguments.momentum;
-    const auto move = [&](const PerChannel& running, const std::vector<double>& values) {
+    const auto move = [&](const MutablePerChannel& running, const std::vector<double>& values) {
       write_channels(running, channels, [&](int64_t c, double old) { return old + factor * (values[c] - old); });
     };
     move(arguments.running_mean, mean);

@@ -78,7 +78,7 @@ struct Ranks {
 };
 
 // `running` += factor * (value - running), in double; `old` is what it was.
-__device__ void update_running(const PerChannel& running, int64_t c, const ChannelValue& old, double value,
+__device__ void update_running(const MutablePerChannel& running, int64_t c, const ChannelValue& old, double value,
                                double factor) {
   const double before = old.as<double>();
   write_channel(running, c, before + factor * (value - before));

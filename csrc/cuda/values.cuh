@@ -188,7 +188,7 @@ __device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, i
 }
 
 template <typename A>
-__device__ __forceinline__ void write_channel(const PerChannel& tensor, int64_t c, A value) {
+__device__ __forceinline__ void write_channel(const MutablePerChannel& tensor, int64_t c, A value) {
   dispatch(tensor.dtype, [&](auto stored) {
     using T = decltype(stored);
     static_cast<T*>(tensor.data)[c] = narrow<T>(static_cast<Accumulate<T>>(value));

@@ -28,10 +28,18 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
         "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
     }[name.split()[0]]
     mask, residual = torch.rand(input.select(1, 0).shape) < 0.5, torch.randn(shape).to(dtype)
+    fault = torch.zeros(8, dtype=torch.int64)
+    if name == "batch_norm_gather_stats fault":
+        said = torch.eye(len(gathered), 3, dtype=accumulate)
+        given = torch.cat([gathered, said], 1), *given[1:]
+    if name == "batch_norm_backward_elemt fault":
+        given = *given[:-2], torch.cat([sums, torch.arange(6, dtype=accumulate)]), count
     more = {
         "batch_norm_stats mask": (None, 0, mask),
+        "batch_norm_gather_stats fault": (fault,),
+        "batch_norm_backward_elemt fault": (1, fault, 9),
         "batch_norm_elemt act": (residual, 4, 0.5),
-        "batch_norm_backward_reduce act": (None, bias, residual, 4, 0.5, torch.empty_like(input)),
+        "batch_norm_backward_reduce act": (None, bias, residual, 4, 0.5, torch.zeros_like(input)),
         "batch_norm_backward_elemt mask": (1, None, 0, mask),
         "batch_norm_backward_elemt act": (1, None, 0, None, bias, 4, 0.5),
     }
@@ -41,6 +49,9 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
 OPS = [name for name in dir(ops) if name.startswith("batch_norm_")]
 ACTIVATED = [f"batch_norm_{name} act" for name in ("elemt", "backward_reduce", "backward_elemt")]
 NAMES = [*OPS, "batch_norm_stats mask", "batch_norm_backward_elemt mask", *ACTIVATED]
+
+
+FAULTS = ["batch_norm_gather_stats fault", "batch_norm_backward_elemt fault"]
 
 
 def op_of(name):
@@ -82,6 +93,35 @@ def test_opcheck_of_shapes_and_dtypes(name):
     sliced = [a[:, :, 1::2] if is_input(a) else a for a in arguments(name, (2, 3, 4, 5))]
     sliced = [a[:, 1::2].contiguous() if getattr(a, "dtype", None) == torch.bool else a for a in sliced]
     torch.library.opcheck(op_of(name), sliced, test_utils=FAST_CHECKS)
+
+
+@pytest.mark.parametrize("is_strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("name", [*NAMES, *FAULTS, "batch_norm_backward_elemt into"])
+@pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
+def test_memory_that_is_shared_until_written_to_is_copied_where_the_op_writes_and_nowhere_else(
+    implementation, name, is_strided
+):
+    op = getattr(implementation[1], name.split()[0])
+
+    def place(tensor):
+        strided = is_strided and tensor.dtype.is_floating_point
+        return torch.stack([tensor, tensor], -1)[..., 0] if strided else tensor.clone()
+
+    given = dict(zip((argument.name for argument in op._schema.arguments), arguments(name), strict=False))
+    if name == "batch_norm_backward_elemt into":
+        given["grad_input"] = torch.zeros_like(given["input"])
+    tensors = {key: place(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
+    shared = {key: torch._lazy_clone(tensor) for key, tensor in tensors.items()}
+    own = {key: place(given[key]) for key in tensors}
+    results, expected = op(**given | shared), op(**given | own)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+    written = {argument.name for argument in op._schema.arguments if argument.alias_info}
+    changed = {"fault"} if "fault" in given else written  # buffers stay as they are then
+    for key, tensor in shared.items():
+        assert torch.equal(tensors[key], given[key]), key
+        assert torch.equal(tensor, own[key]), key
+        assert torch._C._is_cow_tensor(tensor) == (key not in written), key
+        assert torch.equal(own[key], given[key]) == (key not in changed), key
 
 
 @pytest.mark.parametrize("name", NAMES)
