@@ -305,6 +305,14 @@ def test_a_fault_in_one_group_is_told_in_no_other():
 
 
 @pytest.mark.ranks(2)
+def test_backward_passes_of_the_first_two_calls_of_a_group_are_told_apart():
+    with own_model() as model:
+        message = message_of(lambda: model.run("aa>" if is_odd() else "aa<"))
+    assert "call 3, of the forward in call 2; rank 1: " in message
+    assert message.endswith("call 3, of the forward in call 1")
+
+
+@pytest.mark.ranks(2)
 def test_a_group_in_which_ranks_differed_is_not_used_again():
     with own_model() as model:
         first, second = (message_of(lambda: model.call("b" if is_odd() else "a")) for _ in range(2))

@@ -69,6 +69,15 @@ def test_a_wrong_kernel_is_named(kernels, name, dtype, change):
     assert difference.startswith(f"{name} for {dtype} differs from ATen's by ")
 
 
+def test_kernels_that_give_zeros_agree_where_aten_gives_zeros(kernels, monkeypatch):
+    zeros, tiny = (
+        ops_with("batch_norm_elemt", lambda output, value=value: torch.full_like(output, value)) for value in (0, 1e-30)
+    )
+    monkeypatch.setattr(agreement, "aten", zeros)
+    assert agreement.find_difference(zeros, CPU, torch.float32) is None
+    assert "differs from ATen's by 1e-30, where values reach 0" in agreement.find_difference(tiny, CPU, torch.float32)
+
+
 def test_kernels_are_compared_once_for_each_dtype_and_right_ones_stay(kernels, caplog):
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
         for dtype in (torch.float32, torch.float32, torch.float16):
