@@ -5,6 +5,7 @@
 
 #include "cpu/loops.h"
 #include "exchange/python.h"
+#include "ops.h"
 #if defined(BAGUA_SYNCBN_CUDA)
 #include "cuda/kernels.h"
 #endif
@@ -13,6 +14,11 @@ namespace {
 
 PyObject* cpu_capability(PyObject*, PyObject*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
+}
+
+PyObject* hold_buffers(PyObject*, PyObject* held) {
+  bagua_syncbn::holds_buffers = held == Py_True;
+  Py_RETURN_NONE;
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
@@ -39,6 +45,7 @@ PyObject* cuda_support(PyObject*, PyObject* device) {
 
 PyMethodDef methods[] = {
     {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
+    {"hold_buffers", hold_buffers, METH_O, "Whether merges in this thread leave running statistics as they are."},
 #if defined(BAGUA_SYNCBN_CUDA)
     {"turn_off_cuda", turn_off_cuda, METH_O,
      "Has ops on a device, on all for -1, call those of bagua_syncbn_fallback."},

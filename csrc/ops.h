@@ -75,6 +75,9 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int6
   return packed;
 }
 
+// Whether this thread repeats a forward: its first run has counted the batch already, and no buffer moves.
+inline thread_local bool holds_buffers = false;
+
 template <typename Device>
 std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered, const OptionalTensor& running_mean,
                                                            const OptionalTensor& running_var,
@@ -94,8 +97,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
     check_channels({{"running_mean", running_mean}, {"running_var", running_var}}, channels, gathered);
   }
   const OptionalTensor none;
-  const PerChannelTensor mean_buffer(tracks ? running_mean : none), var_buffer(tracks ? running_var : none);
-  void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
+  const bool moves = tracks && !holds_buffers, counts = num_batches_tracked && !holds_buffers;
+  const PerChannelTensor mean_buffer(moves ? running_mean : none), var_buffer(moves ? running_var : none);
+  void* batches = counts ? num_batches_tracked->mutable_data_ptr() : nullptr;
   const Tensor rows = gathered.is_contiguous() ? gathered : torch::stable::contiguous(gathered);
   Tensor mean = allocate_vector(channels, dtype, gathered);
   Tensor invstd = allocate_vector(channels, dtype, gathered);
@@ -104,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   gather_stats(GatherArguments{rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
                                mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
                                static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer.target(),
-                               var_buffer.target(), static_cast<int64_t*>(batches), tracks && !momentum,
+                               var_buffer.target(), static_cast<int64_t*>(batches), moves && !momentum,
                                momentum.value_or(0), eps, words, skip_nonfinite, record_of(fault)},
                device);
   mean_buffer.copy_back();

@@ -57,7 +57,7 @@ from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_
 from .fallback import EXPERIMENTAL, cuda_kernels
 from .masking import Masking, of_positions
 from .moments import SUMMED_REST, Moments, add_up_stats
-from .native import KERNELS, prefer_native, raise_torchs, recompute_is_cheaper
+from .native import KERNELS, hold_buffers, prefer_native, raise_torchs, recompute_is_cheaper
 from .running_stats import NO_BUFFERS, Buffers, MergedStats, StatisticsAccumulator, clear_clamped, merge_stats
 from .words import PARTS, WORD, WORDS, parts_of
 

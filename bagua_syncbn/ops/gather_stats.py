@@ -1,11 +1,22 @@
 """``batch_norm_gather_stats``: the statistics of all ranks together, and the running ones."""
 
+import threading
+
 import torch
 from torch import Tensor
 
 from .definition import defines
 from .moments import merge_dtype, mixture
 from .words import WORD, record, words_in
+
+
+class _Thread(threading.local):
+    """``holds_buffers``: this thread repeats a forward, whose first run has counted the batch already."""
+
+    holds_buffers = False
+
+
+this_thread = _Thread()
 
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
 
@@ -52,6 +63,9 @@ def batch_norm_gather_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
     # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
+    if this_thread.holds_buffers:
+        running_mean = running_var = num_batches_tracked = None
+        momentum = 0.0  # an average would need the counter
     words = words_in(gathered)
     channels = (gathered.size(1) - 2 - words) // 2
     rows = gathered.to(merge_dtype(gathered.device))

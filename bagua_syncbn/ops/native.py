@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
+from .gather_stats import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
 WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
@@ -63,6 +64,16 @@ def _warn_without_library(folder: Path) -> None:
 KERNELS, LIBRARY_HAS_CUDA = _load()
 """Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, followed by
 ``", cuda"`` if the library has CUDA kernels too, and they are wanted."""
+
+
+def hold_buffers(held: bool) -> None:
+    """Has ``batch_norm_gather_stats`` leave the buffers in this thread as they are, until the opposite is asked.
+
+    A forward that is repeated has moved them in its first run. Compiled code, which calls the op, cannot know.
+    """
+    this_thread.holds_buffers = held
+    if KERNELS != "reference":
+        import_module(_LIBRARY).hold_buffers(held)
 
 
 def prefer_native(input: Tensor) -> bool:

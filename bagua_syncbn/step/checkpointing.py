@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .. import ops
 from ..sync import FIXED_STATISTICS
 from ..torch_internals import (
     is_in_backward,
@@ -71,6 +72,7 @@ class Repeatable:
             self._calls, self._depth, self._had_grad = {}, this_thread.depth, torch.is_grad_enabled()
         this_thread.runs.append(_Run(self._calls, not is_first))
         this_thread.depth = self._depth
+        ops.hold_buffers(not is_first)
         return self
 
     def _is_first_run(self) -> bool:
@@ -79,6 +81,7 @@ class Repeatable:
 
     def __exit__(self, *_: Any) -> None:
         this_thread.depth = this_thread.runs.pop().depth_around
+        ops.hold_buffers(is_repetition())
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         def run(*args: Any, **kwargs: Any) -> _Result:

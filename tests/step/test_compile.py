@@ -258,3 +258,30 @@ def test_a_policy_that_saves_the_gathered_message_spares_its_repetition(pool):
     """Without it, torch's partitioner repeats the collective in backward, in the same place on all ranks."""
     for forward, backward in pool.run(graphs_of, 2, "selectively checkpointed"):
         assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2
+
+
+COMPILED_WITH_A_CHECKPOINT = {
+    "compiled around it": lambda layer, backend: torch.compile(
+        partial(checkpoint, layer, use_reentrant=False), backend=backend
+    ),
+    "around the compiled layer": lambda layer, backend: partial(
+        checkpoint, torch.compile(layer, backend=backend), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("order", COMPILED_WITH_A_CHECKPOINT)
+@pytest.mark.ranks(2)
+def test_a_checkpoint_and_a_compiler_move_running_statistics_once(order, backend):
+    layer, twin = (SyncBatchNorm(3, momentum=None, process_group=None) for _ in range(2))
+    call = COMPILED_WITH_A_CHECKPOINT[order](layer, backend)
+    for _ in range(2):
+        input, grad_output = torch.randn(2, 4, 3)
+        for each in (call, twin):
+            each(input.requires_grad_()).backward(grad_output)
+        torch.testing.assert_close(layer.state_dict(), twin.state_dict())
+        twin(input.detach())  # in this thread no repetition is left behind
+        layer(input.detach())
+    torch.testing.assert_close(layer.state_dict(), twin.state_dict())
+    torch.testing.assert_close([p.grad for p in layer.parameters()], [p.grad for p in twin.parameters()])
