@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 from warnings import warn
 
@@ -20,6 +20,9 @@ from .verify import unwrapped
 
 _NAME = "measure_batch_noise"
 
+# Mean squares are differences of sums: below this share of the larger one they are rounding, and count as zero.
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True)
 class LayerNoise:
@@ -30,11 +33,17 @@ class LayerNoise:
     positions: int
     """Values of a channel in one sample."""
     worth: float
-    """Number of independent values that would determine the mean as well as one sample does."""
+    """Number of independent values that would determine the mean as well as one sample does.
+
+    inf if all samples have the same mean.
+    """
     of_one_sample: float
     """Noise of a batch of one sample."""
     spread: float | None
-    """Spread of the means of batches over the spread that their samples explain; None if there are too few."""
+    """Spread of the means of batches over the spread that their samples explain.
+
+    None if there are too few or all samples have the same mean; inf if only those of each batch have.
+    """
     is_mixed: bool
     """Whether ``spread`` is larger than chance explains."""
 
@@ -277,6 +286,11 @@ def _moved(sums: Tensor, by: Tensor) -> Tensor:
     return change @ sums @ change.mT
 
 
+def _without_rounding(squares: Tensor, larger: Tensor | float = 1.0) -> Tensor:
+    """Returns ``squares`` with zero in place of those that are rounding beside ``larger``."""
+    return squares.masked_fill(squares <= _ROUNDING * larger, 0)
+
+
 def _noise_of(name: str, of_ranks: list[dict[str, Any]]) -> LayerNoise:
     """Returns the noise of a layer, given what ranks have found."""
     if len({found["center"].shape for found in of_ranks}) > 1:
@@ -290,16 +304,20 @@ def _noise_of(name: str, of_ranks: list[dict[str, Any]]) -> LayerNoise:
     samples, means = _moved(total, -total[0, :, 0, 1] / count)  # around the mean of all
     variance = samples[:, 0, 2] / count
     scale = variance + first["eps"]
-    of_mean = samples[:, 1, 1] / (count - 1) / scale
-    of_variance = (samples[:, 2, 2] - count * variance.square()).clamp(min=0) / (count - 1)
-    noise = (of_mean + variance * of_variance / (4 * scale**3)).mean().sqrt().item()
-    worth = ((variance / scale).sum() / of_mean.sum()).item()
+    of_mean = _without_rounding(samples[:, 1, 1] / (count - 1) / scale)
+    of_variance = (samples[:, 2, 2] - count * variance.square()) / (count - 1)
+    noise = (of_mean + _without_rounding(variance * of_variance / (4 * scale**3))).mean().sqrt().item()
+    is_spread = bool(of_mean.any())
+    worth = ((variance / scale).sum() / of_mean.sum()).item() if is_spread else inf
     within = count - batches
     spread, is_mixed = None, False
-    if batches > 1 and within > 9:
-        of_batches = (means[:, 1, 1] / scale).sum() / (batches - 1)
-        ratio = (of_batches / (((samples - means)[:, 1, 1] / scale).sum() / within)).item()
+    if batches > 1 and within > 9 and is_spread:
+        squares = torch.stack([means[:, 1, 1], (samples - means)[:, 1, 1]]) / scale
+        between_batches, within_batches = squares.sum(1) / torch.tensor([batches - 1, within])
+        most = torch.maximum(between_batches, within_batches)
+        ratio = (_without_rounding(between_batches, most) / _without_rounding(within_batches, most)).item()
         a, b = 2 / (9 * (batches - 1)), 2 / (9 * within)
-        normal = ((1 - b) * ratio ** (1 / 3) - (1 - a)) / sqrt(b * ratio ** (2 / 3) + a)
+        root = min(ratio, 1 / _ROUNDING) ** (1 / 3)
+        normal = ((1 - b) * root - (1 - a)) / sqrt(b * root**2 + a)
         spread, is_mixed = sqrt(ratio), normal > 4
     return LayerNoise(name, first["positions"], worth, noise, spread, is_mixed)

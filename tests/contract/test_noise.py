@@ -46,6 +46,34 @@ def test_the_prediction_is_what_many_random_batches_show(rho):
         assert errors.square().mean().sqrt() == pytest.approx(found.at(samples), rel=0.1)
 
 
+# Batches of few different samples: worth, whether there is noise, spread of the means of batches and whether that is
+# more than chance. What is zero in them comes out of differences, which rounding makes a bit more or less than zero.
+EQUAL = {
+    "all samples": (lambda x: [x[:1].expand(5, -1, -1)] * 4, torch.inf, False, None, False),
+    "samples of a batch": (lambda x: [one.expand(5, -1, -1) for one in x.split(1)], None, True, torch.inf, True),
+    "batches": (lambda x: [x.roll(places, 0) for places in range(5)], None, True, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("positions", [1, POSITIONS])
+def test_equal_samples_and_batches_have_no_noise_between_them(name, positions):
+    make, worth, is_noisy, spread, is_mixed = EQUAL[name]
+    for seed in range(8):  # rounds to either side
+        x = correlated(4, 0.1, seed)[:, :, :positions] + 1000
+        noise = measure_batch_noise(layer(), make(x))
+        (found,) = noise.layers
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
+        (shuffled,) = measure_batch_noise(layer(), [torch.cat(make(x))[order]]).layers
+        assert found.of_one_sample == pytest.approx(shuffled.of_one_sample)
+        assert (found.of_one_sample > 0) == is_noisy
+        assert found.worth == pytest.approx(shuffled.worth if worth is None else worth)
+        assert (found.spread, found.is_mixed) == (spread, is_mixed)
+        assert ("synchronize; over 5% in 1 of 1" in noise.verdict) == is_noisy
+        assert ("means of batches spread inf times" in str(noise)) == is_mixed
+        ElementTree.fromstring(noise.svg())
+
+
 def model(**options):
     torch.manual_seed(0)
     own = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 5), nn.BatchNorm1d(5)).double()
