@@ -18,11 +18,10 @@ from .ranks import Ranks, in_float64, joined, tensors_in
 from .steps import (
     Comparison,
     Loss,
-    alone,
     copied_layer,
     first_difference,
     loss_of,
-    run,
+    run_alone,
     telling_peers,
     tensors_of,
     with_values,
@@ -66,7 +65,7 @@ CAUSES = (_randomness, _layers, _weights)
 def _random_modules(found: Comparison) -> list[str]:
     """Returns the modules without children that give another output in a second call with the same input."""
     random: list[str] = []
-    model = alone(found.copy())
+    model = found.copy()
     names = {module: name_of(module, name) for name, module in model.named_modules() if not list(module.children())}
 
     def call_again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -76,7 +75,7 @@ def _random_modules(found: Comparison) -> list[str]:
 
     for module in names:
         module.register_forward_hook(call_again, with_kwargs=True)
-    run(model, found.whole, found.loss)
+    run_alone(model, found.whole, found.loss)
     return random
 
 

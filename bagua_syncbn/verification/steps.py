@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..communicators import LOCAL
+from .. import functional
+from ..communicators import LOCAL, spec_of
 from ..conversion import convert_sync_batchnorm
 from ..sync import tell_peers
 from ..sync_batchnorm import SyncBatchNorm
@@ -55,7 +56,7 @@ class Comparison:
 
     def step_alone(self) -> Step:
         """Makes the step in one process."""
-        step = lambda: run(alone(self.copy()), self.whole, self.loss)  # noqa: E731
+        step = lambda: run_alone(self.copy(), self.whole, self.loss)  # noqa: E731
         return self.ranks.each(f"the step in one process{self._name}", step)
 
     def step(self, weight: float) -> Step:
@@ -147,6 +148,17 @@ def run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     found |= {f"gradient {name}": _gradient(parameter) for name, parameter in trained.items()}
     found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
     return Step(found, [name for name, parameter in trained.items() if parameter.grad is None])
+
+
+def run_alone(module: nn.Module, batch: Any, loss: Loss) -> Step:
+    """Makes a step of ``module`` whose layers, and calls of ``sync_batch_norm``, synchronize with no other rank."""
+    local, names = spec_of(LOCAL), vars(functional)
+    own = names["spec_of"]
+    names["spec_of"] = lambda _: local  # whatever group a call gives; in all threads, since replicas make calls too
+    try:
+        return run(alone(module), batch, loss)
+    finally:
+        names["spec_of"] = own
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from bagua_syncbn import (
     fuse_activations,
     masked,
     recompute_outputs,
+    sync_batch_norm,
     verify_synchronization,
 )
 from bagua_syncbn.verification import main
@@ -82,6 +83,27 @@ class Centered(nn.Module):
         return x - x.mean(0)
 
 
+class Elastic(nn.Module):
+    """Uses the first channels of a wider layer, by ``normalize``; and a layer that no step calls."""
+
+    def __init__(self, normalize, **options):
+        super().__init__()
+        self.norm, self.unused, self.normalize = nn.BatchNorm1d(8, **options), nn.BatchNorm1d(8), normalize
+        convert_sync_batchnorm(self)
+
+    def forward(self, x):
+        return self.normalize(x, self.norm)
+
+
+def tensors_for(x, layer):
+    tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
+    return [tensor if tensor is None else tensor[: x.size(1)] for tensor in tensors]
+
+
+def synchronized(x, layer):
+    return sync_batch_norm(x, *tensors_for(x, layer), layer=layer)
+
+
 class Noisy(nn.Sequential):
     """Draws from all generators, in no module of its own."""
 
@@ -135,6 +157,7 @@ CASES = {
         lambda: DistributedDataParallel(Wrapped(), find_unused_parameters=True), loss=of_scores
     ),
     "buffers that DistributedDataParallel broadcasts": Case(lambda: with_other("module.1.running_mean", ddp())),
+    "calls of sync_batch_norm": Case(lambda: Elastic(synchronized), (1, 0, 3, 2), cross_entropy_of_all),
     "sparse gradients": Case(
         lambda: convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3))),
         loss=lambda model, batch: model(batch["y"][0]).sin().mean(),
