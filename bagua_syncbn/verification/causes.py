@@ -1,5 +1,6 @@
 """Causes of a difference between ranks and one process: a table, each with a test of its own."""
 
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from .steps import (
     Loss,
     copied_layer,
     first_difference,
+    kind_of,
     loss_of,
     run_alone,
     telling_peers,
@@ -41,11 +43,11 @@ def _randomness(found: Comparison) -> list[str]:
 
 
 def _layers(found: Comparison) -> list[str]:
-    """Batch normalization layers that are not synchronized, or with other ranks."""
-    checks = LayerChecks(found.ranks)
+    """Batch normalization layers that are not synchronized, or with other ranks; modules that compute without one."""
+    checks, model = LayerChecks(found.ranks), found.copy()
     with suppress(Exception):  # a layer that cannot be compared raises on all ranks
-        checks.run(found.copy(), in_float64(found.batch, found.batch), found.loss)
-    return list(checks.differ.values())
+        checks.run(model, in_float64(found.batch, found.batch), found.loss)
+    return [*checks.differ.values(), *_outside_layers(found, model, checks.differ)]
 
 
 def _weights(found: Comparison) -> list[str]:
@@ -58,6 +60,11 @@ def _weights(found: Comparison) -> list[str]:
         notes[f"{mean}ranks / all samples, ranks equal one process"] = counts[ranks.rank] * ranks.size / sum(counts)
     return [note for note, weight in notes.items() if found.difference(found.step(weight)) is None]
 
+
+_IN_FORWARD = (
+    ", in its own forward alone; call it with all its channels, or compute with "
+    "bagua_syncbn.sync_batch_norm(..., process_group=layer.process_group, layer=layer)"
+)
 
 CAUSES = (_randomness, _layers, _weights)
 
@@ -77,6 +84,34 @@ def _random_modules(found: Comparison) -> list[str]:
         module.register_forward_hook(call_again, with_kwargs=True)
     run_alone(model, found.whole, found.loss)
     return random
+
+
+def _outside_layers(found: Comparison, model: nn.Module, known: Container[nn.Module]) -> Iterator[str]:
+    """Yields notes on modules of ``model``, except ``known`` ones, with statistics that no layer has synchronized.
+
+    Buffers of these modules differ between ranks after the step. A layer without buffers was not called, but has
+    gradients. A layer that the step does not use at all has neither.
+    """
+    step = found.actual
+    digests = {name: digest(own) for name, own in step.tensors.items() if kind_of(name) == "buffer"}
+    of_ranks = found.ranks.together("the buffers", lambda: (digests, step.called, step.unused))
+    called, unused = ({name for own in of_ranks for name in own[index]} for index in (1, 2))
+    trained = {name for name in step.tensors if kind_of(name) == "gradient"} - {f"gradient {name}" for name in unused}
+    findings = {finding.module: finding for finding in conversion_report(model).layers}
+    for name, module in model.named_modules():
+        path, where, how = f"{name}." if name else "", name_of(module, name), _how(module, findings.get(module))
+        names = [own for own in module._buffers if len({of.get(f"buffer {path}{own}") for of, *_ in of_ranks}) > 1]
+        unlike = ", ".join(names)
+        note = unlike and f"{unlike} of {where} differ between ranks after the step"
+        if isinstance(module, SyncBatchNorm):
+            how += _IN_FORWARD
+            if name not in called:
+                used = unlike and f"its {unlike} differ between ranks"
+                if module.running_mean is None and trained & {f"gradient {path}{own}" for own in module._parameters}:
+                    used = "its parameters have gradients"
+                note = used and f"{where} was not called in the step, but {used}"
+        if note and module not in known:
+            yield f"{note}: {how}"
 
 
 class LayerChecks:
@@ -154,4 +189,9 @@ def _how(layer: nn.Module, finding: Finding | None) -> str:
     """Returns how ``layer`` synchronizes."""
     if isinstance(layer, SyncBatchNorm):
         return f"it synchronizes with process_group={layer._group_spec!r}"
+    if finding is None and not isinstance(layer, _BatchNorm):
+        return (
+            "it is not converted; if it is batch normalization, register_converter a class for it, or have its forward "
+            "compute with bagua_syncbn.sync_batch_norm(..., layer=self)"
+        )
     return "it is not converted" if finding is None or finding.action == "converted" else finding.reason

@@ -30,6 +30,8 @@ class Step(NamedTuple):
     """Named by kind (output, loss, input-gradient, gradient or buffer), and by index or name."""
     unused: list[str]
     """Parameters without a gradient; their gradients are zeros."""
+    called: set[str]
+    """Synchronized layers that were called."""
 
 
 class Comparison:
@@ -136,6 +138,10 @@ def _merged(merge: Callable[[list[Any]], Any], batches: list[Any], batch: Any) -
 def run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     """Makes a step of ``module``."""
     outputs: list[Tensor] = []
+    called: set[str] = set()
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     module.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
     with torch.enable_grad(), telling_peers(module):
         value = loss_of(module, batch, loss) * weight
@@ -147,7 +153,7 @@ def run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     found |= {f"input-gradient {index}": _gradient(tensor) for index, tensor in enumerate(inputs)}
     found |= {f"gradient {name}": _gradient(parameter) for name, parameter in trained.items()}
     found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-    return Step(found, [name for name, parameter in trained.items() if parameter.grad is None])
+    return Step(found, [name for name, parameter in trained.items() if parameter.grad is None], called)
 
 
 def run_alone(module: nn.Module, batch: Any, loss: Loss) -> Step:

@@ -62,9 +62,10 @@ def verify_synchronization(
 
     Both steps are made in float64 on copies of the model, and the gradients of the ranks are averaged as
     DistributedDataParallel does. Outputs, loss, gradients and buffers are compared. If they differ, further tests look
-    for the cause: dropout and other randomness, layers that are not synchronized, parameters without a gradient, losses
-    that are sums, or means over batches of different sizes. If parameters, buffers or modes differ between ranks before
-    the step, the verdict names them and no step is made.
+    for the cause: dropout and other randomness, layers that are not synchronized, or whose tensors are used outside
+    their forward, other modules whose buffers differ between ranks after the step, parameters without a gradient,
+    losses that are sums, or means over batches of different sizes. If parameters, buffers or modes differ between ranks
+    before the step, the verdict names them and no step is made.
 
     The model, its gradients, buffers and modes and the states of the random generators are unchanged afterwards, also
     after an exception. An error of one rank is raised on all. All ranks must make the call.

@@ -20,6 +20,7 @@ from bagua_syncbn import (
     fuse_activations,
     masked,
     recompute_outputs,
+    revert_sync_batchnorm,
     sync_batch_norm,
     verify_synchronization,
 )
@@ -88,7 +89,7 @@ class Elastic(nn.Module):
 
     def __init__(self, normalize, **options):
         super().__init__()
-        self.norm, self.unused, self.normalize = nn.BatchNorm1d(8, **options), nn.BatchNorm1d(8), normalize
+        self.norm, self.unused, self.normalize = *(nn.BatchNorm1d(8, **options) for _ in range(2)), normalize
         convert_sync_batchnorm(self)
 
     def forward(self, x):
@@ -100,8 +101,31 @@ def tensors_for(x, layer):
     return [tensor if tensor is None else tensor[: x.size(1)] for tensor in tensors]
 
 
+def outside(x, layer):
+    return F.batch_norm(x, *tensors_for(x, layer), training=True)
+
+
+def also_outside(x, layer):
+    return layer(torch.cat([x, x[:, :2]], 1))[:, :6] + outside(x, layer)
+
+
 def synchronized(x, layer):
     return sync_batch_norm(x, *tensors_for(x, layer), layer=layer)
+
+
+class ByHand(nn.Module):
+    """Batch normalization whose buffers have names of their own."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("stored_mean", "stored_mean_sqr", "unchanged"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x):
+        mean, square = x.mean(0), x.square().mean(0)
+        self.stored_mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        self.stored_mean_sqr = 0.9 * self.stored_mean_sqr + 0.1 * square.detach()
+        return (x - mean) * (square - mean.square() + 1e-5).rsqrt()
 
 
 class Noisy(nn.Sequential):
@@ -199,6 +223,40 @@ CASES = {
         (3, 4), of_scores, ("loss differs", "gradient scale: none on rank 0, which do not use it; Distributed"),
     ),
     "a module mixes samples": Case(lambda: model(Centered()), told=("output differs", "no cause was found")),
+    "a layer is used outside its forward": Case(
+        lambda: Elastic(outside),
+        told=(
+            "output differs",
+            "SyncBatchNorm1d 'norm' was not called in the step, but its running_mean, running_var differ between ranks:"
+            " it synchronizes with process_group=None, in its own forward alone; call it with all its channels, or "
+            "compute with bagua_syncbn.sync_batch_norm(..., process_group=layer.process_group, layer=layer)",
+        ),
+    ),
+    "a layer without buffers is used outside its forward": Case(
+        lambda: Elastic(outside, track_running_stats=False),
+        told=("output differs", "1d 'norm' was not called in the step, but its parameters have gradients: it synchron"),
+    ),
+    "a layer is also used outside its forward": Case(
+        lambda: Elastic(also_outside),
+        told=(
+            "output differs",
+            "running_mean, running_var of SyncBatchNorm1d 'norm' differ between ranks after the step: it synchronizes "
+            "with process_group=None, in its own forward alone; call it",
+        ),
+    ),
+    "a layer that is not converted is used outside its forward": Case(
+        lambda: revert_sync_batchnorm(Elastic(outside)),
+        told=("output differs", "of BatchNorm1d 'norm' differ between ranks after the step: it is not converted"),
+    ),
+    "batch normalization by hand": Case(
+        lambda: model(ByHand()),
+        told=(
+            "output differs",
+            "stored_mean, stored_mean_sqr of ByHand '3' differ between ranks after the step: it is not converted; if "
+            "it is batch normalization, register_converter a class for it, or have its forward compute with "
+            "bagua_syncbn.sync_batch_norm(..., layer=self)",
+        ),
+    ),
     "a loss of pairs of samples": Case(model, loss=of_pairs, told=("loss differs", "outputs are equal: the loss of")),
     "a rank is in evaluation": Case(in_evaluation_on_one_rank, told=("mode of module '1' differs between ranks",)),
     "a rank has more": Case(
