@@ -69,6 +69,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
     input, weight, bias, residual = tensors
     running_mean, running_var, num_batches_tracked, _ = buffers
     check_is_tensor("input", input)
+    check_is_dense("input", input)
     if input.dtype not in ops.DTYPES:
         *names, last = (str(dtype).removeprefix("torch.") for dtype in ops.DTYPES)
         raise TypeError(f"input: expected a {', '.join(names)} or {last} tensor, got {input.dtype}")
@@ -95,6 +96,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
             raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
     if residual is not None:
         _check_is_beside("residual", residual, input)
+        check_is_dense("residual", residual)
         if residual.dtype != input.dtype:
             raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
         if not is_traced and residual.size() != input.size():
@@ -130,6 +132,13 @@ def check_is_tensor(name: str, value: Any) -> None:
     """Raises TypeError unless ``value``, of the argument ``name``, is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def check_is_dense(name: str, tensor: Tensor) -> None:
+    """Raises TypeError if ``tensor``, of the argument ``name``, is nested or has a layout without strides."""
+    if tensor.layout is not torch.strided or tensor.is_nested:  # some nested tensors have the layout torch.strided
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got {got}")
 
 
 def check_tracer(process_group: Any) -> None:

@@ -119,8 +119,9 @@ def sync_batch_norm(
         (N, C, \*), of the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: an argument is of another type or dtype than above; ``input`` is a DTensor, and another tensor is not
-            placed accordingly, or there is a mask; another tensor is a DTensor and ``input`` is not.
+        TypeError: an argument is of another type or dtype than above; ``input`` or ``residual`` is sparse, nested or in
+            the layout of MKL-DNN; ``input`` is a DTensor, and another tensor is not placed accordingly, or there is a
+            mask; another tensor is a DTensor and ``input`` is not.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given, or
             one tensor as both; a group of one rank has one value per channel in training; ``momentum`` is None without
             ``num_batches_tracked``; ``eps``, ``momentum`` or the parameter of ``activation`` is not finite, or ``eps``

@@ -5,13 +5,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.compiler import is_dynamo_compiling
 from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .checks import check_dimensions, check_is_tensor, checked_options, named
+from .checks import check_dimensions, check_is_dense, check_is_tensor, checked_options, named
 from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
 from .functional import batch_norm
 from .ops import activation_of
@@ -231,6 +231,8 @@ class SyncBatchNorm(_BatchNorm):
                     given = {name: value for name, value in options.items() if value is not None and value is not False}
                     return as_one_node(self, input, (input,), given)
                 check_is_tensor("input", input)
+            elif input.layout is not strided:
+                check_is_dense("input", input)
             self._check_input_dim(input)
         except (TypeError, ValueError) as error:
             raise named(error, self) from None

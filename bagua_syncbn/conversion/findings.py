@@ -74,10 +74,15 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
 def _class_to_get(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     """Returns the class that conversion gives ``layer``, None to leave it as it is; raises TypeError to refuse it."""
     if "forward" in vars(layer):
-        where = name_of(layer, name)
+        advice = (
+            "from a hook of accelerate; convert before hooks, dispatch or offload"
+            if "_hf_hook" in vars(layer)
+            else "of its own; write it in a subclass, since a change of class does not reach it; or, if hooks or a "
+            "wrapper put it there, convert before them"
+        )
         raise TypeError(
-            f"module: expected layers with the forward of their class, got {where} with one of its own; write it in a "
-            "subclass, since a change of class does not reach it, or leave the layer out with filter"
+            f"module: expected layers with the forward of their class, got {name_of(layer, name)} with one {advice}; "
+            "or leave the layer out with filter"
         )
     target = class_after_conversion(layer)
     if target is not None and not isinstance(layer, SyncBatchNorm):

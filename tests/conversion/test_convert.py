@@ -141,11 +141,26 @@ def scripted():
     return torch.jit.script(nn.BatchNorm1d(2))
 
 
+def hooked():
+    """As accelerate's hooks leave a layer."""
+    layer = nn.BatchNorm2d(2)
+    layer._hf_hook, layer._old_forward, layer.forward = object(), layer.forward, partial(layer.forward)
+    return layer
+
+
+def wrapped():
+    layer = nn.BatchNorm2d(2)
+    layer.forward = partial(layer.forward)
+    return layer
+
+
 CANNOT_STAND = "BatchNorm.* can stand for, got {} .*with "
 # The last layer of a model is refused: by what, how it is made, the error.
 REFUSED = [
     (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
     (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '1'; convert, then script"),
+    (convert_sync_batchnorm, hooked, TypeError, "BatchNorm2d '1' .*accelerate; convert before hooks, dispatch or"),
+    (convert_sync_batchnorm, wrapped, TypeError, "BatchNorm2d '1' .*subclass, .*; .* convert before"),
     (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
     (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass; set local_class"),
     *(

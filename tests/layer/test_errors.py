@@ -27,10 +27,30 @@ NAN = float("nan")
 X = torch.randn(2, 4, 3, 3)
 ONES, MASK = torch.ones(4), torch.ones(3, dtype=torch.bool)
 LAYER, NO_FUNCTION = "SyncBatchNorm2d '1': ", "expected a function .*, or None, got str"
+DENSE = r"expected a dense \(strided\) tensor, got "
+
+
+def nested(layout=torch.strided):
+    return torch.nested.nested_tensor(list(X), layout=layout)
+
+
+# Tensors in layouts that are not dense, and what errors say of each.
+LAYOUTS = [
+    (X.to_sparse(), "layout torch.sparse_coo"),
+    (X[..., 0, 0].to_sparse_csr(), "layout torch.sparse_csr"),
+    (X.to_mkldnn(), "layout torch._mkldnn"),
+    (nested(), "a nested tensor"),
+    (nested(torch.jagged), "a nested tensor"),
+]
 
 
 def function(**arguments):
     return sync_batch_norm(**{"input": X, "running_mean": None, "running_var": None} | arguments)
+
+
+def call_within(context, layer, input):
+    with context:
+        layer(input)
 
 
 # Calls of a layer and how the errors begin, in training and in evaluation.
@@ -45,6 +65,16 @@ INPUTS = [
     (TypeError, LAYER + "residual: expected torch.float32.* got torch.float16", lambda layer: layer(X, X.half())),
     (TypeError, LAYER + "mask: expected a bool tensor", lambda layer: layer(X, mask=ONES)),
     (TypeError, LAYER + "zero_masked: expected a bool, got str", lambda layer: layer(X, zero_masked="no")),
+    *(
+        (TypeError, LAYER + name + DENSE + got, partial(call, given))
+        for given, got in LAYOUTS
+        for name, call in (
+            ("input: ", lambda given, layer: layer(given)),
+            ("input: ", lambda given, layer: layer(given, mask=MASK)),
+            ("input: ", lambda given, layer: call_within(masked(layer, MASK), layer, given)),
+            ("residual: ", lambda given, layer: layer(X, given)),
+        )
+    ),
 ]
 
 # Wrong arguments of the function, in training.
@@ -70,6 +100,7 @@ ARGUMENTS = [
     (RuntimeError, r"bias: expected 4 elements.* got \[4, 1\]", {"bias": torch.ones(4, 1)}),
     (RuntimeError, r"residual: expected \[2, 4, 3, 3\], the size of input, got \[2, 4, 3\]", {"residual": X[..., 0]}),
     (RuntimeError, "residual: expected it on cpu, .*got meta", {"residual": X.to("meta")}),
+    *((TypeError, f"input: {DENSE}{got}", {"input": given}) for given, got in LAYOUTS),
     (ValueError, "input: expected at least 2 dimensions, .* got 1", {"input": ONES}),
     (TypeError, "process_group: expected", {"process_group": "host"}),
     (TypeError, "training: expected a bool, got Tensor", {"training": ONES}),
