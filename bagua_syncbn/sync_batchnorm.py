@@ -135,6 +135,7 @@ class SyncBatchNorm(_BatchNorm):
     _is_replica: bool = False  # set by torch's DataParallel in its copies
     _masking: Any = None  # mask or lengths within masked
     _accumulator: ops.StatisticsAccumulator | None = None  # within accumulate_statistics
+    _observers: tuple[Any, ...]  # layers that this is a part of, while their own forwards run in training
     _frozen: Frozen | None = None  # by freeze_statistics: the layer is in evaluation, whatever sets its mode
     _cached_call: CachedCall | None = None  # the last training call over several ranks, which passed all checks
 
@@ -238,11 +239,14 @@ class SyncBatchNorm(_BatchNorm):
             raise named(error, self) from None
         is_plain = residual is mask is lengths is None and zero_masked is False and not is_dynamo_compiling()
         cached = self._cached_call if is_plain else None
-        if cached is not None and (output := cached.run(self, input)) is not None:
-            return output
-        output = _normalize(self, input, residual, (mask, lengths, zero_masked))
-        if is_plain:
-            remember_call(self, input)
+        output = None if cached is None else cached.run(self, input)
+        if output is None:
+            output = _normalize(self, input, residual, (mask, lengths, zero_masked))
+            if is_plain:
+                remember_call(self, input)
+        if "_observers" in vars(self) and self.training:
+            for layer in self._observers:
+                layer.note_synchronization()
         return output
 
     def _tensor(self, name: str) -> Any:

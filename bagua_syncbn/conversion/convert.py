@@ -42,9 +42,10 @@ def convert_sync_batchnorm(
 
     The layers stay the same objects and only change their class, so optimizers may be made before or after, and
     parameters, buffers, hooks, attributes and training flags stay. Subclasses of torch's layers keep their own
-    ``forward``, which raises in training if it calls neither ``super().forward`` nor ``F.batch_norm``. Layers of
-    :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is wrapped. A compiled model is compiled
-    anew at its next call. :func:`conversion_report` says what is converted and why the rest is not.
+    ``forward``, which raises in training if it calls neither ``super().forward``, ``F.batch_norm`` nor a converted
+    layer that is a part of it. Layers of :class:`torch.nn.SyncBatchNorm` are converted too. Convert before the model is
+    wrapped. A compiled model is compiled anew at its next call. :func:`conversion_report` says what is converted and
+    why the rest is not.
 
     Args:
         module: the model, which may be a single layer.

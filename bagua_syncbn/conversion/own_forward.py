@@ -2,7 +2,8 @@
 
 A forward of its own may call ``super().forward``, torch's forward by its name, or ``F.batch_norm``. The first reaches
 :class:`SyncBatchNorm` by method resolution. A mode that intercepts torch's functions redirects the two others; it is
-active only while the forward of such a layer runs in training.
+active only while the forward of such a layer runs in training. Synchronized layers that are parts of the layer tell it
+of their calls.
 """
 
 import functools
@@ -26,7 +27,7 @@ from ..torch_internals import unseen_by_selective_checkpointing
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):
-    """Base class of layers with a forward of their own, which records that ``super().forward`` was called."""
+    """Base class of layers with a forward of their own, which records whether it synchronized the layer or a part."""
 
     # Exists only while the layer's forward runs in training. An attribute of the layer and not of the mode, because
     # torch.compile traces with another mode object.
@@ -37,8 +38,10 @@ class ObservedSyncBatchNorm(SyncBatchNorm):
         return _synchronized_forward(self, input, residual, masks)
 
     def note_synchronization(self) -> None:
-        if "was_synchronized" in vars(self):
+        if not vars(self).get("was_synchronized", True):
             self.was_synchronized = True
+        for layer in vars(self).get("_observers", ()):
+            layer.note_synchronization()
 
 
 def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,12 +64,13 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
                 return forward(layer, *args, **kwargs)
             layer.was_synchronized = False
             try:
-                output = forward(layer, *args, **kwargs)
+                with _told_by_parts(layer):
+                    output = forward(layer, *args, **kwargs)
                 was_synchronized = layer.was_synchronized
             finally:
                 del layer.was_synchronized
         if not was_synchronized:
-            raise _unsynchronized(layer, "called neither the forward of torch's layer nor F.batch_norm")
+            raise _unsynchronized(layer, "called neither torch's forward, F.batch_norm nor a converted part of it")
         return output
 
     return observed
@@ -77,6 +81,23 @@ def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     if not torch.compiler.is_compiling() and this_thread.runs:  # a repetition computes what the first run did
         return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or layer._masking is not None
+
+
+@contextmanager
+def _told_by_parts(layer: ObservedSyncBatchNorm) -> Iterator[None]:
+    """Context in which the synchronized parts of ``layer`` tell it when they are called in training."""
+    parts = [part for part in layer.modules() if isinstance(part, SyncBatchNorm) and part is not layer]
+    for part in parts:
+        part._observers = (*vars(part).get("_observers", ()), layer)
+    try:
+        yield
+    finally:
+        for part in parts:
+            others = tuple(other for other in vars(part).get("_observers", ()) if other is not layer)
+            if others:
+                part._observers = others
+            elif "_observers" in vars(part):  # false after another thread ended a layer with the same part
+                del part._observers
 
 
 @contextmanager

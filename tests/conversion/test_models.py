@@ -51,6 +51,13 @@ class ActWithPart(WithPart):
     act = staticmethod(F.leaky_relu)
 
 
+class Auxiliary(WithPart):
+    """In training the part alone normalizes, as in a step of adversarial propagation."""
+
+    def forward(self, input):
+        return self.part(input) if self.training else nn.BatchNorm2d.forward(self, input)
+
+
 class TwoBuffers(nn.BatchNorm2d):
     def __init__(self, num_features):
         super().__init__(num_features)
@@ -151,7 +158,8 @@ OF_PACKAGES = [
 ]
 PLANAR, IMAGES, UNTRACKED = (3, 4, 4), (1, 64, 64), {"track_running_stats": False}
 OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
-OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ActWithPart, TwoBuffers, OfTorchsSync, Frozen]
+OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ActWithPart, Auxiliary, TwoBuffers]
+OWN_FORWARDS += [OfTorchsSync, Frozen]
 OF_POINTS = [TorchSparse, SpconvSync]
 # How a model is made, and the shape of a sample.
 MODELS = {

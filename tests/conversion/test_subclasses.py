@@ -3,6 +3,8 @@
 import copy
 import pickle
 import re
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn import (
     SyncBatchNorm,
     SyncBatchNorm2d,
+    accumulate_statistics,
     convert_sync_batchnorm,
     register_converter,
     revert_sync_batchnorm,
@@ -72,6 +76,70 @@ def test_a_part_that_is_left_out_stays_as_it_is(cls):
     torch.testing.assert_close(model(input), expected)
     assert type(model[0].part) is nn.BatchNorm2d
     assert model[0].part.num_batches_tracked == 1
+
+
+class ByPart(nn.BatchNorm2d):
+    """Has a part normalize in training, as AdvProp's layer has its auxiliary one; ``run`` calls it."""
+
+    def __init__(self, num_features, part=nn.BatchNorm2d, run=lambda part, input: part(input)):
+        super().__init__(num_features)
+        self.part, self.run = part(num_features), run
+
+    def forward(self, input):
+        return self.run(self.part, input) if self.training else super().forward(input)
+
+
+def in_evaluation(part, input):
+    return part.eval()(input)
+
+
+def caught(part, input):
+    with suppress(ValueError):
+        return part(input[0])
+    return input
+
+
+RUNS = {
+    "called": {},
+    "own forward": {"part": BatchNormAct},
+    "part of a part": {"part": ByPart},
+    "checkpoint": {"run": partial(checkpoint, use_reentrant=False)},
+    "reentrant checkpoint": {"run": partial(checkpoint, use_reentrant=True)},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_converted_part_may_normalize_for_the_layer(run, compiles):
+    torch.manual_seed(0)
+    batch, grad_output = torch.randn(2, 4, 3, 2, 2, dtype=torch.float64)
+    whole, layer = ByPart(3, RUNS[run].get("part", nn.BatchNorm2d)).double(), ByPart(3, **RUNS[run]).double()
+    fullgraph = "checkpoint" not in run  # torch traces no checkpoint in which an attribute changes
+    results, before = [], [set(vars(part)) for part in layer.modules()]
+    for model, share in ((whole, slice(None)), (convert_sync_batchnorm(layer), slice(dist.get_rank(), None, 2))):
+        input = batch[share].clone().requires_grad_()
+        call = torch.compile(model, backend="eager", fullgraph=fullgraph) if compiles and model is layer else model
+        with accumulate_statistics(model) if model is layer and not compiles else nullcontext():
+            output = call(input)
+        output.backward(grad_output[share])
+        results.append((output, input.grad))
+    torch.testing.assert_close(results[1], tuple(part[dist.get_rank() :: 2] for part in results[0]))
+    torch.testing.assert_close(list(layer.buffers()), list(whole.buffers()))
+    added = [set(vars(part)) - names for part, names in zip(layer.modules(), before, strict=True)]
+    assert not any("observers" in name or "was" in name for names in added for name in names), added
+
+
+@pytest.mark.parametrize(("run", "kept"), [
+    ({}, "part"),  # left out by filter
+    ({"part": ByPart}, "part.part"),
+    ({"run": in_evaluation}, None),
+    ({"run": caught}, None),
+])  # fmt: skip
+def test_a_part_that_was_not_synchronized_does_not_count(run, kept):
+    layer = convert_sync_batchnorm(ByPart(3, **run), filter=lambda name, _: name != kept)
+    with pytest.raises(RuntimeError, match=r"ByPart: expected .* called neither"):
+        layer(torch.randn(4, 3, 2, 2))
 
 
 class InChunks(nn.BatchNorm2d):
