@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import bagua, c10d, shared
 from .communicator import LOCAL, Communicator
 from .groups import NODE, RankGroup, Rule, check_rule, described, is_ranks, ranks_by_rule, rule_of
-from .jobs import job_of
+from .jobs import in_one_piece, job_of
 
 
 class GroupSpec:
@@ -70,12 +70,16 @@ class GroupSpec:
             group = self._group()
             if group is None or not c10d.is_alive(group):
                 raise RuntimeError(c10d.DESTROYED)
-        ranks = self._ranks()
-        communicator: Communicator = LOCAL
-        if len(ranks) > 1 and _runs_bagua():
-            communicator = bagua.communicator_among(ranks)
-        elif len(ranks) > 1:
-            communicator = shared.communicator_of(job_of(world).layers_group(self.rule, group))
+
+        def make() -> Communicator:
+            ranks = self._ranks()
+            if len(ranks) == 1:
+                return LOCAL
+            if _runs_bagua():
+                return bagua.communicator_among(ranks)
+            return shared.communicator_of(job_of(world).layers_group(self.rule, group))
+
+        communicator = make() if _runs_bagua() else in_one_piece(make)
 
         def clear(_: Any) -> None:
             self._communicator = None
@@ -150,7 +154,7 @@ class GroupSpec:
         world = c10d.default_group()
         if given is None or world is None or c10d.is_process_group(given):
             return given if world is not None else None
-        return job_of(world).users_group(self.rule)
+        return in_one_piece(lambda: job_of(world).users_group(self.rule))
 
     def group_before(self) -> Any:
         """Returns the group that a layer of another class had, also where a copy holds only the ranks of that group."""

@@ -3,23 +3,62 @@
 import hashlib
 import json
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
+import torch
 import torch.distributed as dist
 
 from .. import torch_internals
 from .c10d import is_alive
 from .groups import NODE, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, text_of
 
+_Made = TypeVar("_Made")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _FirstUse(threading.Thread):
+    """Thread of a first use, see :func:`in_one_piece`."""
+
+    left_with: BaseException | None = None  # exception that ended the main thread's wait for this one
+
+
+def in_one_piece(make: Callable[[], _Made]) -> _Made:
+    """Returns ``make()``, in which ranks meet; if a signal handler raises, the next meeting fails on all of them.
+
+    Behind a meeting the other ranks connect to this one, and would not learn before the time-out that it stays away.
+    So ``make`` runs in a thread of its own, because Python runs signal handlers in the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    made: Future[_Made] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # each thread has its own
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = _FirstUse(target=run, daemon=True)
+    try:
+        thread.start()
+        return made.result()
+    except BaseException as error:
+        if not made.done():
+            thread.left_with = error
+            wait([made], 5)  # the process may end at once, and others are to be told before
+        raise
 
 
 class MeetingError(RuntimeError):
@@ -53,6 +92,8 @@ def meet(
         while outcome is None:
             if store.check(["outcome"]):
                 outcome = json.loads(store.get("outcome"))
+            elif (error := getattr(threading.current_thread(), "left_with", None)) is not None:
+                outcome = _settle(store, _left(rank, error))
             elif rank == ranks[0] and arrived(ranks):
                 outcome = _settle(store, {"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
             elif time.monotonic() > deadline:
@@ -73,7 +114,11 @@ def meet(
 def leave_meeting(store: Any, rank: int, error: BaseException) -> None:
     """Ends the meeting in ``store`` for all ranks, unless it has an outcome, because ``error`` keeps ``rank`` away."""
     with suppress(RuntimeError):
-        _settle(store, {"failed": f"rank {rank} left with {type(error).__name__}"})
+        _settle(store, _left(rank, error))
+
+
+def _left(rank: int, error: BaseException) -> Any:
+    return {"failed": f"rank {rank} left with {type(error).__name__}"}
 
 
 def _settle(store: Any, outcome: Any) -> Any:

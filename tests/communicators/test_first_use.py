@@ -1,16 +1,19 @@
 """The first use of a group, in which its ranks meet: what keeps them from it ends on all of them, in text, in time."""
 
+import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagua_syncbn import convert_sync_batchnorm
-from bagua_syncbn.communicators import RankGroup
+from bagua_syncbn import convert_sync_batchnorm, torch_internals
+from bagua_syncbn.communicators import RankGroup, jobs
 from bagua_syncbn.communicators.jobs import MeetingError, meet
 from tests.helpers.own_groups import SECONDS, join, mean_over
 
@@ -85,3 +88,54 @@ def test_whoever_leaves_a_meeting_ends_it_for_all():
             meet(store, 0, (0, 1), "a", 60, decide)
         with pytest.raises(MeetingError, match="rank 0 left with KeyboardInterrupt"):
             other.result(timeout=20)
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(0.3)  # the main thread may need a moment
+
+
+def before(function):
+    def interrupted(*args, **kwargs):
+        interrupt()
+        return function(*args, **kwargs)
+
+    return interrupted
+
+
+def behind(function):
+    def interrupted(*args, **kwargs):
+        result = function(*args, **kwargs)
+        interrupt()
+        return result
+
+    return interrupted
+
+
+OWNERS = {"make_group": torch_internals, "_meet": jobs.Job}
+
+
+def interrupted_first_use(store, when, name):
+    owner, rank = OWNERS[name], dist.get_rank()
+    join(store, 2, rank, seconds=60)
+    begin = time.monotonic()
+    with patch.object(owner, name, when(getattr(owner, name)) if rank else getattr(owner, name)):
+        with pytest.raises(KeyboardInterrupt if rank else RuntimeError) as caught:
+            mean_over(None)
+        took = time.monotonic() - begin
+    dist.barrier()
+    assert mean_over(None) == 0.5  # the next attempt works
+    dist.barrier()
+    return took, str(caught.value)
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"], indirect=True)
+@pytest.mark.parametrize("when", [before, behind])
+@pytest.mark.parametrize("name", OWNERS)
+def test_whoever_is_interrupted_in_a_first_use_tells_the_others_at_once(pool, store, when, name):
+    """The meeting decides that ranks connect, so afterwards each of them does, whatever a signal handler raises."""
+    pool.forget_job()
+    (took, message), _ = pool.run(interrupted_first_use, 2, store, when, name)
+    pool.forget_job()
+    assert took < 10
+    assert "rank 1 left with KeyboardInterrupt" in message

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import signal
 import sys
 import threading
 import time
@@ -30,7 +31,10 @@ NAMED = re.compile(
 
 @contextmanager
 def interrupted(number, places):
-    """Raises KeyboardInterrupt at event ``number`` of Python in these files. Yields the events so far, as a list."""
+    """Raises KeyboardInterrupt in the main thread at event ``number`` of Python in these files.
+
+    Yields the events so far, as a list. The main thread and those that begin in the context count.
+    """
     seen = []
 
     def trace(frame, event, _):
@@ -40,14 +44,19 @@ def interrupted(number, places):
             seen.append(f"{frame.f_code.co_name}, line {frame.f_lineno}, {event}")
             if len(seen) == number:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                if threading.current_thread() is threading.main_thread():
+                    raise KeyboardInterrupt
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.1)  # until the main thread has raised it
         return trace
 
     sys.settrace(trace)
+    threading.settrace(trace)
     try:
         yield seen
     finally:
         sys.settrace(None)
+        threading.settrace(None)
 
 
 class Step:

@@ -30,12 +30,12 @@ def mean_over(process_group):
     return layer.running_mean.item()
 
 
-def join(store, world_size, rank):
-    """Begins a job with a short time-out, and a store of the kind that is named."""
+def join(store, world_size, rank, seconds=SECONDS):
+    """Begins a job with a time-out of ``seconds``, and a store of the kind that is named."""
     dist.barrier()
     dist.destroy_process_group()
     kind, place = store
-    timeout = timedelta(seconds=SECONDS)
+    timeout = timedelta(seconds=seconds)
     if kind == "tcp":
         keeper = dist.TCPStore("localhost", place, world_size, rank == 0, timeout, multi_tenant=True)
     else:
