@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from threading import Lock
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,6 +80,23 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
     ):
         # torch's guards would see that a layer has changed, but options of torch.compile can leave them out.
         torch.compiler.reset()
+
+
+def in_place_of_forward(hook: FrameType, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has the call of a module, in which a forward pre-hook runs in the frame ``hook``, call ``wrap(forward)``.
+
+    A forward hook cannot end what a pre-hook began: torch runs none if Ctrl-C ends the forward. An attribute of the
+    module cannot stand for its forward either: copies and replicas of the module would call the first one's.
+    """
+    calls = hook.f_back and hook.f_back.f_back
+    inner = calls and calls.f_locals.get("inner")  # in Module._call_impl, of torch 2.10 to 2.14
+    cells = {} if inner is None else dict(zip(inner.__code__.co_freevars, inner.__closure__, strict=True))
+    if "forward_call" not in cells:
+        raise RuntimeError(
+            "recompute_outputs: expected modules that are called as in torch 2.10 to 2.14, got torch "
+            f"{torch.__version__}; enter recompute_outputs() as a context"
+        )
+    cells["forward_call"].cell_contents = wrap(cells["forward_call"].cell_contents)
 
 
 def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

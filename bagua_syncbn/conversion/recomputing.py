@@ -1,15 +1,15 @@
 """Models that recompute the outputs of layers in backward instead of storing them."""
 
 import sys
-import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from ..step.recomputation import Recomputed
+from ..torch_internals import in_place_of_forward
 
 _Module = TypeVar("_Module", bound=nn.Module)
 # A name, because torch numbers hooks, and another hook may have the number that a copy or file holds.
@@ -39,7 +39,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     output.
 
     Args:
-        module: a model that recomputes outputs from now on, by hooks that copies and files keep. None for a context
+        module: a model that recomputes outputs from now on, by a hook that copies and files keep. None for a context
             manager, to be entered around forward passes in this thread, and so not for replicas of one process; the
             backward pass may be outside of it.
         enabled: False to end that for ``module``, as :func:`revert_sync_batchnorm` does too.
@@ -49,8 +49,6 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 
     Raises:
         TypeError: ``module`` is no module.
-
-    A forward pass that Ctrl-C ends leaves recomputation in force in its thread until the next call of such a model.
 
     A backward pass raises RuntimeError if the input of a layer was written to after its forward pass. Writes through
     ``.data`` are not detected, because autograd does not see them.
@@ -73,9 +71,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     if not enabled:
         undo_recomputing(hooked)
         return module
-    hooked._forward_pre_hooks[_NAME], hooked._forward_hooks[_NAME] = _enter, _leave
-    hooked._forward_pre_hooks.move_to_end(_NAME, last=False)
-    hooked._forward_hooks_always_called[_NAME] = True
+    hooked._forward_pre_hooks[_NAME] = _recompute
     return module
 
 
@@ -85,44 +81,17 @@ def recomputes(module: Any) -> bool:
 
 
 def undo_recomputing(module: Any) -> None:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
-        hooks.pop(_NAME, None)
+    module._forward_pre_hooks.pop(_NAME, None)
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        # Contexts of calls that run in this thread, each with the frame that runs the hooks of its call.
-        self.entered: list[tuple[FrameType, Recomputed]] = []
-
-
-_this_thread = _Local()
-
-
-def _enter(module: nn.Module, args: Any) -> None:
+def _recompute(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
-        _leave_ended()
-        context = Recomputed()
-        context.__enter__()
-        _this_thread.entered.append((sys._getframe(1), context))
+        in_place_of_forward(sys._getframe(), _recomputed)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _leave_ended(sys._getframe(1))
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        with Recomputed():
+            return forward(*args, **kwargs)
 
-
-def _leave_ended(ending: FrameType | None = None) -> None:
-    """Leaves the contexts of calls that no longer run, and of the call that runs its hooks in the frame ``ending``.
-
-    torch runs no hook after a call that Ctrl-C ends.
-    """
-    entered = _this_thread.entered
-    while entered and (entered[-1][0] is ending or not _is_running(entered[-1][0])) and entered[-1][1].is_innermost():
-        entered.pop()[1].__exit__()
-
-
-def _is_running(frame: FrameType) -> bool:
-    running: FrameType | None = sys._getframe(1)
-    while running is not None and running is not frame:
-        running = running.f_back
-    return running is frame
+    return recomputed

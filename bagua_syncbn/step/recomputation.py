@@ -57,11 +57,6 @@ class Recomputed(AbstractContextManager[None]):
         if hooks is not None:
             hooks.__exit__(*error)
 
-    def is_innermost(self) -> bool:
-        """Whether the context can be left: it has set no hooks for saved tensors, or no others were set since."""
-        hooks = saving_hooks()
-        return self._hooks[-1] is None or (hooks is not None and hooks[0] is _pack)
-
 
 class _Remade:
     """A tensor that ``make`` makes again in backward, once for all operations that have packed it."""

@@ -5,6 +5,7 @@ import gc
 import pickle
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -384,22 +385,21 @@ class Interrupted(nn.Module):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 def test_what_ends_a_forward_ends_the_recomputation(error):
-    """At once, or in the next call, where it ends no hooks that others have set since."""
     model = recompute_outputs(Interrupted(SyncBatchNorm(4, track_running_stats=False)))
     input = torch.randn(5, 4)
-    for _ in range(2):
-        model.error = error
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        each.error = error
         with pytest.raises(error):
-            model(input)
-        assert (this_thread.depth == 0) is (saving_hooks() is None) is (error is ValueError)
-        model.error = None
-        with save_on_cpu():
-            model(input)
-            assert saving_hooks()[0].__qualname__.startswith("save_on_cpu")
-        model(input)
+            each(input)
         assert saving_hooks() is None
         assert this_thread.depth == 0
-    grad(lambda input: model(input).square().sum())(input)
+        grad(lambda input: input.square().sum())(input)
+        each.error = None
+        with save_on_cpu():
+            each(input)
+            assert saving_hooks()[0].__qualname__.startswith("save_on_cpu")
+        assert recomputes(each)
+        grad(lambda input, each=each: each(input).square().sum())(input)
 
 
 class Outer(nn.Module):
@@ -430,10 +430,10 @@ def test_calls_within_calls_recompute_to_their_end(raises):
 
 
 def recomputes(model):
-    """Whether the layers in ``model`` are called within hooks."""
+    """Whether the layers in ``model`` run within hooks for saved tensors."""
     seen = []
-    layer = next(layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
-    with layer.register_forward_pre_hook(lambda *_: seen.append(saving_hooks() is not None)):
+    cls = next(type(layer) for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
+    with patch.object(cls, "_check_input_dim", lambda *_: seen.append(saving_hooks() is not None)):
         model(torch.randn(5, 4))
     return seen == [True]
 
@@ -463,6 +463,12 @@ def test_a_model_recomputes_until_that_is_undone(kind, first):
     assert not recomputes(model)
     assert [type(part) for part in model.modules()] == types
     assert [vars(part) for part in model.modules()] == facts
+
+
+def test_a_call_that_is_not_torchs_is_refused():
+    (hook,) = recompute_outputs(nn.Linear(1, 1))._forward_pre_hooks.values()
+    with pytest.raises(RuntimeError, match=r"expected modules that are called as in torch 2\.10 to 2\.14, got torch"):
+        hook(nn.Linear(1, 1), ())
 
 
 def test_what_is_no_model():
