@@ -5,6 +5,7 @@ stay. Only ``layer.__class__`` changes, to a class that inherits from the old cl
 that order, so that method resolution finds ``SyncBatchNorm.forward`` in the place of torch's.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -70,8 +71,9 @@ def convert_sync_batchnorm(
             ``module`` holds a layer of PyG with ``allow_single_element``.
         RuntimeError: ``module`` is data parallel already.
 
-    If it raises, ``module`` is unchanged. It warns if there was nothing to convert, and if layers of a class that is
-    neither derived from torch's nor known by :func:`register_converter` stay and synchronize by themselves.
+    If it raises, ``module`` is unchanged. It warns if there was nothing to convert; if layers of a class that is
+    neither derived from torch's nor known by :func:`register_converter` stay and synchronize by themselves; and if
+    opacus is imported and would accept the layers for private training.
 
     Example::
 
@@ -93,6 +95,14 @@ def convert_sync_batchnorm(
         warnings.warn(
             f"module: these layers go on to synchronize by themselves: {', '.join(stay)}; tell register_converter what "
             "they are to become, or that they are to stay",
+            stacklevel=2,
+        )
+    accepted = _accepted_by_opacus(targets.values())
+    if accepted:
+        warnings.warn(
+            "module: opacus is imported, knows torch's classes alone, and so accepts batch normalization, which is not "
+            f"private, in {', '.join(accepted)}; replace batch normalization by ModuleValidator.fix before conversion, "
+            "or register the validator of torch.nn.BatchNorm2d for type(layer) in ModuleValidator.VALIDATORS",
             stacklevel=2,
         )
     with _restored_on_error(targets):
@@ -173,6 +183,14 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fuse
                 f"module: expected layers that {full_name(cls)} can stand for, got {where} with {name}={value!r}; set "
                 f"{name} to {default!r}, and have something else in the model do it where it matters"
             )
+
+
+def _accepted_by_opacus(classes: Iterable[type[nn.Module]]) -> list[str]:
+    """Returns the names of ``classes`` without a validator of opacus, which refuses torch's batch normalization."""
+    validators = sys.modules.get("opacus.validators")  # absent if never used
+    if validators is None:
+        return []
+    return sorted({cls.__name__ for cls in classes if cls not in validators.ModuleValidator.VALIDATORS})
 
 
 def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:

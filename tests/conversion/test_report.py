@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, conversion_report, convert_sync_batchnorm, with_bagua
+from tests.helpers.fake_packages import ModuleValidator, stand_in_for
 from tests.helpers.user_layers import BatchNormReLU
 
 
@@ -168,3 +169,23 @@ def test_strangers_that_stay_synchronized_by_themselves_are_named():
         unsynchronized = type("ABN", (StrangeSyncBN,), {})()
         convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2), unsynchronized))
     assert "not derived" in conversion_report(unsynchronized).layers[0].reason
+
+
+def test_conversion_warns_if_opacus_would_accept_the_layers(monkeypatch):
+    model, validators = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm1d(2)), {}
+    monkeypatch.setattr(ModuleValidator, "VALIDATORS", validators)
+    with stand_in_for("opacus"):
+        with pytest.warns(UserWarning, match="in SyncBatchNorm1d, SyncBatchNorm2d; .*VALIDATORS") as caught:
+            convert_sync_batchnorm(model)
+        assert caught[0].filename == __file__
+        validators[SyncBatchNorm1d] = object()
+        with pytest.warns(UserWarning, match="in SyncBatchNorm2d;"):
+            convert_sync_batchnorm(model)
+        validators[SyncBatchNorm2d] = object()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            convert_sync_batchnorm(model)
+    validators.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_sync_batchnorm(model)  # opacus is not imported

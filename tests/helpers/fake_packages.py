@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,17 @@ def modelopts_convert(model, mode):
 DYNAMIC_CLASSES = _Registry()
 
 
+class ModuleValidator:
+    """As opacus': accepts a model without layers whose exact class is registered."""
+
+    VALIDATORS: ClassVar = {nn.BatchNorm2d: lambda layer: ["mixes samples"]}
+
+    @classmethod
+    def validate(cls, model):
+        checked = (layer for layer in model.modules() if type(layer) in cls.VALIDATORS)
+        return [error for layer in checked for error in cls.VALIDATORS[type(layer)](layer)]
+
+
 def _named(cls: type, name: str) -> type:
     return type(name, (cls,), {"forward": cls.forward})
 
@@ -176,6 +188,7 @@ _CONTENTS = {
     "modelopt.torch.nas.registry": {"DMRegistry": DYNAMIC_CLASSES},
     "modelopt.torch.trace": {"SymMap": _Registry()},
     "modelopt.torch.trace.modules.nn": {"get_norm_sym_info": lambda layer: None},
+    "opacus.validators": {"ModuleValidator": ModuleValidator},
     "ultralytics.models.rtdetr.train": {"RTDETRTrainer": _UltralyticsTrainer},
 }
 PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
