@@ -10,13 +10,14 @@ from .conversion import (
     register_converter,
     revert_sync_batchnorm,
 )
+from .extras import sharded as _sharded  # noqa: F401  # has calls with DTensors computed
+from .extras.accumulation import accumulate_statistics
+from .extras.checkpointing import Repeatable
+from .extras.freezing import freeze_statistics, unfreeze_statistics
+from .extras.masks import masked
+from .extras.merging import merge_statistics
+from .extras.recalibration import recalibrate_statistics
 from .functional import sync_batch_norm
-from .statistics.accumulation import accumulate_statistics
-from .statistics.freezing import freeze_statistics, unfreeze_statistics
-from .statistics.masks import masked
-from .statistics.merging import merge_statistics
-from .statistics.recalibration import recalibrate_statistics
-from .step.checkpointing import Repeatable
 from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .verification import measure_batch_noise, verify_synchronization

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .communicators import Replica, spec_of
+from .communicators import spec_of
 from .options import EPS_MODES, Options, Tensors
 from .sync import name_of
 from .torch_internals import is_exporting
@@ -144,9 +144,15 @@ def check_is_dense(name: str, tensor: Tensor) -> None:
 def check_tracer(process_group: Any) -> None:
     """Raises RuntimeError under a tracer that a group of several ranks does not accept, before it is made."""
     tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
-    if tracer is None or isinstance(process_group, Replica) or spec_of(process_group).size() == 1:
+    if tracer is None or spec_of(process_group).size() == 1:
         return
     raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
+
+
+def check_local_count(input: Tensor) -> None:
+    """Raises ValueError if ``input``, of a group of one in training, has one value per channel."""
+    if not is_tracing() and input.numel() == input.size(1) > 0:
+        raise ValueError(f"input: expected more than 1 value per channel when training, got input size {input.size()}")
 
 
 def _check_vector(name: str, tensor: Tensor, input: Tensor, layer: nn.Module | None, is_traced: bool) -> None:

@@ -1,11 +1,13 @@
-"""Synchronized batch normalization as a function: checks, and choice of the implementation for a call."""
+"""Synchronized batch normalization as a function: checks, and choice of the statistics that a call is normalized by."""
 
 import functools
 import inspect
 import os
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +15,22 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import ops, torch_internals
-from .checks import check_flag, check_tensors, check_tracer, checked_options, is_distributed, named
-from .communicators import EVERYONE, LOCAL, Replica, spec_of
-from .options import NO_MASKS, Masks, Options, Tensors
-from .statistics.masks import masking_of
-from .step.call import Call, follow
-from .step.checkpointing import call_in_first_run, is_repetition
-from .step.function import synchronized_batch_norm
-from .step.recomputation import this_thread
-from .step.replicated import replicated_batch_norm
-from .sync import FIXED_STATISTICS, sync_of, tells_peers
-from .torch_internals import is_capturing, is_transforming, unseen_by_selective_checkpointing
+from . import ops
+from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
+from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
+from .masks import masking_of
+from .options import NO_MASKS, Options
+from .step.call import Call, Normalization, Statistics, follow, this_thread
+from .step.derivatives import differentiable_batch_norm
+from .step.normalize import normalize
+from .step.statistics import batch_statistics
+from .sync import Exchange, exchange_of, name_of, tells_peers
+from .torch_internals import has_transforms, is_transforming, level_of_duals
+
+_PLAIN_CLASSES = Tensor, nn.Parameter
+
+# Functions for calls whose input is of a class of its own, such as DTensor, each with what tells that it is.
+SPECIAL_INPUTS: list[tuple[Callable[[Any], bool], Callable[[Call], Tensor]]] = []
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -139,142 +145,160 @@ def sync_batch_norm(
         check_flag("training", training)
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
-    tensors = input, weight, bias, residual
-    masks = mask, lengths, zero_masked
-    return batch_norm(tensors, buffers, options, training, process_group, layer, masks)
+    masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
+    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, process_group, layer, masks))
 
 
-def batch_norm(
-    tensors: Tensors,
-    buffers: ops.Buffers,
-    options: Options,
-    training: bool,
-    process_group: Any,
-    layer: nn.Module | None,
-    masks: Masks = NO_MASKS,
-) -> Tensor:
-    """Calls :func:`sync_batch_norm` with its arguments in records. Callers tell their peers of errors."""
-    input, weight, bias, residual = tensors
-    if type(input) not in _PLAIN_CLASSES and not torch.compiler.is_compiling():
-        if has_torch_function_unary(input):
-            return _as_its_class_does(tensors, buffers, options, training, process_group, layer, masks)
-        # Its class has no say here: either it never has, or torch has disabled it, as within __torch_function__.
-        if isinstance(input, Tensor) and type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
-            tensors = input.as_subclass(Tensor), weight, bias, residual
-            return batch_norm(tensors, buffers, options, training, process_group, layer, masks)
-    if is_distributed(input):
-        from .step.sharded import shards_of  # not above, because it imports torch.distributed.tensor
+class Known(NamedTuple):
+    """What calls with the same facts have in common: they have passed all checks but those of single calls."""
 
-        tensors, buffers, whole = shards_of(tensors, buffers, training, process_group, layer, masks)
-        return whole(batch_norm(tensors, buffers, options, training, process_group, layer, masks))
-    is_replica = training and isinstance(process_group, Replica)
+    facts: tuple[Any, ...] | None
+    options: Options
+    exchange: Callable[[], Exchange] | None
+    """Makes the exchange of a call in training."""
+    is_local: bool = False
+    """Whether it is a call in training in a group of one."""
+
+
+def batch_norm(call: Call) -> Tensor:
+    """Computes :func:`sync_batch_norm`. Callers tell their peers of errors."""
+    input = call.input
+    if type(input) not in _PLAIN_CLASSES:
+        for is_special, compute in SPECIAL_INPUTS:
+            if is_special(input):
+                return compute(call)
+        if isinstance(input, Tensor) and not torch.compiler.is_compiling():
+            if has_torch_function_unary(input):
+                # The output gets the class, and what the class copies from the input.
+                compute_plain = lambda plain: batch_norm(call._replace(input=plain))  # noqa: E731
+                return handle_torch_function(compute_plain, (input,), input)
+            # Its class has no say here: either it never has, or torch has disabled it, as within __torch_function__.
+            if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
+                return batch_norm(call._replace(input=input.as_subclass(Tensor)))
     is_compiling = torch.compiler.is_compiling()
-    try:
-        check_tensors(tensors, buffers, training, layer)
-        if input.is_cuda and not is_compiling:
-            ops.check_kernels(input)
-        arguments = input, buffers, options, training, process_group, layer, masks
-        if is_replica or is_compiling or not (this_thread.runs or not torch_internals.has_known_checkpoints):
-            call = _call_of(*arguments)
-        else:
-            call = call_in_first_run(layer, functools.partial(_call_of, *arguments))
-            # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
-            tracks = buffers.running_mean is not None
-            if tracks and call.buffers.running_mean is None and hasattr(layer, "_track_running_stats_backup"):
-                raise RuntimeError(
-                    "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its "
-                    "passes move running statistics, where a repetition moves none"
-                )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise named(error, layer) from None
-    if is_replica:
-        return replicated_batch_norm(input, weight, bias, residual, call, process_group)
-    if call.sync is FIXED_STATISTICS:
-        return _evaluate(input, weight, bias, residual, call)
-    if call.sync.communicator.size == 1 and _suits_torch(input, weight, bias, residual, call):
-        return follow(_batch_norm_alone(input, weight, bias, call), residual, call.options)
-    return synchronized_batch_norm(input, weight, bias, residual, call)
+    prepare = None if is_compiling else this_thread.prepare
+    prepared = _prepare(call, is_compiling) if prepare is None else prepare(call, partial(_prepare, call, False))
+    if isinstance(prepared, _ByTorch):
+        return prepared.normalize(input, call.weight, call.bias, call.residual)
+    if prepared.statistics is None or (prepare is not None and prepared.exchange is not None and is_transforming()):
+        return _transformed(call, prepared)
+    return normalize(input, call.weight, call.bias, call.residual, prepared)
 
 
-# Tensors of other classes are computed with as plain ones, and what is computed gets the class that theirs gives it.
-_PLAIN_CLASSES = Tensor, nn.Parameter
+def _transformed(call: Call, by: Normalization) -> Tensor:
+    """Computes ``call`` under a transform of torch.func or in forward mode."""
+    exchange, buffers = by.exchange, call.buffers
+    if exchange is None or not is_transforming():
+        raise RuntimeError(f"{name_of(call.layer)}: expected no repetition of a call that failed")
+    if by.statistics is not None:
+        raise RuntimeError(
+            "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
+            "activation checkpointing repeats; take the checkpoint away"
+        )
+
+    def gather(input: Tensor) -> Statistics:
+        by.statistics = batch_statistics(input, exchange, _moved(buffers), by.options, by.positions)
+        return by.statistics
+
+    return differentiable_batch_norm(*call[:4], by, gather)
 
 
-def _as_its_class_does(tensors: Tensors, *arguments: Any) -> Tensor:
-    """Calls :func:`batch_norm` as the class of the input has functions of torch called.
+# Stands for a tensor that is not given.
+_NOTHING: Any = SimpleNamespace(dtype=None, device=None, shape=None, layout=None)
 
-    The output then has the class, and what the class copies from the input.
+
+def known_of(call: Call) -> Known:
+    """Returns what is known of calls with the facts of ``call``, which its layer keeps; checks the call if nothing is.
+
+    Facts are all that the checks and the choice of an exchange depend on.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a tensor or an option is wrong, see :func:`sync_batch_norm`.
     """
-    input, *others = tensors
+    input, weight, bias, residual, (mean, var, batches, accumulator), options, training, group, _, _ = call
+    layer: Any = call.layer
+    if layer is None or is_tracing():  # a comparison would become part of the trace
+        return _examined(call, None)
+    w, b = _NOTHING if weight is None else weight, _NOTHING if bias is None else bias
+    m, v = _NOTHING if mean is None else mean, _NOTHING if var is None else var
+    n, r = _NOTHING if batches is None else batches, _NOTHING if residual is None else residual
+    made = (group if type(group) is GroupSpec else spec_of(group)).made() if training else LOCAL
+    try:
+        shape = input.shape
+        facts = (
+            *(options, training, made, accumulator is None, mean is var),
+            *(layer.__class__, layer.momentum, layer.name_in_model, layer.converted_model),
+            *(input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1]),
+            *(w.__class__, w.dtype, w.device, w.shape, b.__class__, b.dtype, b.device, b.shape),
+            *(m.__class__, m.dtype, m.device, m.shape, v.__class__, v.dtype, v.device, v.shape),
+            *(n.__class__, n.dtype, n.device, n.shape),
+            *(r.__class__, r.dtype, r.device, r.layout, residual is None or residual.shape == shape),
+        )
+        kept: Known | None = layer.__dict__.get("_known")
+        if kept is not None and kept.facts == facts:
+            return kept
+    except (AttributeError, IndexError, RuntimeError, ValueError):  # a wrong tensor, or an option that is an array
+        return _examined(call, None)
+    known = _examined(call, facts)
+    if made is not None:  # else the group has been made just now: another job's could be made next time
+        layer.__dict__["_known"] = known
+    return known
 
-    def call(input: Tensor) -> Tensor:
-        return batch_norm((input, *others), *arguments)  # type: ignore[arg-type]
 
-    output: Tensor = handle_torch_function(call, (input,), input)
-    return output
-
-
-def _call_of(
-    input: Tensor,
-    buffers: ops.Buffers,
-    options: Options,
-    training: bool,
-    process_group: Any,
-    layer: nn.Module | None,
-    masks: Masks,
-) -> Call:
-    """Returns what a checkpoint repeats of a call: all but the tensors that may have gradients."""
-    options = checked_options(options, training)
-    mask, lengths, zero_masked = masks
-    is_plain = mask is lengths is getattr(layer, "_masking", None) is None and zero_masked is False
-    masking = None if is_plain else masking_of(layer, input, masks)
+def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
+    """Checks ``call``, and returns what is known of calls with its ``facts``."""
+    input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
+    check_tensors(call[:4], buffers, training, layer)
+    if input.is_cuda and not torch.compiler.is_compiling():
+        ops.check_kernels(input)
+    options = checked_options(call.options, training)
     if not training:
-        mean, var = buffers[:2]
-        if mean is None or var is None:
+        if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
-        if not torch.compiler.is_compiling() and this_thread.runs:  # they may move before the repetition
-            mean, var = mean.clone(), var.clone()
-        masking = masking if masking is not None and masking.zeroes else None
-        return Call(options, ops.Buffers(mean, var), FIXED_STATISTICS, layer, masking)
-    check_tracer(process_group)
-    buffers = _moved_buffers(buffers, options, layer)
-    if isinstance(process_group, Replica):
-        if masking is not None:
-            raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
-        return Call(options, buffers, sync_of(layer, input, options, buffers, LOCAL), layer)
-    spec = spec_of(process_group)
-    communicator = spec.communicator()
-    if communicator.size == 1:
-        if spec is EVERYONE and not torch.compiler.is_compiling():
-            _warn_if_launched_with_others()
-        if not is_tracing() and input.numel() == input.size(1) > 0:
-            raise ValueError(
-                f"input: expected more than 1 value per channel when training, got input size {input.size()}"
-            )
-    sync = sync_of(layer, input, options, buffers, communicator)
-    return Call(options, buffers, sync, layer, masking)
-
-
-def _moved_buffers(buffers: ops.Buffers, options: Options, layer: nn.Module | None) -> ops.Buffers:
-    """Returns the buffers that a training call moves, with the accumulator that takes the statistics instead."""
-    if buffers.running_mean is None:
-        return ops.NO_BUFFERS  # num_batches_tracked counts batches of running statistics, so it goes too
-    if options.momentum is None and buffers.num_batches_tracked is None:
+        return Known(facts, options, None)
+    check_tracer(call.process_group)
+    if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    accumulator: ops.StatisticsAccumulator | None = getattr(layer, "_accumulator", None)
-    if accumulator is None:
-        return buffers
-    if buffers.running_mean is not getattr(layer, "running_mean", None):
-        raise RuntimeError(
-            "running_mean: expected the buffer of the layer within accumulate_statistics, which moves it at its end; "
-            "got another tensor"
-        )
-    if not torch.compiler.is_compiling() and is_capturing():
-        raise RuntimeError(
-            "accumulate_statistics: expected no capture of a CUDA graph, because it does not see replays; capture "
-            "outside of it"
-        )
-    return buffers._replace(accumulator=accumulator)
+    spec = spec_of(call.process_group)
+    communicator = spec.communicator()
+    if communicator.size == 1 and spec is EVERYONE and not torch.compiler.is_compiling():
+        _warn_if_launched_with_others()
+    exchange = exchange_of(layer, input, options, _moved(buffers), communicator)
+    return Known(facts, options, exchange, communicator.size == 1)
+
+
+def _moved(buffers: ops.Buffers) -> ops.Buffers:
+    """Returns the buffers that a call in training moves."""
+    # num_batches_tracked counts batches of running statistics, so it goes with them.
+    return ops.NO_BUFFERS if buffers.running_mean is None else buffers
+
+
+def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
+    """Returns what ``call`` is normalized by. In training it gathers the statistics and moves the buffers."""
+    input, buffers = call.input, call.buffers
+    try:
+        masking = None
+        if call.masks is not NO_MASKS:
+            check_tensors(call[:4], buffers, call.training, call.layer)  # which a mask is compared with
+            masking = masking_of(input, call.masks)
+        known = _examined(call, None) if is_compiling else known_of(call)
+        if known.is_local:
+            check_local_count(input)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise named(error, call.layer) from None
+    options = known.options
+    if known.exchange is None:
+        return _in_evaluation(call, options, masking)
+    if buffers.running_mean is None:
+        buffers = _moved(buffers)
+    if known.is_local and masking is None and _suits_torch(call, options):
+        return _ByTorch(options, buffers)
+    exchange = known.exchange()
+    statistics = None
+    if is_compiling or not (has_transforms() or level_of_duals() >= 0):
+        positions = None if masking is None else masking.positions
+        statistics = batch_statistics(input.detach(), exchange, buffers, options, positions)
+    return Normalization(options, exchange, call.layer, masking, statistics)
 
 
 @functools.cache
@@ -299,31 +323,27 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
 _DEFAULTS = Options()[2:-1]  # all but eps, momentum and the activation
 
 
-def _suits_torch(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
-) -> bool:
+def _suits_torch(call: Call, options: Options) -> bool:
     """Whether F.batch_norm computes training on one rank: if it supports the call, is exact enough and is fast.
 
     It has eps and momentum; all other options, new ones too, must have their defaults. With ``momentum=None`` the host
     would have to read the factor. torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs
     are off by several units in the last place.
     """
-    options, buffers = call.options, call.buffers
-    if options.momentum is None or options[2:-1] != _DEFAULTS:
+    input, buffers = call.input, call.buffers
+    if options.momentum is None or options[2:-1] != _DEFAULTS or buffers.accumulator is not None:
         return False
-    if call.masking is not None or buffers.accumulator is not None:
-        return False
-    if (options.activation is not None or residual is not None) and not _is_recorded(input):
+    if (options.activation is not None or call.residual is not None) and not _is_recorded(input):
         return False
     rounds = input.device.type == "cpu" and input.dtype in ops.HALF_DTYPES
-    if rounds or not _torch_takes(input, (*buffers[:2], weight, bias)):
+    if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
         return False
     if is_tracing():
         return True
     # A trace also serves other sizes, so the size must not decide there which is faster.
     if input.numel() == 0:
         return False
-    return _is_recorded(input) or not (this_thread.depth or ops.prefer_native(input))
+    return _is_recorded(input) or not (this_thread.see_output or ops.prefer_native(input))
 
 
 def _is_recorded(input: Tensor) -> bool:
@@ -332,41 +352,55 @@ def _is_recorded(input: Tensor) -> bool:
     return is_traced or is_transforming()
 
 
-def _batch_norm_alone(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    running_mean, running_var, num_batches_tracked, _ = call.buffers
-    if running_mean is not None and running_var is not None and is_repetition():
-        # The repeated forward pass has counted the batch already.
-        num_batches_tracked = None
-        with unseen_by_selective_checkpointing():
-            running_mean, running_var = running_mean.clone(), running_var.clone()
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
-    momentum, eps = call.options.momentum, call.options.eps
-    assert momentum is not None
-    return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+class _ByTorch(NamedTuple):
+    """Normalization by F.batch_norm: in evaluation, and in training on one rank where it is as exact and faster."""
+
+    options: Options
+    buffers: ops.Buffers
+    training: bool = True
+    masking: ops.Masking | None = None
+
+    def normalize(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        options, (mean, var, batches, _), training, masking = self
+        eps, momentum = options.eps, 0.0
+        if training:
+            assert options.momentum is not None
+            momentum = options.momentum
+            if batches is not None:
+                batches.add_(1)
+        elif mean is not None and var is not None:
+            if options.eps_mode == "clamp":
+                # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
+                var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
+            if not _torch_takes(input, (mean, var, weight, bias)):
+                dtype = ops.accumulate_dtype(input.dtype)
+                mean, var, weight, bias = (None if t is None else t.to(dtype) for t in (mean, var, weight, bias))
+        if masking is not None:
+            input = masking.clear(input)
+        output = F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+        if residual is None and options.activation is None and masking is None:
+            return output
+        return follow(output, residual, options, masking)
+
+    def again(self) -> "_ByTorch":
+        """Returns the same with copies of the buffers, which the first run has moved."""
+        mean, var, *_ = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
+        return self._replace(buffers=ops.Buffers(mean, var))
 
 
-def _evaluate(input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call) -> Tensor:
+def _in_evaluation(call: Call, options: Options, masking: ops.Masking | None) -> "Normalization | _ByTorch":
+    """Returns what ``call`` is normalized by in evaluation: by the running statistics, as constants."""
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    options, masking = call.options, call.masking
-    eps, is_clamp = options.eps, options.eps_mode == "clamp"
-    follows = options.activation is not None or residual is not None or masking is not None
-    if follows and not _is_recorded(input):
-        dtype = ops.accumulate_dtype(input.dtype)
-        var = var.to(dtype)
-        invstd = (var.clamp(min=eps) if is_clamp else var + eps).rsqrt()
-        count = torch.ones((), dtype=torch.int64, device=input.device)
-        call.statistics = mean.to(dtype), invstd, count, None
-        return synchronized_batch_norm(input, weight, bias, residual, call)
-    if is_clamp:
-        # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
-        var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
-    if not _torch_takes(input, (mean, var, weight, bias)):
-        dtype = ops.accumulate_dtype(input.dtype)
-        mean, var, weight, bias = (None if t is None else t.to(dtype) for t in (mean, var, weight, bias))
-    if masking is not None:
-        input = masking.clear(input)
-    output = F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
-    return follow(output, residual, options, masking)
+    if not torch.compiler.is_compiling() and this_thread.prepare is not None:  # they may move before a repetition
+        mean, var = mean.clone(), var.clone()
+    masking = masking if masking is not None and masking.zeroes else None
+    follows = options.activation is not None or call.residual is not None or masking is not None
+    if not follows or _is_recorded(call.input):
+        return _ByTorch(options, ops.Buffers(mean, var), False, masking)
+    dtype = ops.accumulate_dtype(call.input.dtype)
+    var = var.to(dtype)
+    invstd = (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
+    count = torch.ones((), dtype=torch.int64, device=mean.device)
+    return Normalization(options, None, call.layer, masking, (mean.to(dtype), invstd, count))

@@ -5,6 +5,7 @@ A new option is a field here, an attribute and an argument of the layer, and an 
 :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 # Input, weight, bias and residual of a call.
 Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# mask, lengths and zero_masked of a call.
+# mask, lengths and zero_masked of a call; or a function that returns them for its input.
 Masks: TypeAlias = tuple[Tensor | None, Tensor | None, bool]
+GivenMasks: TypeAlias = Masks | Callable[[Tensor], Masks]
 
 NO_MASKS: Masks = None, None, False
 

@@ -3,21 +3,24 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn, strided
-from torch.compiler import is_dynamo_compiling
 from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
 from .checks import check_dimensions, check_is_dense, check_is_tensor, checked_options, named
-from .communicators import EVERYONE, LOCAL, CallbackContext, GroupSpec, Replica, spec_of
-from .functional import batch_norm
+from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
+from .functional import Known, batch_norm
 from .ops import activation_of
-from .options import Masks, Options
-from .step.cached import CachedCall, remember_call
+from .options import NO_MASKS, Masks, Options
+from .step.call import Call
 from .sync import raise_for_all
+
+# A function around calls of a layer. It gets the next one, or ``batch_norm`` at last, and a call for it.
+Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]
 
 
 class BatchNorm(_BatchNorm):
@@ -51,7 +54,8 @@ def _telling_peers(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 name = type(layer).__name__
                 raise TraceError(f"{name} is one node of a graph; trace a model that contains it") from None
             # Replicas run in threads, in which no process group may be used.
-            raise_for_all(error, (layer._group_spec, layer) if layer.training and not layer._is_replica else None)
+            is_replica = "_is_replica" in vars(layer)
+            raise_for_all(error, (layer._group_spec, layer) if layer.training and not is_replica else None)
             raise
 
     # In place of __wrapped__, by which torch.fx would read the code of the wrapped function for this one's.
@@ -131,13 +135,9 @@ class SyncBatchNorm(_BatchNorm):
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     _group_spec: GroupSpec = EVERYONE  # ranks to synchronize with
-    _replica: Replica | None = None  # this layer as one of several replicas of data parallelism in one process
-    _is_replica: bool = False  # set by torch's DataParallel in its copies
-    _masking: Any = None  # mask or lengths within masked
-    _accumulator: ops.StatisticsAccumulator | None = None  # within accumulate_statistics
-    _observers: tuple[Any, ...]  # layers that this is a part of, while their own forwards run in training
     _frozen: Frozen | None = None  # by freeze_statistics: the layer is in evaluation, whatever sets its mode
-    _cached_call: CachedCall | None = None  # the last training call over several ranks, which passed all checks
+    _attached: tuple[Attachment, ...] = ()  # by extras: functions around each call, the outermost last
+    _known: Known | None = None  # what the last call with other facts than the one before has found out
 
     # Whether the class looks attributes up by itself: then it may give others than its parameters and buffers.
     _has_getattr: ClassVar[bool] = False
@@ -237,61 +237,14 @@ class SyncBatchNorm(_BatchNorm):
             self._check_input_dim(input)
         except (TypeError, ValueError) as error:
             raise named(error, self) from None
-        is_plain = residual is mask is lengths is None and zero_masked is False and not is_dynamo_compiling()
-        cached = self._cached_call if is_plain else None
-        output = None if cached is None else cached.run(self, input)
-        if output is None:
-            output = _normalize(self, input, residual, (mask, lengths, zero_masked))
-            if is_plain:
-                remember_call(self, input)
-        if "_observers" in vars(self) and self.training:
-            for layer in self._observers:
-                layer.note_synchronization()
-        return output
+        masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
+        call = _call_of(self, input, residual, masks)
+        return through_attachments(self, call) if self._attached else batch_norm(call)
 
-    def _tensor(self, name: str) -> Any:
-        """Returns the attribute ``name``; for parameters and buffers without torch's search, which takes 0.6 us each.
-
-        torch lets no other attribute have the name of a parameter or buffer, so the result is the same. A class with
-        its own ``__getattr__`` is asked: ModelOpt's returns the part of a parameter that a pruned layer has.
-        """
-        if self._has_getattr:
-            return getattr(self, name)
-        buffers = self._buffers
-        if name in buffers:
-            return buffers[name]
-        parameters = self._parameters
-        return parameters[name] if name in parameters else getattr(self, name)
-
-    def _ranks(self) -> GroupSpec | Replica:
-        """Returns the replica that this layer is, where it is one of several, else the specification of its group."""
-        if self._replica is None:
-            if self._is_replica:
-                raise RuntimeError(
-                    f"{type(self).__name__}: expected replicas that know of each other, got one of a DataParallel "
-                    "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
-                    "patch_replication_callback on the model"
-                )
-            return self._group_spec
-        if self._replica.size == 1:
-            return self._group_spec
-        size = self._group_spec.communicator().size
-        if size > 1:
-            raise RuntimeError(
-                f"process_group: expected a group of one where a layer is one of {self._replica.size} replicas, got "
-                f"one of {size} ranks; use one device for each rank, or set process_group to "
-                "bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process alone"
-            )
-        return self._replica
-
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        """Makes this copy of a layer know the copies in other replicas, see :mod:`bagua_syncbn.data_parallel`."""
-        if not isinstance(ctx, CallbackContext):
-            raise TypeError(
-                "ctx: expected a bagua_syncbn.data_parallel.CallbackContext, as execute_replication_callbacks makes "
-                f"it, got {type(ctx).__module__}.{type(ctx).__name__}"
-            )
-        self._replica = Replica(ctx.replicas, copy_id, ctx.layer)
+    def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
+        replica: SyncBatchNorm = super()._replicate_for_data_parallel()
+        vars(replica).update(_attached=(refuse_alone, *self._attached), _known=None)
+        return replica
 
     def extra_repr(self) -> str:
         eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
@@ -317,16 +270,45 @@ class SyncBatchNorm(_BatchNorm):
 # Functions and not methods, because classes that get converted may have methods of any name.
 
 
-def _normalize(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Tensor:
-    tracks = layer.training and layer.track_running_stats
-    running_mean, running_var = layer._tensor("running_mean"), layer._tensor("running_var")
-    uses_batch = layer.training or (running_mean is None and running_var is None)
-    buffers = ops.NO_BUFFERS
-    if tracks or not uses_batch:
-        buffers = ops.Buffers(running_mean, running_var, layer._tensor("num_batches_tracked") if tracks else None)
-    tensors = input, layer._tensor("weight"), layer._tensor("bias"), residual
-    ranks = layer._ranks() if layer.training else LOCAL
-    return batch_norm(tensors, buffers, options_of(layer), uses_batch, ranks, layer, masks)
+def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Call:
+    # Mostly without torch's search, which takes 0.6 us for each: torch lets no other attribute have the name of a
+    # parameter or buffer, so the result is the same. A class with a search of its own is asked.
+    parameters, held = layer._parameters, layer._buffers
+    try:
+        weight, bias = parameters["weight"], parameters["bias"]
+        mean, var, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
+        is_found = not layer._has_getattr
+    except KeyError:  # as in a parametrized layer, or in a replica
+        is_found = False
+    if not is_found:
+        weight, bias = layer.weight, layer.bias
+        mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
+    if layer.training:
+        buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
+        return Call(input, weight, bias, residual, buffers, options, True, layer._group_spec, layer, masks)
+    uses_batch = mean is None and var is None
+    buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
+    return Call(input, weight, bias, residual, buffers, options, uses_batch, LOCAL, layer, masks)
+
+
+def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
+    """Computes a call of ``layer`` with all that is attached to it."""
+    go = batch_norm
+    for attachment in layer._attached:
+        go = partial(attachment, go)
+    return go(call)
+
+
+def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
+    """Attachment of a replica that knows of no other one: training would not be synchronized."""
+    if call.layer is not None and call.layer.training:
+        raise RuntimeError(
+            f"{type(call.layer).__name__}: expected replicas that know of each other, got one of a DataParallel "
+            "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
+            "patch_replication_callback on the model"
+        )
+    return go(call)
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -347,7 +329,7 @@ def options_of(layer: Any) -> Options:
 
 def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
     """Returns ``state`` of a layer without the attributes that must not be copied or pickled."""
-    return {name: value for name, value in state.items() if name not in ("_replica", "_accumulator", "_masking")}
+    return {name: value for name, value in state.items() if name not in ("_attached", "_known")}
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

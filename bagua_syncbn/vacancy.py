@@ -44,7 +44,7 @@ def set_sbn_eps_mode(mode: str) -> None:
 
 class _ClampsInReplicas(SyncBatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
+        super().__data_parallel_replicate__(ctx, copy_id)  # type: ignore[misc]
         if self.training:
             self.eps_mode = _eps_mode  # in this copy, which lives for one forward pass
 

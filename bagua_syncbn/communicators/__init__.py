@@ -1,28 +1,23 @@
 """Communication between ranks or replicas, independent of what layers compute.
 
 A :class:`Communicator` gathers one small tensor of each rank, or adds these tensors up. Each way to synchronize the
-processes of a job is a communicator in a file of its own. Replicas in threads of one process use :class:`Replica`
-instead: a collective in their backward could wait for another one that would run next on the same thread.
+processes of a job is a communicator in a file of its own.
 """
 
 from .c10d import AsyncCollective, TorchCommunicator, is_large
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .group_spec import EVERYONE, GroupSpec, spec_of, sync_group
 from .groups import RankGroup
-from .replicas import CallbackContext, Replica, Replicas
 from .shared import SharedCommunicator, communicator_of
 
 __all__ = [
     "EVERYONE",
     "LOCAL",
     "AsyncCollective",
-    "CallbackContext",
     "Communicator",
     "GroupSpec",
     "LocalCommunicator",
     "RankGroup",
-    "Replica",
-    "Replicas",
     "SharedCommunicator",
     "TorchCommunicator",
     "communicator_of",

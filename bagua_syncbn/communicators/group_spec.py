@@ -55,13 +55,16 @@ class GroupSpec:
         # A communicator that was made for the given group stays usable after the end of that group, until the job ends.
         if self._communicator is None and self._is_gone():
             raise RuntimeError(c10d.DESTROYED)
-        return LOCAL if _running_job() is None else self.made() or self._make()
+        return self.made() or self._make()
 
     def made(self) -> Communicator | None:
-        """Returns the communicator if it was already made in the running job, else None."""
+        """Returns the communicator if it was already made in the running job, else None; LOCAL where no job runs."""
         if self.given_communicator is not None:
             return self.given_communicator
-        return self._communicator if self._world() is _running_job() else None
+        job = _running_job()
+        if job is None:
+            return LOCAL
+        return self._communicator if self._world() is job else None
 
     def _make(self) -> Communicator:
         """Makes the communicator, together with the other ranks of the group, for the rest of the running job."""

@@ -15,9 +15,9 @@ from torch import nn
 
 from ..checks import check_flag
 from ..communicators import EVERYONE, GroupSpec, spec_of
+from ..extras.freezing import is_frozen
 from ..models import Filter, check_module
 from ..ops.activations import Activation
-from ..statistics.freezing import is_frozen
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import forget_compiled_code
@@ -154,7 +154,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     with _restored_on_error(changed):
         for layer, cls in changed.items():
             groups = vars(layer).get("groups_before", {})
-            for name in ("_group_spec", "_cached_call", "groups_before", "name_in_model", "converted_model"):
+            for name in ("_group_spec", "_known", "_attached", "groups_before", "name_in_model", "converted_model"):
                 vars(layer).pop(name, None)
             for name, held in groups.items():
                 vars(layer)[name] = held.group_before() if isinstance(held, GroupSpec) else held

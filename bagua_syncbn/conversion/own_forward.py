@@ -9,6 +9,7 @@ of their calls.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from .. import ops
 from ..communicators import LOCAL
-from ..functional import batch_norm
-from ..step.checkpointing import is_repetition
-from ..step.recomputation import this_thread
-from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of
+from ..extras.accumulation import accumulation_of
+from ..extras.checkpointing import is_repetition
+from ..extras.masks import is_masked
+from ..step.call import Call, this_thread
+from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
 from ..torch_internals import unseen_by_selective_checkpointing
 
 
@@ -40,8 +42,6 @@ class ObservedSyncBatchNorm(SyncBatchNorm):
     def note_synchronization(self) -> None:
         if not vars(self).get("was_synchronized", True):
             self.was_synchronized = True
-        for layer in vars(self).get("_observers", ()):
-            layer.note_synchronization()
 
 
 def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,9 +78,22 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     """Whether ``layer`` may compute something else in evaluation than F.batch_norm by the same running statistics."""
-    if not torch.compiler.is_compiling() and this_thread.runs:  # a repetition computes what the first run did
+    if not torch.compiler.is_compiling() and this_thread.prepare is not None:  # a repetition does as the first run did
         return True
-    return layer.eps_mode != "plus" or layer.fused_activation is not None or layer._masking is not None
+    return layer.eps_mode != "plus" or layer.fused_activation is not None or is_masked(layer)
+
+
+@dataclass(frozen=True, eq=False)
+class _Observer:
+    """Attached to a part of a layer, it notes that the part was called in training."""
+
+    layer: ObservedSyncBatchNorm
+
+    def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
+        output = go(call)
+        if call.layer is not None and call.layer.training:
+            self.layer.note_synchronization()
+        return output
 
 
 @contextmanager
@@ -88,16 +101,14 @@ def _told_by_parts(layer: ObservedSyncBatchNorm) -> Iterator[None]:
     """Context in which the synchronized parts of ``layer`` tell it when they are called in training."""
     parts = [part for part in layer.modules() if isinstance(part, SyncBatchNorm) and part is not layer]
     for part in parts:
-        part._observers = (*vars(part).get("_observers", ()), layer)
+        part._attached = (*part._attached, _Observer(layer))
     try:
         yield
     finally:
         for part in parts:
-            others = tuple(other for other in vars(part).get("_observers", ()) if other is not layer)
-            if others:
-                part._observers = others
-            elif "_observers" in vars(part):  # false after another thread ended a layer with the same part
-                del part._observers
+            part._attached = tuple(
+                one for one in part._attached if not (isinstance(one, _Observer) and one.layer is layer)
+            )
 
 
 @contextmanager
@@ -106,22 +117,22 @@ def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
 
     A batch that is repeated in backward is not counted again, and accumulate_statistics counts all its batches as one.
     """
-    counted = getattr(layer, "num_batches_tracked", None)
-    if not isinstance(counted, Tensor) or not (layer._accumulator or is_repetition()):
+    counted, accumulation = getattr(layer, "num_batches_tracked", None), accumulation_of(layer)
+    if not isinstance(counted, Tensor) or not (accumulation or is_repetition()):
         yield
         return
     with unseen_by_selective_checkpointing():
         before = counted.clone()
     try:
         yield
-        if layer._accumulator and not is_repetition():
-            layer._accumulator.counted = counted.clone()
+        if accumulation and not is_repetition():
+            accumulation.counted = counted.clone()
     finally:  # checkpointing ends a repetition by an exception once it has all tensors that it needs
         with unseen_by_selective_checkpointing():
             counted.copy_(before)
 
 
-class _Call(NamedTuple):
+class _TorchsCall(NamedTuple):
     input: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -139,10 +150,10 @@ class _Call(NamedTuple):
         return any(id(tensor) in ids for tensor in self[1:5])
 
 
-BATCH_NORMS: Mapping[Any, Callable[..., _Call]] = {
-    F.batch_norm: _Call,
+BATCH_NORMS: Mapping[Any, Callable[..., _TorchsCall]] = {
+    F.batch_norm: _TorchsCall,
     torch.batch_norm: lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: (
-        _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        _TorchsCall(input, running_mean, running_var, weight, bias, training, momentum, eps)
     ),
 }
 
@@ -166,9 +177,9 @@ class _Redirect(TorchFunctionMode):
                     # The forward counts the batches itself, as torch's does before this call.
                     buffers = ops.Buffers(call.running_mean, call.running_var)
                     options = options_of(layer)._replace(eps=call.eps, momentum=call.momentum)
-                    ranks = layer._ranks() if call.training else LOCAL
+                    group = layer._group_spec if call.training else LOCAL
                     tensors = call.input, call.weight, call.bias, None
-                    return batch_norm(tensors, buffers, options, call.training, ranks, layer)
+                    return through_attachments(layer, Call(*tensors, buffers, options, call.training, group, layer))
             elif self.layer.training and call.training and not call.uses(list(self.layer.modules())[1:]):
                 raise _unsynchronized(self.layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ..step.recomputation import Recomputed
+from ..extras.recomputation import Recomputed
 from ..torch_internals import in_place_of_forward
 
 _Module = TypeVar("_Module", bound=nn.Module)

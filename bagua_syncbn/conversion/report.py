@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..extras.freezing import is_frozen
 from ..models import Filter, is_data_parallel, is_left_out, modules_with_names
-from ..statistics.freezing import is_frozen
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .findings import Action, Finding, examine

@@ -4,7 +4,6 @@ Names and behaviour follow the package Synchronized-BatchNorm-PyTorch, so its us
 Replicas may also share a device: ``device_ids=["cpu", "cpu"]`` runs two of them, in threads, on chunks of one batch.
 """
 
-from ..communicators import CallbackContext
 from .callbacks import execute_replication_callbacks
 from .layers import (
     SynchronizedBatchNorm1d,
@@ -13,6 +12,7 @@ from .layers import (
     convert_model,
     patch_sync_batchnorm,
 )
+from .replicas import CallbackContext
 from .wrapper import DataParallelWithCallback, patch_replication_callback
 
 __all__ = [

@@ -6,9 +6,10 @@ from weakref import ref
 
 from torch import nn
 
-from ..communicators import CallbackContext, Replicas
 from ..sync import name_of
-from ..sync_batchnorm import SyncBatchNorm
+from ..sync_batchnorm import SyncBatchNorm, refuse_alone
+from .replicas import CallbackContext, Replicas
+from .step import Replica
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
@@ -45,6 +46,20 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     if len(modules) > 1 and any(isinstance(child, SyncBatchNorm) for child in structures[0].values()):
         for rank, module in enumerate(modules):
             _watch(module, replicas, rank)
+
+
+def _replicate(layer: SyncBatchNorm, ctx: CallbackContext, copy_id: int) -> None:
+    """Makes this copy of a layer know the copies in other replicas."""
+    if not isinstance(ctx, CallbackContext):
+        raise TypeError(
+            "ctx: expected a bagua_syncbn.data_parallel.CallbackContext, as execute_replication_callbacks makes it, "
+            f"got {type(ctx).__module__}.{type(ctx).__name__}"
+        )
+    others = (one for one in layer._attached if one is not refuse_alone and not isinstance(one, Replica))
+    layer._attached = (Replica(ctx.replicas, copy_id, ctx.layer), *others)
+
+
+SyncBatchNorm.__data_parallel_replicate__ = _replicate  # type: ignore[attr-defined]
 
 
 def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:

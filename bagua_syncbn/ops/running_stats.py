@@ -4,29 +4,16 @@
 where ``eps`` replaces the variance, no gradient passes through it.
 """
 
-import math
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..options import Options
 from .moments import Moments, merge_dtype, merge_rows
 from .words import WORD, words_in
 
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
-
-
-class MergeOptions(Protocol):
-    """The options of a call that its merge has to know."""
-
-    @property
-    def eps(self) -> float: ...
-    @property
-    def momentum(self) -> float | None: ...
-    @property
-    def eps_mode(self) -> str: ...
-    @property
-    def skip_nonfinite(self) -> bool: ...
 
 
 class Buffers(NamedTuple):
@@ -54,7 +41,7 @@ class StatisticsAccumulator:
         # torch.compile needs one graph for all batches.
         self.row = torch.zeros(1, 2 * channels + 2, dtype=merge_dtype(device), device=device)
         self._buffers = NO_BUFFERS
-        self._options: MergeOptions | None = None
+        self._options: Options | None = None
         # num_batches_tracked after the batches, where the layer counts them itself.
         self.counted: Tensor | None = None
 
@@ -71,7 +58,7 @@ class StatisticsAccumulator:
         mean, var, low, high = self.row[0].split([channels, channels, 1, 1])
         return Moments(mean, var, low + high * WORD)
 
-    def move_later(self, buffers: Buffers, options: MergeOptions) -> None:
+    def move_later(self, buffers: Buffers, options: Options) -> None:
         """Takes what :meth:`move` is to move, and how."""
         self._buffers, self._options = Buffers(*buffers[:3]), options
 
@@ -95,12 +82,9 @@ def _checked(rows: Tensor) -> Tensor:
     return torch.cat([rows[:, :-1], rows[:, -1:].masked_fill(differ, torch.nan)], 1)
 
 
-# Mean (C), inverse deviation (C), values per channel on all ranks as an int64 scalar, and (C) of bool, where eps
-# replaces the variance; None for "plus". Not a NamedTuple: to make one takes a microsecond.
-MergedStats: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def merge_stats(gathered: Tensor, buffers: Buffers, options: MergeOptions, fault: Tensor | None = None) -> MergedStats:
+def merge_stats(
+    gathered: Tensor, buffers: Buffers, options: Options, fault: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
     running_mean, running_var, counter, accumulator = buffers
     eps = options.eps
@@ -117,15 +101,23 @@ def merge_stats(gathered: Tensor, buffers: Buffers, options: MergeOptions, fault
     added = 0.0 if is_clamp else eps
     arguments = gathered, running_mean, running_var, counter, options.momentum, added, fault
     # To be given one more argument takes an op half a microsecond.
-    mean, invstd, count = _gather_stats(*arguments, True) if options.skip_nonfinite else _gather_stats(*arguments)
-    if not is_clamp:
-        return mean, invstd, count, None
-    limit = eps**-0.5 if eps else math.inf
-    return mean, invstd.clamp(max=limit), count, invstd > limit
+    merged = _gather_stats(*arguments, True) if options.skip_nonfinite else _gather_stats(*arguments)
+    if not is_clamp or not eps:
+        return merged  # type: ignore[no-any-return]
+    mean, invstd, count = merged
+    return mean, invstd.clamp(max=eps**-0.5), count
 
 
-def clear_clamped(sums: Tensor, clamped: Tensor | None) -> Tensor:
-    """Sets ``sum_dy_xmu`` of ``sums`` (2C + K), what passes through the variance, to 0 where ``clamped`` (C)."""
+def is_clamped(invstd: Tensor, options: Options) -> Tensor | None:
+    """Returns in which channels (C) ``eps`` replaces the variance; None for in none."""
+    if options.eps_mode == "plus" or not options.eps:
+        return None
+    limit: float = options.eps**-0.5
+    return invstd >= limit
+
+
+def clear_clamped(sums: Tensor, invstd: Tensor, options: Options) -> None:
+    """Sets ``sum_dy_xmu`` of ``sums`` (2C + K), what passes through the variance, to 0 where ``eps`` replaces that."""
+    clamped = is_clamped(invstd, options)
     if clamped is not None:
         sums[clamped.numel() : 2 * clamped.numel()].masked_fill_(clamped, 0)
-    return sums

@@ -1,1 +1,1 @@
-"""The step of a call, and other ways through it. Read ``function`` first; :mod:`bagua_syncbn.sync` has the messages."""
+"""The step: statistics, normalization, derivatives of any order. :mod:`bagua_syncbn.sync` has what crosses ranks."""

@@ -1,25 +1,70 @@
-"""A call: what the step needs beside tensors that may have gradients."""
+"""Records of a call, and the hooks by which others take part in the calls of a thread."""
 
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from .. import ops
-from ..options import Options
-from ..sync import Sync
+from ..options import NO_MASKS, GivenMasks, Options
+from ..sync import Exchange
+
+# Mean (C), inverse deviation (C) and number of values per channel, an int64 scalar, of all ranks together.
+Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class Call(NamedTuple):
+    """A call of a layer, or of :func:`~bagua_syncbn.sync_batch_norm`, as it comes in."""
+
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    buffers: ops.Buffers
+    options: Options
+    training: bool
+    process_group: Any
+    layer: nn.Module | None
+    masks: GivenMasks = NO_MASKS
 
 
 @dataclass(slots=True)
-class Call:
-    """A call without the tensors that may have gradients. A checkpoint repeats the call with all of it."""
+class Normalization:
+    """What a call is normalized by, beside tensors that may have gradients."""
 
     options: Options
-    buffers: ops.Buffers
-    sync: Sync
-    layer: nn.Module | None = None
+    exchange: Exchange | None  # None if the statistics are constants
+    layer: nn.Module | None
     masking: ops.Masking | None = None
-    number: int = 0  # counts the calls of the group
-    statistics: ops.MergedStats | None = None  # merged over all ranks, once they are gathered
+    # Under a transform of torch.func None, until the differentiable form has gathered them.
+    statistics: Statistics | None = None
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Positions of the input that count, as the ops take them; None for all."""
+        return None if self.masking is None else self.masking.positions
+
+    def again(self) -> Normalization:
+        """Returns what a repetition of the call is normalized by."""
+        return self
+
+
+class _Thread(threading.local):
+    """Hooks of one thread. Each is None, or a function that an extra has set."""
+
+    prepare: Callable[[Call, Callable[[], Any]], Any] | None = None
+    """Called with a call and a function that returns what it is normalized by; returns that, or what an earlier call
+    was normalized by, as in a repetition by activation checkpointing."""
+
+    see_output: Callable[..., None] | None = None
+    """Called with output, input, weight, bias, residual and normalization of each call."""
+
+
+this_thread = _Thread()
 
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:

@@ -1,21 +1,18 @@
-"""How ranks talk in a step, knowing nothing of masks, layouts and kernels. Read ``protocol`` first."""
+"""What crosses ranks in a call, and how they find out that they differ. Read ``protocol`` first."""
 
 from .errors import raise_for_all, tell_peers, tells_peers
+from .exchanges import LOCAL_EXCHANGE, Exchange, exchange_of, sum_over_ranks
 from .faults import check_ranks
-from .protocol import RankSync
 from .signatures import name_of
-from .strategies import FIXED_STATISTICS, LocalSync, Sync, sum_over_ranks, sync_of
 
 __all__ = [
-    "FIXED_STATISTICS",
-    "LocalSync",
-    "RankSync",
-    "Sync",
+    "LOCAL_EXCHANGE",
+    "Exchange",
     "check_ranks",
+    "exchange_of",
     "name_of",
     "raise_for_all",
     "sum_over_ranks",
-    "sync_of",
     "tell_peers",
     "tells_peers",
 ]

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from threading import Thread
 
 import torch
 
@@ -16,8 +17,16 @@ class FaultRecord:
 
     def __init__(self, device_type: str) -> None:
         self.is_on_cpu = device_type == "cpu"
-        with outside_of_modes():
-            self.tensor = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=not self.is_on_cpu)
+        made: list[torch.Tensor] = []
+
+        def make() -> None:
+            made.append(torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=not self.is_on_cpu))
+
+        # In a thread of its own no mode, transform or default device is active: the tensor is real, and ops may write.
+        thread = Thread(target=make)
+        thread.start()
+        thread.join()
+        (self.tensor,) = made
         # Read without an op: every call looks at it.
         self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
         # Sums that this rank has sent where no host waits, by number: for those found wrong later.
@@ -49,23 +58,23 @@ class FaultRecord:
             raise RuntimeError(found_text(written, own[0] if own else "backward, compiled"))
 
 
-# Records by the name of the group and the type of device, as long as the group lives: the calls of one group never see
-# what another one's ops have found. Compiled code looks its record up here. Devices that cannot write to the memory of
-# the host have none.
+# Records by history and type of device, as long as the history lives: the calls of one group never see what another
+# one's ops have found. Compiled code looks its record up here. Devices that cannot write to the memory of the host have
+# none.
 RECORDS: dict[tuple[str, str], FaultRecord] = {}
 
 
-def record_of(group_name: str, device_type: str) -> FaultRecord | None:
-    """Returns the record of a group for ops on ``device_type``; None for a device that cannot write to it."""
-    key = group_name, device_type
+def record_of(history: str, device_type: str) -> FaultRecord | None:
+    """Returns the record of a history for ops on ``device_type``; None for a device that cannot write to it."""
+    key = history, device_type
     if key not in RECORDS and device_type in ("cpu", "cuda"):
         return RECORDS.setdefault(key, FaultRecord(device_type))
     return RECORDS.get(key)
 
 
-def forget_records(group_name: str) -> None:
+def forget_records(history: str) -> None:
     for device_type in ("cpu", "cuda"):
-        RECORDS.pop((group_name, device_type), None)
+        RECORDS.pop((history, device_type), None)
 
 
 def check_ranks() -> None:

@@ -33,7 +33,7 @@ class CallHistory:
     most = 2**14  # predictions; all ranks forget them at the same call
 
     def __init__(self, compiled: set[int], name: str) -> None:
-        self.name = name  # the group's, under which its fault records are kept
+        self.name = name  # under which its fault records are kept; another one for each history
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, which stands for compiled code
         self.device: torch.device | None = None  # device of the messages; None before the first one
@@ -149,7 +149,7 @@ def _kept_with(owner: Any, values: dict[int, tuple[Any, _Value]], make: Callable
 # By the id of the group. Communicators without a group share the set of compiled kinds.
 _histories: dict[int, tuple[Any, CallHistory]] = {}
 _compiled_unnamed: set[int] = set()
-_unnamed = itertools.count()
+_numbers = itertools.count()
 
 
 def history_in(communicator: Communicator) -> CallHistory:
@@ -159,8 +159,8 @@ def history_in(communicator: Communicator) -> CallHistory:
 
 def _history_of(group: Any) -> CallHistory:
     def make() -> CallHistory:
-        name = getattr(group, "group_name", None)
-        history = CallHistory(_compiled_unnamed if name is None else set(), name or f"without a name {next(_unnamed)}")
+        compiled = set() if hasattr(group, "group_name") else _compiled_unnamed
+        history = CallHistory(compiled, f"{getattr(group, 'group_name', '')} {next(_numbers)}")
         finalize(history, forget_records, history.name)
         return history
 
@@ -177,16 +177,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fail_after_fork)
 
 
-def note_compilation(group_name: str | None, kind: str, device_type: str, *shared: Any) -> None:
+def note_compilation(group_name: str | None, kind: str, device_type: str, *shared: Any) -> str:
     """Notes that a call with these shared options is compiled, by a layer of this kind, in the group of that name.
 
-    Without a name it says so of all groups that have none.
+    Without a name it says so of all groups that have none. Returns the name under which the fault record is kept.
     """
     word = word_of(kind)
     describe_compiled(word, kind, shared)
-    record_of(group_name or "", device_type)
-    compiled = _compiled_unnamed if group_name is None else _history_of(group_named(group_name)).compiled
-    compiled.add(word)
+    history = None if group_name is None else _history_of(group_named(group_name))
+    (_compiled_unnamed if history is None else history.compiled).add(word)
+    name = "" if history is None else history.name
+    record_of(name, device_type)
+    return name
 
 
 # torch.compile runs it and does not trace it: a checkpointed region that is compiled must not change outside state.

@@ -8,7 +8,7 @@ message. Each message says who sends it (``signatures``); the ops that read it n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,106 +18,107 @@ from ..communicators import Communicator
 from .errors import by_text, codes_of, leave, resume
 from .faults import FaultRecord, differ_text, found_text
 from .history import CallHistory, Probe, can_probe
-from .signatures import CallSignature, checksum, describe, exact_bits
+from .signatures import CallSignature, checksum, describe
 
 
-class RankSync:
-    """The messages of a layer's calls over several ranks, for all calls with the same signature.
+class Agreement(NamedTuple):
+    """What the calls of a layer over several ranks have in common, as long as nothing but values changes."""
+
+    signature: CallSignature
+    record: FaultRecord | None
+    communicator: Communicator
+    history: CallHistory
+    exact_bits: int  # of a fingerprint, in a sum over these ranks
+
+
+class RankExchange:
+    """The messages of one call over several ranks, with what the ops need to compare the ranks by.
 
     A call is known by the number of its forward in the group, 0 where its peers may be in compiled code, which counts
-    no calls. The caller carries that number from :meth:`header` to the methods that follow.
+    no calls.
     """
 
     is_traced = False
-    elementwise = ops
 
-    __slots__ = ("_exact_bits", "_history", "_record", "_signature", "communicator")
+    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "communicator", "fault", "header")
 
-    def __init__(
-        self, signature: CallSignature, record: FaultRecord | None, communicator: Communicator, history: CallHistory
-    ) -> None:
-        self._signature, self._record, self.communicator = signature, record, communicator
-        self._history, self._exact_bits = history, exact_bits(communicator.size)
-
-    def header(self) -> tuple[int, int]:
-        """Returns caller and number of the forward pass, as ``batch_norm_stats`` takes them."""
-        signature, history = self._signature, self._history
+    def __init__(self, agreement: Agreement) -> None:
+        signature, record, self.communicator, history, self._exact_bits = agreement
+        self._signature, self._record, self._history = signature, record, history
+        self.fault = None if record is None else record.tensor
         if signature.kind in history.compiled:
-            return signature.compiled_caller, 0
-        return signature.caller, history.number
+            self._number, caller = 0, signature.compiled_caller
+        else:
+            self._number, caller = history.number, signature.caller
+        self.header = caller, self._number  # as batch_norm_stats takes them
 
-    def gather(self, packed: Tensor, number: int, counter: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of all ranks, each as ``packed`` with its header, and where an op notes faults in them.
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
+        """Returns the rows of all ranks, each as ``row`` with its header; :meth:`check` goes after the op.
 
-        In a large group one row as of all ranks together, see :func:`~bagua_syncbn.ops.add_up_stats`. :meth:`check`
-        goes after the op.
+        In a large group one row as of all ranks together, see :func:`~bagua_syncbn.ops.add_up_stats`.
 
         Raises:
             RuntimeError: the ranks make different calls, or the collective failed.
         """
-        if counter is not None and number:  # must be equal on all ranks too; compared on the device
-            packed[-1:].add_(counter)
+        if counter is not None and self._number:  # must be equal on all ranks too; compared on the device
+            row[-1:].add_(counter)
         if self._signature.message[0]:
 
             def add_up(stats: Tensor) -> Tensor:
-                return self._send(self.communicator.all_reduce, stats, self._signature, number)
+                return self._send(self.communicator.all_reduce, stats, self._signature)
 
-            gathered = ops.add_up_stats(packed, self.communicator.size, add_up)
-        else:
-            gathered = self._send(self.communicator.all_gather, packed, self._signature, number)
-        return gathered, None if self._record is None else self._record.tensor
+            return ops.add_up_stats(row, self.communicator.size, add_up)
+        return self._send(self.communicator.all_gather, row, self._signature)
 
-    def fingerprint(self, number: int, signature: CallSignature | None = None) -> int:
+    def fingerprint(self, signature: CallSignature | None = None) -> int:
         """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
         signature = signature or self._signature.backward
-        if not number:
+        if not self._number:
             return checksum(signature.compiled_caller, 0, 0) & self._exact_bits
-        return checksum(signature.caller, self._history.number, number) & self._exact_bits
+        return checksum(signature.caller, self._history.number, self._number) & self._exact_bits
 
-    def all_reduce(self, sums: Tensor, number: int) -> tuple[Any, ...]:
+    def sum(self, sums: Tensor) -> tuple[Any, ...]:
         """Returns the sums of all ranks, and of their words, and what an op needs to check these.
 
         Number of ranks, record of faults, and what to note there. :meth:`check` goes after the op.
         """
         signature, record, size = self._signature.backward, self._record, self.communicator.size
-        sums = self._send(self.communicator.all_reduce, sums, signature, number)
+        sums = self._send(self.communicator.all_reduce, sums, signature)
         if record is None:
             return sums, size
         if record.is_on_cpu:  # needs no number: it is looked at at once
             return sums, size, record.tensor
         return sums, size, record.tensor, record.number_of_sums(signature)
 
-    def check(self, number: int, gathered: Tensor | None = None, counter: Tensor | None = None) -> None:
-        """Raises RuntimeError if an op on CPU has found that the ranks differ, in ``gathered`` or else in sums."""
+    def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
+        """Raises RuntimeError if an op on CPU has found that the ranks differ, in ``rows`` or else in sums."""
         record = self._record
         if record is not None and record.is_on_cpu and record.kind.value:
-            self._raise_found(record.take(), number, gathered, counter)
+            self._raise_found(record.take(), rows, counter)
         self._history.sending = None
 
-    def total(self, packed: Tensor, number: int) -> Tensor:
-        """Returns the sum over ranks of ``packed``: for derivatives of any order."""
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the sum over ranks of ``values`` (n): for derivatives of any order."""
         signature = self._signature.derivative
-        words = ops.parts_of(self.fingerprint(number, signature))
-        packed = torch.cat([packed, packed.new_tensor(words)])
-        total = self._send(self.communicator.all_reduce, packed, signature, number)
+        words = ops.parts_of(self.fingerprint(signature))
+        packed = torch.cat([values, values.new_tensor(words)])
+        total = self._send(self.communicator.all_reduce, packed, signature)
         total, said = total.tensor_split([-ops.PARTS])
         expected = [self.communicator.size * word for word in words]
         if packed.device.type != "cpu" or type(packed) is not Tensor:
             total = total.where((said == packed.new_tensor(expected)).all(), torch.nan)
         elif said.tolist() != expected:
-            self._disagree(self._say(signature, self._history.calls, number), packed.device)
+            self._disagree(self._say(signature, self._history.calls), packed.device)
         self._history.sending = None
         return total
 
-    def _send(
-        self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature, number: int
-    ) -> Tensor:
+    def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature) -> Tensor:
         """Returns what ``collective`` makes of the message ``packed``, once all ranks are known to have the same.
 
         The call counts as unfinished from before its first collective until the ranks are known to agree. If an
         exception ends it in between, nobody knows which message the other ranks expect, so the group has failed.
         """
-        history, record = self._history, self._record
+        history, record, number = self._history, self._record, self._number
         if history.failure is not None:
             resume(history)
         if record is not None and record.kind.value:
@@ -126,20 +127,20 @@ class RankSync:
         unfinished, history.sending = history.sending, signature
         if unfinished is not None:
             others = f"got one while the {unfinished.text} is not finished: another thread is in it, or an exception"
-            self._fail(signature, number, RuntimeError(f"expected one call at a time in a group, {others} ended it"))
+            self._fail(signature, RuntimeError(f"expected one call at a time in a group, {others} ended it"))
         try:
             if number and (history.next is None or history.next[0] is not signature):
-                self._agree_on(signature, packed, number)
+                self._agree_on(signature, packed)
             result = collective(packed)
             if number:
                 history.add(signature)
         except BaseException as error:
-            if history.failure == self._say(signature, history.calls + 1, number):  # all ranks know that they differ
+            if history.failure == self._say(signature, history.calls + 1):  # all ranks know that they differ
                 raise
-            self._fail(signature, number, error)
+            self._fail(signature, error)
         return result
 
-    def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
+    def _agree_on(self, signature: CallSignature, packed: Tensor) -> None:
         """Sees to it that all ranks have the message ``packed``, where it is not known to be what they expect."""
         history, device = self._history, packed.device
         expected = history.expected()
@@ -149,13 +150,13 @@ class RankSync:
         probe = Probe(expected, signature.caller, history.number, self.communicator, device)
         answer = probe.collective(probe.packed)
         if not probe.is_unanimous(answer):
-            self._disagree(self._say(signature, history.calls + 1, number), device, probe.headers_in(answer))
+            self._disagree(self._say(signature, history.calls + 1), device, probe.headers_in(answer))
         history.device = device
 
-    def _fail(self, signature: CallSignature, number: int, error: BaseException) -> NoReturn:
+    def _fail(self, signature: CallSignature, error: BaseException) -> NoReturn:
         """Raises for a call that ``error`` ended before this rank knew what the others expect next."""
         history, communicator = self._history, self.communicator
-        history.failure = self._say(signature, history.calls + 1, number)
+        history.failure = self._say(signature, history.calls + 1)
         leave(communicator, history.failure, error)
         if not isinstance(error, RuntimeError):
             raise error
@@ -165,16 +166,16 @@ class RankSync:
             "other code until the time-out, or was late; the group can no longer be used"
         ) from error
 
-    def _raise_found(self, record: list[int], number: int, gathered: Tensor | None, counter: Tensor | None) -> NoReturn:
+    def _raise_found(self, record: list[int], rows: Tensor | None, counter: Tensor | None) -> NoReturn:
         """Raises for what an op on CPU has found."""
-        signature = self._signature if gathered is not None else self._signature.backward
-        own = self._say(signature, self._history.calls, number)
+        signature = self._signature if rows is not None else self._signature.backward
+        own = self._say(signature, self._history.calls)
         if record[0] == 2 and record[-1] >= 0:
             self._history.failure = own
             raise RuntimeError(found_text(record))
         also = "" if counter is None else f", num_batches_tracked={counter.item():.0f}"
-        is_row = gathered is not None and not signature.message[0]
-        headers = gathered[:, -ops.WORDS :].tolist() if gathered is not None and is_row else ()
+        are_rows = rows is not None and not signature.message[0]
+        headers = rows[:, -ops.WORDS :].tolist() if rows is not None and are_rows else ()
         self._disagree(own + also, torch.device("cpu"), headers)
 
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
@@ -199,9 +200,9 @@ class RankSync:
             said = ["this rank: " + own, "another rank: another call"]
         raise RuntimeError(differ_text(said))
 
-    def _say(self, signature: CallSignature, call: int, number: int) -> str:
+    def _say(self, signature: CallSignature, call: int) -> str:
         """Returns what this rank does in a call, for people."""
-        if not number:
+        if not self._number:
             return f"{signature.text}, of a model that was compiled"
-        of_forward = f", of the forward in call {number}" if signature.is_backward else ""
+        of_forward = f", of the forward in call {self._number}" if signature.is_backward else ""
         return f"{signature.text}, call {call}{of_forward}"

@@ -38,15 +38,12 @@ _PRIME = 2**61 - 1
 _POINT = 0x1F3D5B79A2C4E687  # random digits
 
 
-def checksum(*numbers: int) -> int:
-    """Returns a number below 2**61 for ``numbers``: the polynomial that has them as coefficients, at one point.
+def checksum(first: int, second: int, third: int) -> int:
+    """Returns a number below 2**61 for three: the polynomial that has them as coefficients, at one point.
 
     Python's own ``hash`` is defined by no specification, and the same for -1 and -2.
     """
-    value = 0
-    for number in numbers:
-        value = (value * _POINT + number) % _PRIME
-    return value
+    return ((first * _POINT + second) * _POINT + third) % _PRIME
 
 
 def word_of(text: str) -> int:

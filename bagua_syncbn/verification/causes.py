@@ -12,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..checks import is_distributed
 from ..conversion import conversion_report
 from ..conversion.findings import Finding
+from ..extras.accumulation import accumulation_of
+from ..extras.masks import is_masked
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import pytree
@@ -177,7 +179,7 @@ def _sum_of_sines(layer: nn.Module, given: Any) -> Tensor:
 def _check_comparable(name: str, layer: nn.Module, tensors: list[Tensor]) -> None:
     """Raises ValueError if ``layer`` cannot be compared by itself."""
     got = None
-    if getattr(layer, "_masking", None) is not None or getattr(layer, "_accumulator", None) is not None:
+    if isinstance(layer, SyncBatchNorm) and (is_masked(layer) or accumulation_of(layer) is not None):
         got = "within masked or accumulate_statistics"
     elif any(map(is_distributed, tensors)):
         got = "with a DTensor"

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
+from ..extras.masks import is_masked
 from ..models import check_module
+from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Ranks
 from .unchanged import forward_of, observe
 from .verify import unwrapped
@@ -242,7 +244,11 @@ def _sums(module: nn.Module, batches: Iterable[Any], forward: Callable[[Any], An
 
     def add(name: str, layer: Any, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        if getattr(layer, "_masking", None) is not None or {"mask", "lengths"} & kwargs.keys() or is_distributed(input):
+        if (
+            (isinstance(layer, SyncBatchNorm) and is_masked(layer))
+            or {"mask", "lengths"} & kwargs.keys()
+            or is_distributed(input)
+        ):
             raise ValueError(f"module: expected layers without masks and DTensors, got {name!r} with one")
         calls[name] += 1
         name = name if calls[name] == 1 else f"{name}, call {calls[name]}"

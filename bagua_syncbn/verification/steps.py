@@ -232,7 +232,7 @@ def copied_layer(layer: nn.Module) -> nn.Module:
     own = object.__new__(type(layer))
     nn.Module.__init__(own)
     vars(own).update((name, value) for name, value in vars(layer).items() if name not in vars(own))
-    vars(own).pop("_cached_call", None)
+    vars(own).pop("_known", None)
     own.training = layer.training
     for tensors in ("_parameters", "_buffers"):
         vars(own)[tensors] = in_float64(vars(layer)[tensors], vars(layer)[tensors])

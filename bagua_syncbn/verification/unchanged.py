@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
 from ..communicators import LOCAL, spec_of
+from ..extras.accumulation import Accumulation
+from ..extras.attaching import replace_attached
 from ..sync_batchnorm import SyncBatchNorm
 
 # Attributes of modules that are as before after a run; the last is what torch calls broadcast_buffers from 2.13 on.
-_STATE = "training", "_frozen", "_group_spec", "_accumulator", "broadcast_buffers", "forward_sync_buffers"
+_STATE = "training", "_frozen", "_group_spec", "_attached", "_known", "broadcast_buffers", "forward_sync_buffers"
 
 
 @contextmanager
@@ -76,7 +78,8 @@ def observe(
             if isinstance(part, DistributedDataParallel):
                 part.broadcast_buffers = False
             if isinstance(part, SyncBatchNorm):
-                part._group_spec, part._accumulator = alone, None
+                part._group_spec = alone
+                replace_attached(part, Accumulation, None)
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(partial(see, name), with_kwargs=True).remove)
         for batch in batches:

@@ -14,8 +14,10 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, functional, ops, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, ops, sync_batch_norm
 from bagua_syncbn.data_parallel import convert_model
+from bagua_syncbn.extras import accumulation
+from bagua_syncbn.extras.accumulation import accumulation_of
 from bagua_syncbn.options import Options
 from benchmarks.one_rank import Twin
 from tests.helpers.observed import collectives
@@ -87,7 +89,7 @@ def test_ranks_with_uneven_and_empty_micro_batches():
         model.zero_grad()
         with collectives() as counted, accumulate_statistics(model):
             accumulated.append((batches, *step(model, batches)))
-            rows = [layer._accumulator.row.numel() for layer in model.module.layers]
+            rows = [accumulation_of(layer).row.numel() for layer in model.module.layers]
             assert rows == [2 * 3 + 2] * len(rows)  # however many batches
             torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     for batches, *results in accumulated:
@@ -97,7 +99,7 @@ def test_ranks_with_uneven_and_empty_micro_batches():
     assert counted == expected
     buffers = dict(model.module.named_buffers())
     torch.testing.assert_close(buffers, expected_buffers(alone, everything))
-    assert not any("_accumulator" in vars(module) for module in model.modules())
+    assert not any(vars(module).get("_attached") for module in model.modules())
 
 
 @pytest.mark.ranks(2, new_job=True)  # layers that were compiled in a job say less since
@@ -189,7 +191,7 @@ def test_what_leaves_the_buffers_alone():
         skipping(batches[0])
         skipping(batches[1] * torch.inf)
         model.eval()(batch)
-    assert not copy.deepcopy(skipping)._accumulator
+    assert not copy.deepcopy(skipping)._attached
     torch.testing.assert_close([model.state_dict(), skipping.state_dict()], before, rtol=0, atol=0)
     skipping(batch)  # and afterwards each batch counts
     sync_batch_norm(batch, skipping.running_mean, skipping.running_var)
@@ -213,7 +215,7 @@ def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):
         model(torch.randn(4, 3))
         model.double()
     assert model[0].num_batches_tracked == 0
-    monkeypatch.setattr(functional, "is_capturing", lambda: True)
+    monkeypatch.setattr(accumulation, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="no capture of a CUDA graph"), accumulate_statistics(model):
         model(torch.randn(4, 3).double())
 

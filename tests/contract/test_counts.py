@@ -50,7 +50,7 @@ class Case(NamedTuple):
 # Forward: stats, room for what is gathered, merge, normalize; by collectives a view of the room and the collective too.
 # Backward: sums, gradient; by collectives room for what is gathered, a view of it, the collective and their total too.
 SHARES = MESSAGE == EXCHANGE
-FORWARD, BACKWARD = Pass(4 if SHARES else 6, (PACKED,), 1), Pass(2 if SHARES else 6, (SUMS,), 1)
+FORWARD, BACKWARD = Pass(5 if SHARES else 7, (PACKED,), 1), Pass(2 if SHARES else 6, (SUMS,), 1)
 
 CASES = {
     "float32": Case(FORWARD, BACKWARD),

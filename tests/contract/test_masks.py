@@ -110,7 +110,7 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
     results = output.detach(), [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(results, strided_step(expected, input.detach(), lengths, grad_output))
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
-    assert copied[0]._masking is model[0]._masking is None
+    assert copied[0]._attached == model[0]._attached == ()
     with pytest.raises(RuntimeError, match=r"'2': mask: .* for an input of \[4, 4, 5\]; give a rule"):  # noqa: SIM117
         with masked(model, torch.arange(10) < lengths.view(-1, 1, 1)):
             model(input)

@@ -136,7 +136,7 @@ def test_only_the_users_buffers_change(place):
     assert buffers["running_mean"].data_ptr() in pointers
     assert all(getattr(model.layer, name) is buffer for name, buffer in buffers.items())
     assert model.layer.num_batches_tracked == 1
-    assert model.layer._replica is None
+    assert model.layer._attached == ()
 
 
 def test_same_bits_every_time():

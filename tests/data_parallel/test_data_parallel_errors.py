@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn.communicators import replicas
-from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d
+from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, replicas
 from tests.helpers.replicated import Steps, build, inputs_of, parallel, promptly
 
 pytestmark = pytest.mark.usefixtures("single_threaded")

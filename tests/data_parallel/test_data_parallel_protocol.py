@@ -9,7 +9,6 @@ from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import data_parallel as dp
-from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
@@ -17,6 +16,7 @@ from bagua_syncbn.data_parallel import (
     convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
+    replicas,
 )
 from tests.helpers.replicated import GPU_PLACES, Steps, build, check_equal, inputs_of, parallel, promptly, run
 from tests.helpers.training import through_file
@@ -208,5 +208,5 @@ def test_copies_and_pickles_of_wrapped_models_compute_the_same():
     # A replica's layer too: it leaves the other replicas behind.
     with torch.no_grad():
         replica, _ = model.replicate(model.module, model.device_ids)
-    assert replica[0]._replica is not None
-    assert copy.deepcopy(replica[0])._replica is None
+    assert replica[0]._attached
+    assert copy.deepcopy(replica[0])._attached == ()

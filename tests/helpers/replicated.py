@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn.communicators import replicas
 from bagua_syncbn.data_parallel import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    replicas,
 )
 from tests.helpers.tolerances import assert_close
 

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import LOCAL
+from bagua_syncbn.data_parallel.step import Replica
+from bagua_syncbn.sync_batchnorm import refuse_alone
 from benchmarks.one_rank import Twin
 from tests.helpers.fake_packages import DynamicBatchNorm
 
@@ -77,8 +79,8 @@ CHANGES = {
     "evaluation": lambda layer: layer.eval(),
     "frozen": bagua_syncbn.freeze_statistics,
     "alone": set_attribute("process_group", LOCAL),
-    "one of DataParallel's replicas": lambda layer: vars(layer).update(_is_replica=True),
-    "one of several replicas": set_attribute("_replica", SimpleNamespace(size=2)),
+    "one of DataParallel's replicas": set_attribute("_attached", (refuse_alone,)),
+    "one of several replicas": set_attribute("_attached", (Replica(SimpleNamespace(size=2), 0, "layer"),)),
     "parametrized": lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus()),
     "float64": lambda layer: layer.double(),
 }
@@ -194,10 +196,11 @@ def compare(*changes, before=(), alter=INPUTS["as before"], around=lambda layer,
     remembered = leaf(input)  # as the calls that follow: the guard looks at it
     for _ in range(2):
         layer(remembered)
-    assert layer._cached_call is not None
-    assert layer._cached_call.run(layer, remembered) is not None
+    known = layer._known
+    layer(remembered)
+    assert layer._known is known is not None
     anew = copy.deepcopy(layer)
-    assert anew._cached_call is None
+    assert anew._known is None
     for change in changes:
         change(layer)
         change(anew)
@@ -258,8 +261,8 @@ def test_a_class_that_gives_parts_of_its_tensors_is_asked_in_each_call():
             torch.testing.assert_close(getattr(layer, name), value, rtol=0, atol=0)
 
 
-def test_revert_forgets_the_cached_call():
+def test_revert_forgets_what_is_known():
     layer = SyncBatchNorm(CHANNELS, process_group=Twin())
     layer(torch.randn(SHAPE))
-    assert layer._cached_call is not None
-    assert "_cached_call" not in vars(bagua_syncbn.revert_sync_batchnorm(layer))
+    assert layer._known is not None
+    assert "_known" not in vars(bagua_syncbn.revert_sync_batchnorm(layer))

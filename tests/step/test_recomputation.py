@@ -23,7 +23,7 @@ from bagua_syncbn import (
     torch_internals,
 )
 from bagua_syncbn.communicators import LOCAL
-from bagua_syncbn.step import checkpointing
+from bagua_syncbn.extras import checkpointing
 from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
 from tests.helpers.observed import collectives
 from tests.helpers.user_layers import BatchNormAct1d
@@ -339,7 +339,7 @@ def test_nothing_is_held_beyond_the_graph(how):
     del first, second
     outputs.clear()
     assert regions_alive() == before
-    assert checkpointing.this_thread.runs == []
+    assert checkpointing._local.runs == []
 
 
 def by_function(layer):

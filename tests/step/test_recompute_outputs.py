@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
+from bagua_syncbn.extras.recomputation import depth
 from bagua_syncbn.ops import activations
-from bagua_syncbn.step.recomputation import this_thread
 from bagua_syncbn.torch_internals import saving_hooks
 from benchmarks.sections.stored import Storages
 from tests.helpers.replicated import PAIRS, inputs_of, parallel
@@ -392,7 +392,7 @@ def test_what_ends_a_forward_ends_the_recomputation(error):
         with pytest.raises(error):
             each(input)
         assert saving_hooks() is None
-        assert this_thread.depth == 0
+        assert depth() == 0
         grad(lambda input: input.square().sum())(input)
         each.error = None
         with save_on_cpu():
@@ -423,10 +423,10 @@ def test_calls_within_calls_recompute_to_their_end(raises):
     if raises == "before it":
         model.inner.register_forward_pre_hook(lambda *_: int("none"), prepend=True)
     depths = []
-    model.layer.register_forward_hook(lambda *_: depths.append(this_thread.depth))
+    model.layer.register_forward_hook(lambda *_: depths.append(depth()))
     model(torch.randn(5, 4))
     assert depths == [1, 2]
-    assert this_thread.depth == 0
+    assert depth() == 0
 
 
 def recomputes(model):

@@ -1,15 +1,52 @@
 """Accumulation of statistics: running statistics move once for all micro-batches of a step."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import ops
+from ..checks import named
 from ..models import check_module
+from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
+from ..torch_internals import is_capturing
+from .attaching import attached, replace_attached
+
+
+class Accumulation:
+    """Attached to a layer, it takes the statistics of calls in training, in place of the running statistics."""
+
+    def __init__(self, layer: SyncBatchNorm) -> None:
+        device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
+        self.statistics = ops.StatisticsAccumulator(layer.num_features, device)
+
+    def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
+        buffers = call.buffers
+        if not call.training or buffers.running_mean is None:
+            return go(call)
+        error = ""
+        if buffers.running_mean is not getattr(call.layer, "running_mean", None):
+            error = (
+                "running_mean: expected the buffer of the layer within accumulate_statistics, which moves it at its "
+                "end; got another tensor"
+            )
+        elif not torch.compiler.is_compiling() and is_capturing():
+            error = (
+                "accumulate_statistics: expected no capture of a CUDA graph, because it does not see replays; capture "
+                "outside of it"
+            )
+        if error:
+            raise named(RuntimeError(error), call.layer)
+        return go(call._replace(buffers=buffers._replace(accumulator=self.statistics)))
+
+
+def accumulation_of(layer: SyncBatchNorm) -> ops.StatisticsAccumulator | None:
+    """Returns what takes the statistics of ``layer`` within :func:`accumulate_statistics`; None outside of it."""
+    found = attached(layer, Accumulation)
+    return None if found is None else found.statistics
 
 
 @contextmanager
@@ -46,16 +83,16 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     if not layers:
         warnings.warn(f"accumulate_statistics: found no synchronized layer in {type(model).__name__}", stacklevel=3)
     for name, layer in layers.items():
-        if layer._accumulator is not None:
+        if accumulation_of(layer) is not None:
             raise RuntimeError(
                 f"model: expected layers that do not accumulate yet, got {name!r} within another accumulate_statistics"
             )
     for layer in layers.values():
-        device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
-        layer._accumulator = ops.StatisticsAccumulator(layer.num_features, device)
+        replace_attached(layer, Accumulation, Accumulation(layer))
     try:
         yield
-        found = [(name, layer, layer._accumulator) for name, layer in layers.items() if layer._accumulator is not None]
+        accumulators = ((name, layer, accumulation_of(layer)) for name, layer in layers.items())
+        found = [(name, layer, accumulator) for name, layer, accumulator in accumulators if accumulator is not None]
         for name, layer, accumulator in found:
             own = {buffer.data_ptr() for buffer in layer.buffers(recurse=False)}
             if not own.issuperset(buffer.data_ptr() for buffer in accumulator.buffers()):
@@ -70,4 +107,4 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
                 accumulator.move()
     finally:
         for layer in layers.values():
-            del layer._accumulator
+            replace_attached(layer, Accumulation, None)

@@ -191,20 +191,6 @@ class Replicas:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class Replica:
-    """One layer of one replica."""
-
-    replicas: Replicas
-    rank: int
-    layer: str
-
-    @property
-    def size(self) -> int:
-        """Number of replicas."""
-        return self.replicas.size
-
-
 class CallbackContext:
     """Context that all copies of a submodule share in one forward pass. Copies may set any attributes on it.
 

@@ -9,24 +9,26 @@ checkpoint holds the region, so that the region lives as long as the graph.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from .. import ops
-from ..sync import FIXED_STATISTICS
+from ..checks import check_tensors, named
+from ..step.call import Call, this_thread
 from ..torch_internals import (
+    has_known_checkpoints,
     is_in_backward,
     observe_checkpoints,
     raise_if_under_unknown_checkpoint,
     unseen_by_selective_checkpointing,
 )
-from .call import Call
-from .recomputation import this_thread
+from .recomputation import depth, set_depth
 
 _Result = TypeVar("_Result")
 
@@ -61,7 +63,7 @@ class Repeatable:
     def __enter__(self) -> Repeatable:
         is_first = not self._first_runs or (bool(self._calls) and self._is_first_run())
         # In evaluation, where nothing is gathered, a region may have several first runs, and no repetition then.
-        gathered = any(call is not None and call.sync is not FIXED_STATISTICS for call in chain(*self._calls.values()))
+        gathered = any(call is not None and call.training for call in chain(*self._calls.values()))
         if gathered if is_first else self._first_runs > 1:
             raise RuntimeError(
                 "Repeatable: expected a repetition, in a backward pass or with gradients after a first run without, "
@@ -69,10 +71,10 @@ class Repeatable:
             )
         if is_first:
             self._first_runs += 1
-            self._calls, self._depth, self._had_grad = {}, this_thread.depth, torch.is_grad_enabled()
-        this_thread.runs.append(_Run(self._calls, not is_first))
-        this_thread.depth = self._depth
-        ops.hold_buffers(not is_first)
+            self._calls, self._depth, self._had_grad = {}, depth(), torch.is_grad_enabled()
+        _local.runs.append(_Run(self._calls, not is_first))
+        set_depth(self._depth)
+        _note_runs()
         return self
 
     def _is_first_run(self) -> bool:
@@ -80,8 +82,8 @@ class Repeatable:
         return not is_in_backward() and (self._had_grad or not torch.is_grad_enabled())
 
     def __exit__(self, *_: Any) -> None:
-        this_thread.depth = this_thread.runs.pop().depth_around
-        ops.hold_buffers(is_repetition())
+        set_depth(_local.runs.pop().depth_around)
+        _note_runs()
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         def run(*args: Any, **kwargs: Any) -> _Result:
@@ -91,8 +93,16 @@ class Repeatable:
         return run
 
 
+class _Made(NamedTuple):
+    """A call in the first run."""
+
+    prepared: Any  # what it was normalized by
+    training: bool
+    tracks: bool  # whether it had running statistics
+
+
 # Calls of each layer in the first run, in their order; None for a call that was refused.
-_Calls = dict["nn.Module | None", "list[Call | None]"]
+_Calls = dict["nn.Module | None", "list[_Made | None]"]
 
 
 class _Run:
@@ -100,10 +110,10 @@ class _Run:
 
     def __init__(self, calls: _Calls, repeats: bool) -> None:
         self.calls, self.repeats = calls, repeats
-        self.depth_around = this_thread.depth
+        self.depth_around = depth()
         self._repeated: Counter[nn.Module | None] = Counter()
 
-    def recall(self, layer: nn.Module | None) -> Call | None:
+    def recall(self, layer: nn.Module | None) -> _Made | None:
         calls, number = self.calls.get(layer, []), self._repeated[layer]
         if number == len(calls):
             raise RuntimeError(
@@ -114,37 +124,63 @@ class _Run:
         return calls[number]
 
 
-def call_in_first_run(layer: nn.Module | None, make: Callable[[], Call]) -> Call:
-    """Returns ``make()``, a call of ``layer``; in a repetition, the call that is repeated.
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []  # that this thread is in, the innermost last
+
+
+_local = _Local()
+
+
+def _note_runs() -> None:
+    """Has calls of this thread be recorded or repeated, if it is in a run."""
+    this_thread.prepare = _prepare_in_run if _local.runs or not has_known_checkpoints else None
+    ops.hold_buffers(is_repetition())
+
+
+def _prepare_in_run(call: Call, make: Callable[[], Any]) -> Any:
+    """Returns ``make()``, what ``call`` is normalized by; in a repetition, what the call was that it repeats.
 
     Raises:
-        RuntimeError: the first run made fewer calls of ``layer``, or refused this one; or the checkpoints of this torch
+        RuntimeError: the first run made fewer calls of the layer, or refused this one; or the checkpoints of this torch
             are not known.
     """
-    raise_if_under_unknown_checkpoint()
+    layer, tracks = call.layer, call.buffers.running_mean is not None
     first_runs: list[_Run] = []
     repetition = None
-    for run in reversed(this_thread.runs):  # first runs inside of the innermost repetition
+    for run in reversed(_local.runs):  # first runs inside of the innermost repetition
         if run.repeats:
             repetition = run
             break
         first_runs.append(run)
-    call = None if repetition is None else repetition.recall(layer)
+    made = None
     try:
-        if call is None:
-            with unseen_by_selective_checkpointing():  # a repetition skips it
-                call = make()
-            if repetition is not None:
-                raise RuntimeError("expected a repetition to be refused as the first run was")
+        raise_if_under_unknown_checkpoint()
+        check_tensors(call[:4], call.buffers, call.training, layer)
+        made = None if repetition is None else repetition.recall(layer)
+        # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
+        if made is not None and tracks and not made.tracks and hasattr(layer, "_track_running_stats_backup"):
+            raise RuntimeError(
+                "Repeatable: expected none within fairscale's checkpoint_wrapper, which has the second of its passes "
+                "move running statistics, where a repetition moves none"
+            )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise named(error, layer) from None
+    try:
+        with unseen_by_selective_checkpointing():  # a repetition gathers nothing
+            prepared = make() if made is None else made.prepared.again()
+        if repetition is not None and made is None:
+            raise named(RuntimeError("expected a repetition to be refused as the first run was"), layer)
+        made = made or _Made(prepared, call.training, tracks)
     finally:
         for run in first_runs:
-            run.calls.setdefault(layer, []).append(call)
-    return call
+            run.calls.setdefault(layer, []).append(made)
+    return prepared
 
 
 def is_repetition() -> bool:
     """Whether this thread repeats an earlier run. False while torch.compile traces, which plans repetitions itself."""
-    return not torch.compiler.is_compiling() and any(run.repeats for run in this_thread.runs)
+    return not torch.compiler.is_compiling() and any(run.repeats for run in _local.runs)
 
 
 class _CheckpointRegion(Repeatable):
@@ -155,3 +191,5 @@ class _CheckpointRegion(Repeatable):
 
 
 observe_checkpoints(_CheckpointRegion)
+if not has_known_checkpoints:  # each call looks whether it is under one
+    type(this_thread).prepare = staticmethod(_prepare_in_run)

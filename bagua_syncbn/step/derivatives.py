@@ -5,7 +5,7 @@ Two functions hold all communication between ranks, and the derivatives of each 
     x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 
 The rest is plain torch. Second derivatives, forward-mode differentiation and :mod:`torch.func` use this form; it holds
-more intermediate tensors of the input's size than the training step in ``function``.
+more intermediate tensors of the input's size than the training step in ``normalize``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..sync import FIXED_STATISTICS, tell_peers, tells_peers
+from ..options import Options
+from ..sync import tell_peers, tells_peers
 from ..torch_internals import is_batched
-from .call import Call, follow
-
-Statistics = Callable[[Tensor, Call], ops.MergedStats]
+from .call import Normalization, Statistics, follow
 
 
 def differentiable_batch_norm(
@@ -29,34 +28,34 @@ def differentiable_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    call: Call,
-    statistics: Statistics,
+    by: Normalization,
+    gather: Callable[[Tensor], Statistics],
 ) -> Tensor:
-    """Computes :func:`~bagua_syncbn.sync_batch_norm` in training, differentiable any number of times.
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` by ``by``, differentiable any number of times.
 
-    ``statistics`` gathers the statistics of all ranks, or returns what the call has gathered before.
+    ``gather`` gathers the statistics of all ranks, or returns those that were gathered before.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
-    if call.masking is not None:
-        wide = call.masking.clear_outputs(wide)
-    if call.sync is FIXED_STATISTICS:
-        mean, invstd, *_ = statistics(wide, call)
+    if by.masking is not None:
+        wide = by.masking.clear_outputs(wide)
+    if by.exchange is None:
+        mean, invstd, _ = gather(wide)
     else:
-        mean, invstd, _, _ = _Merged.apply(wide, call, statistics)
+        mean, invstd, _ = _Merged.apply(wide, by, gather)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
-    return follow(output, residual, call.options, call.masking).to(input.dtype)
+    return follow(output, residual, by.options, by.masking).to(input.dtype)
 
 
 def differentiable_backward(
     grad_output: Tensor,
     tensors: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
-    call: Call,
-    merged: ops.MergedStats,
+    by: Normalization,
+    statistics: Statistics,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of ``tensors``: input, weight, bias and residual; None for those not needed.
 
@@ -64,9 +63,9 @@ def differentiable_backward(
     """
 
     def compute(views: Sequence[Any]) -> list[Tensor]:
-        return [differentiable_batch_norm(*views[0], call, lambda *_: merged)]  # type: ignore[call-arg]
+        return [differentiable_batch_norm(*views[0], by, lambda _: statistics)]  # type: ignore[call-arg]
 
-    return gradients_of(compute, [grad_output], [tensors], needs_grad, call)
+    return gradients_of(compute, [grad_output], [tensors], needs_grad, by.options)
 
 
 def gradients_of(
@@ -74,7 +73,7 @@ def gradients_of(
     grad_outputs: Sequence[Tensor],
     rows: Sequence[Sequence[Tensor | None]],
     needs_grad: Sequence[bool],
-    call: Call,
+    options: Options,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the tensors of all ``rows``, of ``compute``, which takes rows and returns outputs.
 
@@ -84,7 +83,7 @@ def gradients_of(
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        if call.options.activation is None:
+        if options.activation is None:
             rows = [_with_zeros(input, weight, needs_grad[3]) for input, weight, *_ in rows]  # type: ignore[arg-type]
         # Views, so that autograd stops at this use of each tensor, as one tensor may depend on another.
         views = [[None if tensor is None else tensor.view_as(tensor) for tensor in row] for row in rows]
@@ -101,8 +100,8 @@ def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tup
     return input, weight, bias, torch.zeros_like(input, requires_grad=True) if has_residual else None
 
 
-def _peers_of_backward(ctx: Any, *_: Any) -> tuple[Any, Any]:
-    return ctx.call.sync.communicator, ctx.call.layer
+def _peers_of_merged(ctx: Any, *_: Any) -> tuple[Any, Any]:
+    return ctx.by.exchange.communicator, ctx.by.layer
 
 
 class _Merged(torch.autograd.Function):
@@ -114,60 +113,68 @@ class _Merged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor, call: Call, statistics: Statistics) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, invstd, count, clamped = statistics(input, call)
-        clamped = torch.zeros_like(mean, dtype=torch.bool) if clamped is None else clamped
+    def forward(input: Tensor, by: Normalization, gather: Callable[[Tensor], Statistics]) -> Statistics:
+        mean, invstd, count = gather(input)
         # Cloned, because a function must not return tensors that other objects hold. Derivatives divide by the count.
-        return mean.clone(), invstd.clone(), count.clamp(min=1), clamped.clone()
+        return mean.clone(), invstd.clone(), count.clamp(min=1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*output[2:])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Statistics) -> None:
+        ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(inputs[0], *output)
         ctx.save_for_forward(inputs[0], *output)
-        ctx.call = inputs[1]
+        ctx.by = inputs[1]
 
     @staticmethod
-    @tells_peers(_peers_of_backward)
-    def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        input, mean, invstd, count, clamped = ctx.saved_tensors
-        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.call)
+    @tells_peers(_peers_of_merged)
+    def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        input, mean, invstd, count = ctx.saved_tensors
+        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.by)
         grad_mean, grad_invstd = total.chunk(2)
-        slope = (-(invstd**3) * grad_invstd).masked_fill(clamped, 0)
+        slope = _slope(invstd, ctx.by.options) * grad_invstd
         centered = input - ops.per_channel(mean, input)
         grad_input = (ops.per_channel(grad_mean, input) + centered * ops.per_channel(slope, input)) / count
-        return _counted(grad_input, ctx.call), None, None
+        return _counted(grad_input, ctx.by), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if tangent is None:
-            return None, None, None, None
-        input, mean, invstd, count, clamped = ctx.saved_tensors
+            return None, None, None
+        input, mean, invstd, count = ctx.saved_tensors
         centered = input - ops.per_channel(mean, input)
         dims = ops.reduced_dims(input)
-        tangent = _counted(tangent, ctx.call)
-        centered = _counted(centered, ctx.call)
-        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.call) / count
+        tangent = _counted(tangent, ctx.by)
+        centered = _counted(centered, ctx.by)
+        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.by) / count
         tangent_mean, covariance = total.chunk(2)
-        return tangent_mean, (-(invstd**3) * covariance).masked_fill(clamped, 0), None, None
+        return tangent_mean, _slope(invstd, ctx.by.options) * covariance, None
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _input: Any, call: Call, _statistics: Any) -> None:
-        raise _no_vmap(call)
+    def vmap(_info: Any, _in_dims: Any, _input: Any, by: Normalization, _gather: Any) -> None:
+        raise _no_vmap(by)
 
 
-def _counted(values: Tensor, call: Call) -> Tensor:
+def _slope(invstd: Tensor, options: Options) -> Tensor:
+    """Returns the derivative of the inverse deviation by half the variance, 0 where eps replaces the variance."""
+    clamped = ops.is_clamped(invstd, options)
+    slope = -(invstd**3)
+    return slope if clamped is None else slope.masked_fill(clamped, 0)
+
+
+def _counted(values: Tensor, by: Normalization) -> Tensor:
     """Returns ``values`` (N, C, \\*) with 0 at positions that do not count for the statistics."""
-    return values if call.masking is None else call.masking.clear(values)
+    return values if by.masking is None else by.masking.clear(values)
 
 
-def _all_reduce(values: Tensor, call: Call) -> Tensor:
+def _all_reduce(values: Tensor, by: Normalization) -> Tensor:
     """Returns the sum over ranks of ``values``, differentiably."""
-    if call.sync.communicator.size == 1:
+    exchange = by.exchange
+    assert exchange is not None
+    if exchange.communicator.size == 1:
         return values
     if not torch.compiler.is_compiling() and is_batched(values):
-        raise _no_vmap(call)
-    total: Tensor = _AllReduce.apply(values, call)
+        raise _no_vmap(by)
+    total: Tensor = _AllReduce.apply(values, by)
     return total
 
 
@@ -175,32 +182,34 @@ class _AllReduce(torch.autograd.Function):
     """Sum over ranks. Its derivative is again the sum over ranks."""
 
     @staticmethod
-    def forward(values: Tensor, call: Call) -> Tensor:
-        return call.sync.total(values.clone(), call.number)
+    def forward(values: Tensor, by: Normalization) -> Tensor:
+        assert by.exchange is not None
+        return by.exchange.total(values.clone())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.call = inputs[1]
+        ctx.by = inputs[1]
 
     @staticmethod
-    @tells_peers(_peers_of_backward)
+    @tells_peers(_peers_of_merged)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad_output, ctx.call), None
+        return _all_reduce(grad_output, ctx.by), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return _all_reduce(tangent, ctx.call)
+        return _all_reduce(tangent, ctx.by)
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _values: Any, call: Call) -> None:
-        raise _no_vmap(call)
+    def vmap(_info: Any, _in_dims: Any, _values: Any, by: Normalization) -> None:
+        raise _no_vmap(by)
 
 
-def _no_vmap(call: Call) -> RuntimeError:
+def _no_vmap(by: Normalization) -> RuntimeError:
     refusal = RuntimeError(
         "sync_batch_norm: expected no torch.func.vmap over training and no is_grads_batched in its backward pass with "
         "the statistics of a group, because its collectives cannot be batched; call it once for each sample of the "
         "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
-    tell_peers(call.sync.communicator, call.layer, refusal)
+    assert by.exchange is not None
+    tell_peers(by.exchange.communicator, by.layer, refusal)
     return refusal

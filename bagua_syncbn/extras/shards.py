@@ -4,46 +4,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import ops
 from ..checks import check_dimensions
-from ..communicators import Replica, spec_of
-from ..options import Masks, Tensors
+from ..communicators import spec_of
+from ..step.call import Call
 
 
-def shards_of(
-    tensors: Tensors,
-    buffers: ops.Buffers,
-    training: bool,
-    process_group: Any,
-    layer: nn.Module | None,
-    masks: Masks,
-) -> tuple[Tensors, ops.Buffers, Callable[[Tensor], Tensor]]:
-    """Returns the shards of tensors and buffers, and a function that makes the output's shard a DTensor like ``input``.
+def shards_of(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
+    """Returns ``call`` on the shards of its tensors, and a function that makes a DTensor of the output's shard.
 
     Raises:
-        TypeError: ``input`` is no DTensor or a sum that is not added up, or another tensor is not placed as it has to
+        TypeError: the input is no DTensor or a sum that is not added up, or another tensor is not placed as it has to
             be; there is a mask.
-        ValueError: the ranks of ``process_group`` do not hold each value of a channel once; this rank is not in the
-            mesh of ``input``.
+        ValueError: the ranks of the group do not hold each value of a channel once; this rank is not in the mesh of
+            the input.
     """
-    input, weight, bias, residual = tensors
-    mask, lengths, _ = masks
+    input, weight, bias, residual = call[:4]
     shards = _Shards(input)
-    mean, var, batches, _ = buffers
+    mean, var, batches, accumulator = call.buffers
     mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
-    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches))
-    if mask is not None or lengths is not None or getattr(layer, "_masking", None) is not None:
+    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches), accumulator)
+    if callable(call.masks) or call.masks[0] is not None or call.masks[1] is not None:
         raise TypeError("mask, lengths: expected none with a DTensor input; call the layer with its to_local()")
-    if training:
-        shards.check_group(process_group)
+    if call.training:
+        shards.check_group(call.process_group)
     own_input, own_residual = shards.own("input", input), shards.own("residual", residual)
     assert own_input is not None
     # Last, because they may communicate.
-    parameters = shards.parameter("weight", weight), shards.parameter("bias", bias)
-    return (own_input, *parameters, own_residual), buffers, shards.whole
+    weight, bias = shards.parameter("weight", weight), shards.parameter("bias", bias)
+    own = call._replace(input=own_input, weight=weight, bias=bias, residual=own_residual, buffers=buffers)
+    return own, shards.whole
 
 
 class _Shards:
@@ -66,7 +59,7 @@ class _Shards:
             raise ValueError(f"input: expected a DTensor on a mesh with this rank, got one on {self._mesh}")
         chosen = [slice(None) if adds_up else at for adds_up, at in zip(self._adds_up, coordinate, strict=True)]
         expected = sorted(self._mesh.mesh[tuple(chosen)].flatten().tolist())
-        members = None if isinstance(process_group, Replica) else spec_of(process_group).members()
+        members = spec_of(process_group).members()
         if members is None:
             raise ValueError(
                 "process_group: expected a group whose ranks are known, such as a mesh, with a DTensor input, got "

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,18 +18,27 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
+from ..step.call import Normalization, this_thread
 from ..sync import name_of
 from ..torch_internals import saving_hooks, takes_saving_hooks
-from .call import Call
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.depth = 0  # number of entered recompute_outputs contexts; a repetition has the first run's
-        self.runs: list[Any] = []  # runs of checkpointed regions, the innermost last, see checkpointing.py
+class _Depth(threading.local):
+    entered = 0  # number of entered recompute_outputs contexts; a repetition has the first run's
 
 
-this_thread = _Local()
+_depth = _Depth()
+
+
+def depth() -> int:
+    """Returns how many :class:`Recomputed` contexts this thread is in."""
+    return _depth.entered
+
+
+def set_depth(entered: int) -> None:
+    """Has this thread be in as many :class:`Recomputed` contexts."""
+    _depth.entered = entered
+    this_thread.see_output = _note_output if entered else None
 
 
 class Recomputed(AbstractContextManager[None]):
@@ -47,12 +55,12 @@ class Recomputed(AbstractContextManager[None]):
         if hooks is not None:
             hooks.__enter__()
         self._hooks.append(hooks)
-        this_thread.depth += 1
+        set_depth(depth() + 1)
 
     def __exit__(self, *error: object) -> None:
         if not self._hooks:  # torch.compile has traced the entry
             return
-        this_thread.depth -= 1
+        set_depth(depth() - 1)
         hooks = self._hooks.pop()
         if hooks is not None:
             hooks.__exit__(*error)
@@ -124,45 +132,44 @@ class _Recipe:
         return activated
 
 
-def note_output(
+def _note_output(
     output: Tensor,
-    call: Call,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    moments: Sequence[Tensor],
     residual: Tensor | None,
+    by: Normalization,
 ) -> None:
-    """Leaves the recipe of ``output`` at its autograd node, if outputs are recomputed.
+    """Leaves the recipe of ``output`` at its autograd node.
 
     An output with a residual gets none: the residual of a block is the output of the block before, and so on.
     """
-    if torch.compiler.is_compiling() or this_thread.depth == 0 or output.grad_fn is None or residual is not None:
+    if by.exchange is None or by.statistics is None or output.grad_fn is None or residual is not None:
         return
     hooks = saving_hooks()
     if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
         return
     # Copied, because parameters may change before backward, and sharded ones are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
-    factors = weight, bias, *moments
-    make = partial(_recomputed, name_of(call.layer), input.detach(), input._version, factors, call)
+    factors = weight, bias, *by.statistics[:2]
+    make = partial(_recomputed, name_of(by.layer), input.detach(), input._version, factors, by)
     # By the number of the output: replicas have a node together.
     vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = _Recipe(output, make)
 
 
-def _recomputed(name: str, input: Tensor, version: int, factors: Sequence[Tensor | None], call: Call) -> Tensor:
+def _recomputed(name: str, input: Tensor, version: int, factors: Sequence[Tensor | None], by: Normalization) -> Tensor:
     if input._version != version:
         raise RuntimeError(
             f"{name}: expected an input that stays as it was until backward, from which recompute_outputs "
             "recomputes the output; it was written to in place"
         )
-    activation = call.options.activation or ops.IDENTITY
+    activation = by.options.activation or ops.IDENTITY
     try:
         made: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
     except RuntimeError as error:
         ops.raise_torchs(error)
         raise
-    return made if call.masking is None else call.masking.clear_outputs(made)
+    return made if by.masking is None else by.masking.clear_outputs(made)
 
 
 def _recipe_of(tensor: Tensor) -> _Remade | None:

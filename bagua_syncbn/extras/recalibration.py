@@ -12,11 +12,12 @@ from torch import nn
 from .. import ops
 from ..checks import named
 from ..communicators import spec_of
+from ..masks import masking_of
 from ..models import check_module
 from ..sync import name_of, sum_over_ranks, tells_peers
 from ..sync_batchnorm import SyncBatchNorm
 from ..verification.unchanged import forward_of, observe
-from .masks import masking_of
+from .masks import masks_of
 from .merging import layers_with_statistics, merged_over_ranks
 
 _NAME = "recalibrate_statistics"
@@ -130,7 +131,7 @@ def _add(
     try:
         layer._check_input_dim(input)
         if isinstance(layer, SyncBatchNorm):
-            masking = masking_of(layer, input, (options.get("mask"), options.get("lengths"), False))
+            masking = masking_of(input, masks_of(layer, input, options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, layer) from None
     stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)

@@ -1,1 +1,0 @@
-"""Statistics of models: masks, and running statistics accumulated, frozen, merged or recalibrated."""

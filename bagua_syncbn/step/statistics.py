@@ -1,0 +1,34 @@
+"""Statistics of a call: this rank's, gathered from all ranks, merged. No part of autograd's graph."""
+
+from torch import Tensor
+
+from .. import ops
+from ..options import Options
+from ..sync import Exchange
+from .call import Statistics
+
+
+def batch_statistics(
+    input: Tensor, exchange: Exchange, buffers: ops.Buffers, options: Options, mask: Tensor | None = None
+) -> Statistics:
+    """Returns the statistics of the inputs of all ranks, and moves ``buffers`` by them.
+
+    ``input`` takes part in no graph. ``mask`` says which of its positions count, as the ops take it.
+    """
+    if mask is None:
+        row = ops.batch_norm_stats(input, *exchange.header)
+    else:
+        row = ops.batch_norm_stats(input, *exchange.header, mask)
+    # Averages over all batches need as many batches on all ranks.
+    counter = buffers.num_batches_tracked if options.momentum is None else None
+    rows = exchange.gather(row, counter)
+    if exchange.is_traced:
+        # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
+        mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, options)
+        ops.merge_stats(rows, buffers, options, exchange.fault)
+    else:
+        mean, invstd, count = ops.merge_stats(rows, buffers, options, exchange.fault)
+        exchange.check(rows, counter)
+    if rows.dtype != row.dtype:  # a sum of all ranks
+        return mean.to(row.dtype), invstd.to(row.dtype), count
+    return mean, invstd, count

@@ -1,0 +1,178 @@
+"""Exchanges beside that of eager ranks: one rank, and a graph of torch.compile; and which one a call has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..communicators import LOCAL, Communicator
+from ..options import Options
+from .faults import RECORDS, differ_text, record_of
+from .history import history_in, note_compilation
+from .protocol import Agreement, RankExchange
+from .signatures import (
+    CallSignature,
+    adds_up_stats,
+    as_number,
+    checksum,
+    exact_bits,
+    kind_of,
+    shared_options,
+    signature_of,
+    word_of,
+    word_of_options,
+)
+
+
+class Exchange(Protocol):
+    """What crosses ranks in one call of a layer, and what the ops need to compare the ranks by."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether torch.compile traces the call."""
+
+    @property
+    def header(self) -> tuple[int | None, int]:
+        """Caller and number of the call, which ``batch_norm_stats`` writes into the row."""
+
+    @property
+    def fault(self) -> Tensor | None:
+        """Where ``batch_norm_gather_stats`` notes that the rows of ranks do not belong together."""
+
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
+        """Returns the rows of all ranks; with ``counter``, which must be equal on all of them too."""
+
+    def fingerprint(self) -> int | None:
+        """Returns the number that ``batch_norm_backward_reduce`` writes into the sums."""
+
+    def sum(self, sums: Tensor) -> tuple[Any, ...]:
+        """Returns the sums of all ranks, and the arguments by which ``batch_norm_backward_elemt`` compares them."""
+
+    def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
+        """Raises RuntimeError if the op before it has found that the ranks differ, in ``rows`` or else in sums."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the sum over ranks of ``values`` (n): for derivatives of any order."""
+
+
+class LocalExchange:
+    """The exchange of a group of one: its rows and sums are this rank's."""
+
+    communicator: Communicator = LOCAL
+    is_traced = False
+    header: tuple[int | None, int] = (None, 0)
+    fault: Tensor | None = None
+
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
+        return row.unsqueeze(0)
+
+    def fingerprint(self) -> int | None:
+        return None
+
+    def sum(self, sums: Tensor) -> tuple[Any, ...]:
+        return (sums,)
+
+    def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
+        pass
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
+
+
+class CompiledExchange(LocalExchange):
+    """Exchange in a graph of torch.compile: no sizes are agreed upon, and headers are constants."""
+
+    is_traced = True
+
+    def __init__(
+        self, communicator: Communicator, layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers
+    ) -> None:
+        self.communicator = communicator
+        if communicator.size == 1:
+            as_number(input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
+            return
+        kind, shared = kind_of(layer), shared_options(layer, input, options, buffers)
+        history = note_compilation(getattr(communicator, "name", None), kind, input.device.type, *shared)
+        record = RECORDS.get((history, input.device.type))
+        self.fault = None if record is None else record.tensor
+        self._adds_up = adds_up_stats(input, communicator)
+        caller = word_of(kind) * ops.WORD
+        self.header = caller + word_of_options(shared, 0), 0
+        self._fingerprint = checksum(caller + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
+
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
+        if self.communicator.size == 1:
+            return row.unsqueeze(0)
+        if self._adds_up:
+            return ops.add_up_stats(row, self.communicator.size, self.communicator.all_reduce)
+        return self.communicator.all_gather(row)
+
+    def fingerprint(self) -> int | None:
+        return None if self.communicator.size == 1 else self._fingerprint
+
+    def sum(self, sums: Tensor) -> tuple[Any, ...]:
+        # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
+        # write to could not run two forwards before the backward of the first.
+        return self.communicator.all_reduce(sums), self.communicator.size
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.communicator.all_reduce(values)
+
+
+LOCAL_EXCHANGE = LocalExchange()
+
+
+def exchange_of(
+    layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers, communicator: Communicator
+) -> Callable[[], Exchange]:
+    """Returns what makes the exchange of a training call, and of each later one with the same facts."""
+    if torch.compiler.is_compiling():
+        exchange = CompiledExchange(communicator, layer, input, options, buffers)
+        return lambda: exchange
+    if communicator.size == 1:
+        return lambda: LOCAL_EXCHANGE
+    history = history_in(communicator)
+    signature = signature_of(layer, input, options, buffers, communicator, history.number_of)
+    # A tensor without values has no record.
+    record = record_of(history.name, input.device.type) if type(input) is Tensor else None
+    return partial(RankExchange, Agreement(signature, record, communicator, history, exact_bits(communicator.size)))
+
+
+def sum_over_ranks(packed: Tensor, communicator: Communicator, what: str, module: nn.Module, details: str) -> Tensor:
+    """Returns the sum of ``packed`` (n), in float64, over the ranks of ``communicator``: the same bits on all of them.
+
+    It belongs to no layer. Ranks compare and name this message like the messages of layers.
+
+    Args:
+        packed: on the device of this rank's messages.
+        communicator: the ranks, which all make the call.
+        what: what it is for, and ``module``, for which model: what errors call it.
+        details: what else must be the same on all ranks.
+
+    Raises:
+        RuntimeError: the ranks make other calls, or with other models or details; or the collective failed.
+    """
+    if communicator.size == 1:
+        return packed
+    history = history_in(communicator)
+    number = history.number_of(module, f"{what} of {type(module).__name__}")
+    model = f"{type(module).__name__} #{number}" if number > 1 else type(module).__name__
+    counted, text = torch.cat([packed, packed.new_ones(1)]), f"{what} of {model} ({details})"
+    kind, message = word_of(f"{what} of {model}"), (True, counted.numel() + ops.PARTS, torch.float64)
+    signature = CallSignature((kind, word_of(text)), kind, text, message, False)
+    total = RankExchange(Agreement(signature, None, communicator, history, exact_bits(communicator.size))).total(
+        counted
+    )
+    total, ranks = total.tensor_split([-1])
+    if ranks.item() != communicator.size:  # where nothing waited for the comparison of headers, as on CUDA
+        raise RuntimeError(differ_text([f"this rank: {what} of {model}", "another rank: another call"]))
+    return total
