@@ -176,13 +176,19 @@ def batch_norm(call: Call) -> Tensor:
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
     is_compiling = torch.compiler.is_compiling()
-    prepare = None if is_compiling else this_thread.prepare
-    prepared = _prepare(call, is_compiling) if prepare is None else prepare(call, partial(_prepare, call, False))
-    if isinstance(prepared, _ByTorch):
-        return prepared.normalize(input, call.weight, call.bias, call.residual)
-    if prepared.statistics is None or (prepare is not None and prepared.exchange is not None and is_transforming()):
-        return _transformed(call, prepared)
-    return normalize(input, call.weight, call.bias, call.residual, prepared)
+    hooks = None if is_compiling else this_thread.hooks
+    if hooks is None or hooks.prepare is None:
+        by = _prepare(call, is_compiling)
+    else:
+        by = hooks.prepare(call, partial(_prepare, call, False))
+    if isinstance(by, _ByTorch):
+        return by.normalize(input, call.weight, call.bias, call.residual)
+    if by.statistics is None or (hooks is not None and by.exchange is not None and is_transforming()):
+        return _transformed(call, by)
+    output = normalize(input, call.weight, call.bias, call.residual, by)
+    if hooks is not None and hooks.see_output is not None:
+        hooks.see_output(output, *call[:4], by)
+    return output
 
 
 def _transformed(call: Call, by: Normalization) -> Tensor:
@@ -297,7 +303,7 @@ def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
     statistics = None
     if is_compiling or not (has_transforms() or level_of_duals() >= 0):
         positions = None if masking is None else masking.positions
-        statistics = batch_statistics(input.detach(), exchange, buffers, options, positions)
+        statistics = batch_statistics(input.detach() if is_compiling else input, exchange, buffers, options, positions)
     return Normalization(options, exchange, call.layer, masking, statistics)
 
 
@@ -343,7 +349,9 @@ def _suits_torch(call: Call, options: Options) -> bool:
     # A trace also serves other sizes, so the size must not decide there which is faster.
     if input.numel() == 0:
         return False
-    return _is_recorded(input) or not (this_thread.see_output or ops.prefer_native(input))
+    hooks = None if _is_recorded(input) else this_thread.hooks
+    has_recipes = hooks is not None and hooks.see_output is not None
+    return _is_recorded(input) or not (has_recipes or ops.prefer_native(input))
 
 
 def _is_recorded(input: Tensor) -> bool:
@@ -393,7 +401,7 @@ def _in_evaluation(call: Call, options: Options, masking: ops.Masking | None) ->
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if not torch.compiler.is_compiling() and this_thread.prepare is not None:  # they may move before a repetition
+    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # they may move before a repetition
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     follows = options.activation is not None or call.residual is not None or masking is not None

@@ -78,7 +78,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     """Whether ``layer`` may compute something else in evaluation than F.batch_norm by the same running statistics."""
-    if not torch.compiler.is_compiling() and this_thread.prepare is not None:  # a repetition does as the first run did
+    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # a repetition does as the first run did
         return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or is_masked(layer)
 

@@ -71,9 +71,10 @@ class Replica:
         output, mean, invstd = self.replicas.meet(self.rank, self.layer, [*tensors, stats], compute)
         if not records:
             return output.detach()
-        if this_thread.see_output is not None:
+        hooks = this_thread.hooks
+        if hooks is not None and hooks.see_output is not None:
             by.statistics = mean, invstd, mean.new_ones((), dtype=torch.int64)
-            this_thread.see_output(output, *call[:4], by)
+            hooks.see_output(output, *call[:4], by)
         return output
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import ops
 from ..checks import check_tensors, named
-from ..step.call import Call, this_thread
+from ..step.call import Call, Hooks, set_hook, this_thread
 from ..torch_internals import (
     has_known_checkpoints,
     is_in_backward,
@@ -134,7 +134,7 @@ _local = _Local()
 
 def _note_runs() -> None:
     """Has calls of this thread be recorded or repeated, if it is in a run."""
-    this_thread.prepare = _prepare_in_run if _local.runs or not has_known_checkpoints else None
+    set_hook("prepare", _prepare_in_run if _local.runs or not has_known_checkpoints else None)
     ops.hold_buffers(is_repetition())
 
 
@@ -192,4 +192,4 @@ class _CheckpointRegion(Repeatable):
 
 observe_checkpoints(_CheckpointRegion)
 if not has_known_checkpoints:  # each call looks whether it is under one
-    type(this_thread).prepare = staticmethod(_prepare_in_run)
+    type(this_thread).hooks = Hooks(_prepare_in_run)

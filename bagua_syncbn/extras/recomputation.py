@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
-from ..step.call import Normalization, this_thread
+from ..step.call import Normalization, set_hook
 from ..sync import name_of
 from ..torch_internals import saving_hooks, takes_saving_hooks
 
@@ -38,7 +38,7 @@ def depth() -> int:
 def set_depth(entered: int) -> None:
     """Has this thread be in as many :class:`Recomputed` contexts."""
     _depth.entered = entered
-    this_thread.see_output = _note_output if entered else None
+    set_hook("see_output", _note_output if entered else None)
 
 
 class Recomputed(AbstractContextManager[None]):

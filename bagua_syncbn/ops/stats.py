@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .definition import accumulate_dtype, defines, per_channel, reduced_dims
+from .definition import accumulate_dtype, defines, implement, per_channel, reduced_dims
 from .masking import of_positions
 from .words import WORD, WORDS, fill, words_of_row
 
@@ -29,6 +29,10 @@ def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, ma
         mean.copy_(moments[1])
     fill(packed[2 * channels :][:2], [count % WORD, count // WORD])
     return packed
+
+
+# Statistics take part in no graph: without this, autograd would look for a derivative in each call.
+implement("batch_norm_stats", torch.library.fallthrough_kernel, "Autograd")
 
 
 def _masked_stats(input: Tensor, mask: Tensor, mean: Tensor, var: Tensor, low: Tensor, high: Tensor) -> None:

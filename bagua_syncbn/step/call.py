@@ -53,8 +53,8 @@ class Normalization:
         return self
 
 
-class _Thread(threading.local):
-    """Hooks of one thread. Each is None, or a function that an extra has set."""
+class Hooks(NamedTuple):
+    """What extras have set for the calls of a thread."""
 
     prepare: Callable[[Call, Callable[[], Any]], Any] | None = None
     """Called with a call and a function that returns what it is normalized by; returns that, or what an earlier call
@@ -64,7 +64,17 @@ class _Thread(threading.local):
     """Called with output, input, weight, bias, residual and normalization of each call."""
 
 
+class _Thread(threading.local):
+    hooks: Hooks | None = None  # None without any, so that a plain call looks once
+
+
 this_thread = _Thread()
+
+
+def set_hook(name: str, function: Callable[..., Any] | None) -> None:
+    """Sets a hook of this thread, by its name in :class:`Hooks`; None takes it away."""
+    hooks = (this_thread.hooks or Hooks())._replace(**{name: function})
+    this_thread.hooks = hooks if any(hooks) else None
 
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..sync import raise_for_all
 from ..torch_internals import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
-from .call import Normalization, follow, this_thread
+from .call import Normalization, follow
 from .derivatives import differentiable_backward
 
 
@@ -34,10 +34,7 @@ def normalize(
     # A transform that has ended may have left a wrapper around a tensor.
     weight, bias = weight if weight is None else unwrapped(weight), bias if bias is None else unwrapped(bias)
     residual = residual if residual is None else unwrapped(residual)
-    output = _apply(unwrapped(input), weight, bias, residual, by)
-    if this_thread.see_output is not None:
-        this_thread.see_output(output, input, weight, bias, residual, by)
-    return output
+    return _apply(unwrapped(input), weight, bias, residual, by)
 
 
 class _Normalize(torch.autograd.Function):

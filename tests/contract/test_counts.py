@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn import ops
@@ -50,7 +51,7 @@ class Case(NamedTuple):
 # Forward: stats, room for what is gathered, merge, normalize; by collectives a view of the room and the collective too.
 # Backward: sums, gradient; by collectives room for what is gathered, a view of it, the collective and their total too.
 SHARES = MESSAGE == EXCHANGE
-FORWARD, BACKWARD = Pass(5 if SHARES else 7, (PACKED,), 1), Pass(2 if SHARES else 6, (SUMS,), 1)
+FORWARD, BACKWARD = Pass(4 if SHARES else 6, (PACKED,), 1), Pass(2 if SHARES else 6, (SUMS,), 1)
 
 CASES = {
     "float32": Case(FORWARD, BACKWARD),
@@ -118,31 +119,51 @@ def test_no_count_grows(pool, name, world_size):
         check(name, counted)
 
 
-# Calls of this package's functions, from the layer to the wait for the answer of each collective, and back.
-CALLS = 26 if SHARES else 28
+def masked(layer, x):
+    with bagua_syncbn.masked(layer, torch.ones(1, 1, *SHAPE[2:], dtype=torch.bool)):
+        return layer(x)
 
 
-def count_calls():
-    """Returns the functions of this package that a step calls once the layer and the group know it."""
+# Distinct functions of this package that each way of a call runs, forward and backward, from the layer to the wait for
+# the answer of each collective: at most.
+WAYS = {
+    "a first call": (lambda layer, x: layer(x), 90, 16),
+    "a later call": (lambda layer, x: layer(x), 22, 10),
+    "evaluation": (lambda layer, x: layer.eval()(x), 10, 0),
+    "masked": (masked, 40, 11),
+    "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 44, 40),
+}
+
+
+def functions_of(way):
+    """Returns the functions of this package that a call runs by ``way``, forward and backward."""
+    call, package = WAYS[way][0], str(Path(bagua_syncbn.__file__).parent)
     layer, x, grad = make(CASES["float32"])
-    inputs = (x, *layer.parameters())
-    for _ in range(3):
-        torch.autograd.grad(layer(x), inputs, grad)
-    called, package = [], str(Path(bagua_syncbn.__file__).parent)
+    for _ in range(0 if way == "a first call" else 3):
+        call(layer.train(), x).backward(grad)
+    called = set()
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(package):
-            called.append(frame.f_code.co_name)
+            called.add((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
 
-    sys.setprofile(note)
-    torch.autograd.grad(layer(x), inputs, grad)
-    sys.setprofile(None)
-    return called
+    def functions(part):
+        called.clear()
+        sys.setprofile(note)
+        result = part()
+        sys.setprofile(None)
+        return sorted(called), result
+
+    with torch.autograd.set_multithreading_enabled(False):
+        forward, output = functions(lambda: call(layer, x))
+        return forward, functions(lambda: output.backward(grad))[0]
 
 
-def test_a_step_calls_few_functions(pool):
-    for called in pool.run(count_calls, 2):
-        assert len(called) == CALLS, " ".join(called)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_runs_few_functions(pool, way):
+    for found in pool.run(functions_of, 2, way):
+        for functions, most in zip(found, WAYS[way][1:], strict=True):
+            assert len(functions) <= most, f"{len(functions)}: {functions}"
 
 
 @pytest.mark.ranks(2)
