@@ -262,6 +262,8 @@ def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
         if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
         return Known(facts, options, None)
+    if call.masks is not NO_MASKS and not torch.compiler.is_compiling():
+        masking_of(input, call.masks)  # raises before this rank waits for others, to make the group
     check_tracer(call.process_group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
@@ -283,11 +285,8 @@ def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
     """Returns what ``call`` is normalized by. In training it gathers the statistics and moves the buffers."""
     input, buffers = call.input, call.buffers
     try:
-        masking = None
-        if call.masks is not NO_MASKS:
-            check_tensors(call[:4], buffers, call.training, call.layer)  # which a mask is compared with
-            masking = masking_of(input, call.masks)
         known = _examined(call, None) if is_compiling else known_of(call)
+        masking = None if call.masks is NO_MASKS else masking_of(input, call.masks)
         if known.is_local:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:

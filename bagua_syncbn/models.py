@@ -1,12 +1,12 @@
 """Modules of a model: their names, which of them a filter leaves out, and whether they are data parallel."""
 
-import sys
 from collections.abc import Callable
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicators import bagua
+from .torch_internals import is_replicated_in_place
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -53,7 +53,5 @@ def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> b
 
 def is_data_parallel(module: nn.Module) -> bool:
     """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
-    if isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module):
-        return True
-    composable = sys.modules.get("torch.distributed._composable.replicate")  # absent if never used
-    return composable is not None and isinstance(module, composable.DDP)
+    is_wrapped = isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module)
+    return is_wrapped or is_replicated_in_place(module)

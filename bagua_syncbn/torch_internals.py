@@ -1,4 +1,40 @@
-"""Undocumented parts of torch that this package uses, all in one file."""
+"""Undocumented parts of torch that this package uses, all in one file.
+
+===========================================  ================================  ========================================
+Part, and what for                           Without it                        The public way
+===========================================  ================================  ========================================
+``_dynamo_marked_constant``: functions that  no compiled training over ranks   ``assume_constant_result``, which imports
+the compiler runs and does not trace                                           the compiler, a second, in every process
+``_functorch``, ``forward_ad``: is a         wrong derivatives there           none
+transform, a dual level or a batch of
+gradients active; dead wrappers
+``Function.apply`` without its Python part   1.5 us more in each call          ``Function.apply``
+``_current_graph_task_id``: does autograd    Repeatable cannot tell a          none
+run a backward pass                          repetition from a first run
+``checkpoint._checkpoint_hook``,             repetitions communicate and move  none; ``Repeatable`` around the function
+``CheckpointFunction``, selective modes      statistics twice
+``_DisableTorchDispatch``                    selective checkpoints see what    none
+                                             a repetition leaves out
+saved-tensor hooks in force, and whether     outputs are stored                none
+they are allowed
+the cell ``forward_call`` of                 recompute_outputs as a context    ``with recompute_outputs():``
+``Module._call_impl``                        only
+``_is_exporting_flag``                       a wrong error under torch.export  ``is_exporting``, true in torch 2.10 for
+                                                                               all compilation
+``OptimizedModule``, ``_compiled_call_impl`` compiled code outlives            none
+                                             conversion
+``_new_process_group_helper``, ``_world``    no group made by its members      ``new_group(use_local_synchronization=
+                                             alone that can be made again      True)`` names groups by their ranks: the
+                                                                               next one of the same ranks finds stale
+                                                                               addresses in the store
+options, backends, timeouts of a group       other time-outs than the user's   none
+``_c10d_functional``, names of groups        graphs would keep groups alive    ``torch.distributed.nn``, which does
+``_allgather_base`` before torch 2.13        two more calls for a gather       ``all_gather_into_tensor``
+``_composable.replicate``                    with_bagua needs a wrapper        ``DistributedDataParallel``
+``_pytree``, ``_get_device_index``           nested batches, devices by        ``torch.utils.pytree`` of later versions
+                                             number
+===========================================  ================================  ========================================
+"""
 
 import copy
 import inspect
@@ -7,26 +43,49 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from threading import Lock
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._utils import _get_device_index
 from torch.autograd import forward_ad
 from torch.fx.proxy import TraceError
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
 pytree: Any = _pytree
 
+# The number of a device; the CPU is -1.
+device_index: Callable[..., int] = _get_device_index
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """Has torch.compile run ``function`` while it traces a call of it, and take the result as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def composable_replicate() -> Any:
+    """Returns the module of torch's data parallelism in place, which a function of the same name hides."""
+    return import_module("torch.distributed._composable.replicate")
+
+
+def is_replicated_in_place(module: torch.nn.Module) -> bool:
+    """Whether torch has made ``module`` data parallel in place."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")  # absent if never used
+    return composable is not None and isinstance(module, composable.DDP)
+
+
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_is_tracing: Callable[[], bool] = torch._C._is_tracing
 # Returns the level of forward-mode differentiation; -1 outside of it.
 level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
 # Whether a gradient is a batch of gradients, as autograd.grad(..., is_grads_batched=True) makes it.
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
-_count_dispatch_modes: Callable[[], int] = getattr(_python_dispatch, "_len_torch_dispatch_stack", lambda: 1)
 _selective_modes = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -118,38 +177,13 @@ def is_transforming() -> bool:
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
-def guard_of(input: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """Returns a function that tells whether other tensors match these, in order.
-
-    Tensors match if they have the same types, dtypes, devices and sizes, of ``input`` only the number of channels, and
-    their ops go the same way through torch's dispatcher: so no trace, transform of torch.func or selective
-    checkpointing is active that was not active here. torch.compile makes the same check before it runs compiled code
-    again. Returns None if this torch does not have it.
-    """
-    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if guards is None:
-        return None
-    any_batch = [None, input.size(1), *[None] * (input.dim() - 2)]
-    sizes = [any_batch if tensor is input else list(tensor.size()) for tensor in (input, *tensors)]
-    strides = [[None] * tensor.dim() for tensor in (input, *tensors)]
-    check: Callable[..., bool] = guards(input, *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
-
-
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns a faster ``function.apply``, valid if :func:`is_untouched` and for :func:`unwrapped` tensors only.
+    """Returns a faster ``function.apply``, for :func:`unwrapped` tensors outside of transforms only.
 
     torch's own ``apply`` checks for transforms in each call and unwraps each argument.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
-
-
-def is_untouched() -> bool:
-    """Whether no trace, transform or selective checkpointing is active. Must not run under torch.compile."""
-    if _is_tracing() or has_transforms() or level_of_duals() >= 0 or not has_known_checkpoints:
-        return False
-    return not _count_dispatch_modes() or not any(isinstance(mode, _selective_modes) for mode in _dispatch_modes())
 
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:

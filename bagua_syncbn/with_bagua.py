@@ -4,21 +4,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from .communicators import GroupSpec, bagua, spec_of
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
+from .torch_internals import composable_replicate, pytree
 
-# Imported by name, because a function of the same name hides the module from an import statement.
-_composable: Any = import_module("torch.distributed._composable.replicate") if dist.is_available() else None
+_composable: Any = composable_replicate() if dist.is_available() else None
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -179,7 +177,7 @@ def _broadcast(tensor: Tensor, process_group: Any) -> Tensor:
 def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:
     states: Any = None
     if dist.get_rank(process_group) == 0:  # only rank 0 sends
-        states = [tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
+        states = [pytree.tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
     message = [states]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
     for optimizer, state in zip(optimizers, message[0], strict=True):

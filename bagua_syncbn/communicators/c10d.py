@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -217,14 +217,14 @@ def wait_in_slices(work: Any, group: Any) -> None:
         while True:
             try:
                 work.wait(_SLICE)
-                _ended[id(group)].append(work)
+                _ended[group].append(work)
                 return
             except RuntimeError:
                 if work.is_completed():  # the collective failed, or ended just after the slice
                     break
             raise_if_left(group)
         work.wait()
-        _ended[id(group)].append(work)
+        _ended[group].append(work)
     except BaseException:
         if not work.is_completed():
             _keep_to_the_end(group)
@@ -234,36 +234,30 @@ def wait_in_slices(work: Any, group: Any) -> None:
 
 _SLICE = timedelta(seconds=0.5)
 
-# Last collectives that have ended, by the id of their group. A gloo thread drops its reference to a collective some
+# Last collectives that have ended, by their group. A gloo thread drops its reference to a collective some
 # time after the collective is reported done: if it then freed the tensors while the interpreter ends, the thread would
 # ask for the GIL, which aborts the process. The end of the group drops these collectives, after it joined its threads.
-_ended: dict[int, deque[Any]] = {}
+_ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 
 
 def keep_last_works_of(group: Any) -> None:
     """Keeps the last collectives of ``group`` that :func:`wait_in_slices` waited for alive as long as ``group``."""
-    key = id(group)
-    if key not in _ended:
-        _ended[key] = deque(maxlen=4)
-        finalize(group, _ended.pop, key).atexit = False  # type: ignore[misc]  # atexit would be too early
+    _ended.setdefault(group, deque(maxlen=4))
 
 
-# Stores by which the ranks of a group learn that one of them has left, by the id of the group, each with the process
-# that may use it: a forked child has the same connection.
-_stores: dict[int, tuple[Any, int]] = {}
+# Stores by which the ranks of a group learn that one of them has left, by the group, each with the process that may use
+# it: a forked child has the same connection.
+_stores: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 
 
 def leave_through(group: Any, store: Any) -> None:
     """Has the ranks of ``group`` say in ``store`` that they have left, and look there while they wait."""
-    key = id(group)
-    if key not in _stores:
-        finalize(group, _stores.pop, key).atexit = False  # type: ignore[misc]
-    _stores[key] = store, os.getpid()
+    _stores[group] = store, os.getpid()
 
 
 def leave(group: Any, why: str) -> None:
     """Tells the ranks that wait in a collective of ``group`` that this rank does not come."""
-    store, process = _stores.get(id(group), (None, 0))
+    store, process = _stores.get(group, (None, 0))
     if store is not None and process == os.getpid():
         with suppress(RuntimeError):  # the store ends with the rank that keeps it
             store.compare_set("left", "", why)
@@ -271,7 +265,7 @@ def leave(group: Any, why: str) -> None:
 
 def raise_if_left(group: Any) -> None:
     """Raises RuntimeError if a rank of ``group`` has left."""
-    store, _ = _stores.get(id(group), (None, None))
+    store, _ = _stores.get(group, (None, None))
     why = ""
     if store is not None:
         with suppress(RuntimeError):

@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from ..torch_internals import untraced
 from . import bagua, c10d, shared
 from .communicator import LOCAL, Communicator
 from .groups import NODE, RankGroup, Rule, check_rule, described, is_ranks, ranks_by_rule, rule_of
@@ -91,13 +92,11 @@ class GroupSpec:
         self._world, self._communicator = ref(world, clear), communicator
         return communicator
 
+    @untraced
     def _make_untraced(self) -> None:
-        """Makes the communicator while torch.compile traces the caller; the tracer runs this method untraced."""
+        """Makes the communicator while torch.compile traces the caller."""
         if self.made() is None:
             self._make()
-
-    # Stands for torch.compiler.assume_constant_result, which would make every process import the compiler.
-    _make_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _ranks(self) -> tuple[int, ...]:
         """Returns the ranks of the group that this rank is in, in the running job."""

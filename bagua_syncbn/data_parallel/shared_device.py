@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..torch_internals import pytree
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -49,7 +50,7 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     Raises:
         ValueError: tensors in ``value`` split into different numbers of chunks.
     """
-    leaves, spec = tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value)
     chunks = [leaf.chunk(len(devices), dim) if isinstance(leaf, Tensor) else None for leaf in leaves]
     counts = {len(parts) for parts in chunks if parts is not None} or {len(devices)}
     if len(counts) > 1:
@@ -61,14 +62,14 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
         [leaf if parts is None else parts[rank].to(devices[rank]) for leaf, parts in zip(leaves, chunks, strict=True)]
         for rank in range(counts.pop())
     )
-    return [tree_unflatten(row, spec) for row in rows]
+    return [pytree.tree_unflatten(row, spec) for row in rows]
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     """Returns the outputs of all replicas joined: tensors concatenated, or stacked if they have no dimensions."""
-    flat = [tree_flatten(output) for output in outputs]
+    flat = [pytree.tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_joined(leaves, device, dim) for leaves in columns], flat[0][1])
+    return pytree.tree_unflatten([_joined(leaves, device, dim) for leaves in columns], flat[0][1])
 
 
 def _joined(leaves: Sequence[Any], device: torch.device, dim: int) -> Tensor | None:

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._utils import _get_device_index
 
+from ..torch_internals import device_index
 from . import shared_device
 from .callbacks import execute_replication_callbacks, first_error
 
@@ -102,7 +102,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
 def _are_shared(devices: Sequence[int | str | torch.device]) -> bool:
     """Whether two replicas share a device, or one is on the CPU: torch's own class accepts neither."""
     # Devices as torch numbers them, so that 0 and "cuda:0" are one device; the CPU is -1.
-    numbers = [_get_device_index(device, optional=True, allow_cpu=True) for device in devices]
+    numbers = [device_index(device, optional=True, allow_cpu=True) for device in devices]
     return len(set(numbers)) < len(numbers) or -1 in numbers
 
 

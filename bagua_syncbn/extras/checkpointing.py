@@ -156,8 +156,9 @@ def _prepare_in_run(call: Call, make: Callable[[], Any]) -> Any:
     made = None
     try:
         raise_if_under_unknown_checkpoint()
-        check_tensors(call[:4], call.buffers, call.training, layer)
-        made = None if repetition is None else repetition.recall(layer)
+        if repetition is not None:  # else it is checked where it is prepared
+            made = repetition.recall(layer)
+            check_tensors(call[:4], call.buffers, call.training, layer)
         # fairscale's checkpoint_wrapper leaves this attribute: it disables tracking in the first of its two passes.
         if made is not None and tracks and not made.tracks and hasattr(layer, "_track_running_stats_backup"):
             raise RuntimeError(

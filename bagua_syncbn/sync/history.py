@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator
-from ..torch_internals import group_named, is_capturing
+from ..torch_internals import group_named, is_capturing, untraced
 from .faults import forget_records, record_of
 from .signatures import CallSignature, checksum, describe_compiled, exact_bits, word_of
 
@@ -177,6 +177,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fail_after_fork)
 
 
+@untraced  # a checkpointed region that is compiled must not change outside state
 def note_compilation(group_name: str | None, kind: str, device_type: str, *shared: Any) -> str:
     """Notes that a call with these shared options is compiled, by a layer of this kind, in the group of that name.
 
@@ -189,8 +190,3 @@ def note_compilation(group_name: str | None, kind: str, device_type: str, *share
     name = "" if history is None else history.name
     record_of(name, device_type)
     return name
-
-
-# torch.compile runs it and does not trace it: a checkpointed region that is compiled must not change outside state.
-_untraced: Any = note_compilation
-_untraced._dynamo_marked_constant = True

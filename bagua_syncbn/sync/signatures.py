@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
+from ..torch_internals import untraced
 
 # Values that all ranks have in common in a call: number of channels, whether it is in float64, what becomes of the
 # running statistics (a key of _TRACKING), and the options but the activation. Flat, as torch.compile hands values to a
@@ -38,6 +39,7 @@ _PRIME = 2**61 - 1
 _POINT = 0x1F3D5B79A2C4E687  # random digits
 
 
+@untraced
 def checksum(first: int, second: int, third: int) -> int:
     """Returns a number below 2**61 for three: the polynomial that has them as coefficients, at one point.
 
@@ -46,6 +48,7 @@ def checksum(first: int, second: int, third: int) -> int:
     return ((first * _POINT + second) * _POINT + third) % _PRIME
 
 
+@untraced
 def word_of(text: str) -> int:
     """Returns a word for ``text``, above 0."""
     return zlib.crc32(text.encode()) % (ops.WORD - 1) + 1
@@ -76,6 +79,7 @@ def as_number(value: _Number) -> _Number:
     return next(iter({value}))
 
 
+@untraced
 def word_of_options(shared: SharedOptions, direction: int) -> int:
     """Returns the word for options in a header: equal for equal values, such as 0, False and -0.0."""
     values = (value if value is None or isinstance(value, str) else (float(value) + 0.0).hex() for value in shared)
@@ -200,10 +204,3 @@ def describe(header: Sequence[float]) -> str:
         text = f"a call with other options than {same[0]}" if same else "a call that this rank does not know"
     counted = "call and num_batches_tracked, together" if "momentum=None" in text else "call"
     return f"{text}, {counted} {call}"
-
-
-# Run while torch.compile traces, and not traced, because it cannot trace checksums. Not by
-# torch.compiler.assume_constant_result, which would have every process import the compiler.
-_untraced: tuple[Any, ...] = (checksum, word_of, word_of_options)
-for _function in _untraced:
-    _function._dynamo_marked_constant = True

@@ -127,11 +127,11 @@ def masked(layer, x):
 # Distinct functions of this package that each way of a call runs, forward and backward, from the layer to the wait for
 # the answer of each collective: at most.
 WAYS = {
-    "a first call": (lambda layer, x: layer(x), 90, 16),
-    "a later call": (lambda layer, x: layer(x), 22, 10),
-    "evaluation": (lambda layer, x: layer.eval()(x), 10, 0),
-    "masked": (masked, 40, 11),
-    "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 44, 40),
+    "a first call": (lambda layer, x: layer(x), 80, 20),
+    "a later call": (lambda layer, x: layer(x), 20, 10),
+    "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
+    "masked": (masked, 39, 10),
+    "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 40, 44),
 }
 
 

@@ -105,3 +105,27 @@ def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
     for rank, (running_var, grad) in enumerate(found):
         torch.testing.assert_close(torch.tensor(running_var, dtype=torch.float64), layer.running_var)
         torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), whole.grad[rank::2])
+
+
+def private_parts_in(path):
+    """Yields the private parts of torch that a file uses, by an import or as an attribute."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr != "__dict__":
+            names = [ast.unparse(node)]
+        for name in names:
+            root, *parts = name.split(".")
+            if root in ("torch", "dist") and any(part.startswith("_") and not part.endswith("__") for part in parts):
+                yield name
+
+
+# Base classes of batch normalization, which torch's own documentation names; parts of ProcessGroup's backends.
+ALLOWED = ("torch.nn.modules.batchnorm._BatchNorm", "torch.nn.modules.batchnorm._NormBase")
+
+
+def test_private_parts_of_torch_are_in_one_file():
+    found = {path.name: set(private_parts_in(path)) - {*ALLOWED} for path in PACKAGE.rglob("*.py")}
+    assert found.pop("torch_internals.py")
+    assert not {name: parts for name, parts in found.items() if parts}

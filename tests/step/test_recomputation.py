@@ -404,8 +404,9 @@ def test_calls_that_the_first_run_refused_are_refused_again(how):
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
 
     def block(input):
-        with suppress(ValueError, RuntimeError):
-            layer(input[:1])  # one value per channel
+        for refused in (input[:1], input[:, :2]):  # one value per channel, too few channels
+            with suppress(ValueError, RuntimeError):
+                layer(refused)
         return layer(input).sin()
 
     for call in (CHECKPOINTS[how], lambda block, input: -block(input)):
