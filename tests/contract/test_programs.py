@@ -5,9 +5,12 @@ BAGUA_SYNCBN_PROGRAMS is how many there are.
 """
 
 import copy
+import gc
+import itertools
 import os
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,28 +26,38 @@ from bagua_syncbn.communicators import LOCAL
 RANKS = (1, 2, 3, 2)  # by seed, modulo 4
 SEEDS = sorted(range(int(os.environ.get("BAGUA_SYNCBN_PROGRAMS", "400"))), key=lambda seed: RANKS[seed % 4])
 ACTIVATIONS = {"": nn.Identity, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh, "leaky": nn.LeakyReLU}
+ACTIVATIONS |= {f"{name} in place": partial(ACTIVATIONS[name], inplace=True) for name in ("relu", "silu")}
 LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}  # relative to the largest value, or to 1
 
+# Options that are easily taken for each other. Equal numbers are the same option: 0, 0.0, -0.0 and False; 1 and True.
+NEAR = {
+    "momentum": (None, 0, 0.0, -0.0, False, 1, True, -1, -2, 0.1, 0.1 + 2**-56),
+    "eps": (0.1, 0.1 + 2**-56, 0.1 + 2**-30, 1, 1.0),
+}
 MODEL = {
     "dtype": ("float64", "float64", "float32", "bfloat16"),
     "dims": (3, 2, 3, 4, 5),
     "layers": (2, 1),
     "crop": (False, True),  # between two layers
-    "eps": (0.01, 0.1, 1.0),
+    "eps": (0.01, *NEAR["eps"]),
     "eps_mode": ("plus", "plus", "clamp"),
-    "momentum": (0.1, 0.5, None),
+    "momentum": (0.5, None, *NEAR["momentum"]),
     "affine": (True, True, True, False),
     "tracks": (True, True, True, False),
     "skips": (False, True),
-    "activation": ("relu", "relu", "leaky", "silu", "tanh", ""),
+    "activation": ("relu", "relu in place", "leaky", "silu", "silu in place", "tanh", ""),
     "computed by": ("module", "layer", "fused", "fused"),
     "recompute": (False, False, True),
     "compile": (*[False] * 29, True),
-    "group": ("all", "all", "all", "alone"),
+    "group": ("all", "all", "own", "alone"),
+    "subclass": ((), (), (), (0, 1, 2), (0,)),  # ranks with inputs of a subclass
+    "threads": (*[False] * 5, True),  # two, in each of which the program runs in a group of its own
+    "odd": ("", "", "", "", "momentum", "eps"),  # drawn by the last rank for itself, which all must be told
 }
+EVENTS = ("", "freeze one", "freeze all", "unfreeze", "deepcopy", "pickle", "hook", "merge", "refuse", "look", "move")
 STEP = {
-    "event": ("", "", "freeze one", "freeze all", "unfreeze", "deepcopy", "pickle", "hook", "merge", "refuse", "look"),
+    "event": EVENTS,
     "mode": ("train", "train", "train", "train", "eval"),
     "batches": (1, 1, 2),
     "accumulate": (False, False, True),
@@ -67,11 +80,24 @@ def program(seed):
         model |= {"layers": 1, "eps": 1.0}
     if model["dtype"] == "bfloat16" or not model["affine"]:  # 0, to which equal values are normalized, is no kink
         model["activation"] = model["activation"].replace("relu", "silu").replace("leaky", "tanh")
+    if model["compile"]:
+        model |= {"subclass": (), "threads": False, "odd": ""}
+    odd = [model["odd"]] * (model["odd"] != "" and RANKS[seed % 4] > 1)
+    model["group"] = "own" if odd or model["threads"] else model["group"]
+    model |= {name: draw.choice(NEAR[name]) for name in odd}
+    model["odd"] = {name: draw.choice(NEAR[name]) for name in odd}
+    model["differs"] = any(model[name] != value for name, value in model["odd"].items())
+    model["tracks"] |= bool(odd)
+    is_negative = model["momentum"] in (-1, -2)  # some variances are negative too, which nothing can be divided by
+    left_out = ["move", "pickle"] if model["threads"] else ["move"] * (model["group"] == "alone")  # pickles share one
+    left_out += ["freeze one", "freeze all"] * (is_negative or not model["tracks"]) + ["merge"] * is_negative
     model["crop"] = model["crop"] and model["layers"] == 2 and model["dims"] > 2
     steps = [
         {name: draw.choice(values) for name, values in STEP.items()}
         for _ in range(3 if model["compile"] else draw.randint(3, 5))
     ]
+    if model["differs"]:
+        steps = [steps[0] | {"mode": "train", "event": ""}]
     for step in steps:
         ranks = range(RANKS[seed % 4])
         step["masks"], step["zero"] = (
@@ -89,9 +115,13 @@ def program(seed):
             step["order"] = 1
         if step["checkpoint"] == "reentrant" or step["order"] == 2 or not model["affine"]:
             step["input grad"] = True
-        if step["event"].startswith("freeze") and not model["tracks"]:
-            step["event"] = ""
+        step["mode"] = "train" if is_negative else step["mode"]
+        step["event"] = "" if step["event"] in left_out else step["event"]
     return model, steps
+
+
+class Marked(torch.Tensor):
+    """A subclass that adds nothing."""
 
 
 class Mix(nn.Linear):
@@ -138,17 +168,18 @@ def draw_batch(seed, number, index, rank):
     """Returns input, residual and gradient of a rank, mask or lengths by name, and the valid positions (N, 1, *)."""
     model, steps = program(seed)
     step, draw = steps[number], random.Random(f"{seed} {number} {index} {rank}")
-    torch.manual_seed(draw.getrandbits(32))
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))  # of this thread
     is_alone = RANKS[seed % 4] == 1 or model["group"] == "alone" or step["mode"] == "eval"
     places = [draw.randint(1, 5) for _ in range(model["dims"] - 2)]
     size = [draw.choice((0, 2, 3) if is_alone else (0, 1, 2, 3)), 3, *places]
-    tensors = [torch.randn(size) * 2 + 1 for _ in range(3)]
+    tensors = [torch.randn(size, generator=generator) * 2 + 1 for _ in range(3)]
     kind, given, valid = step["masks"][rank], {}, torch.ones(size[0], 1, *places, dtype=torch.bool)
     if "lengths" in kind:
-        given["lengths"] = torch.randint(places[-1] + 1, size[:1])
+        given["lengths"] = torch.randint(places[-1] + 1, size[:1], generator=generator)
         valid &= torch.arange(places[-1]) < given["lengths"].view(-1, *[1] * (len(places) + 1))
     elif kind:
-        given["mask"] = torch.rand(size[0], 1, *(side if draw.random() < 0.7 else 1 for side in places)) < 0.6
+        sides = [side if draw.random() < 0.7 else 1 for side in places]
+        given["mask"] = torch.rand(size[0], 1, *sides, generator=generator) < 0.6
         valid &= given["mask"]
     if kind and step["zero"][rank]:
         tensors[:2] = (tensor.masked_fill(~valid, torch.nan) for tensor in tensors[:2])
@@ -194,11 +225,8 @@ def look(module, args, output):
     """A hook that leaves the output."""
 
 
-def make(traits, seed):
-    model, group = (
-        (Compiled if traits["compile"] else Model)(traits, seed),
-        LOCAL if traits["group"] == "alone" else None,
-    )
+def make(traits, seed, group):
+    model = (Compiled if traits["compile"] else Model)(traits, seed)
     bagua_syncbn.convert_sync_batchnorm(model, group, skip_nonfinite=traits["skips"])
     for index in range(0, len(model.body), 3):
         model.body[index].eps_mode = traits["eps_mode"]
@@ -209,14 +237,14 @@ def make(traits, seed):
     return bagua_syncbn.recompute_outputs(model) if traits["recompute"] else model
 
 
-def happen(event, model, input):
-    """Returns the model after an event between two steps."""
+def happen(event, model, input, groups):
+    """Returns the model after an event between two steps. ``groups`` has those that the program made."""
     if event.startswith("freeze"):
         bagua_syncbn.freeze_statistics(model, lambda name, _: event == "freeze all" or name == "body.0")
     elif event == "unfreeze":
         bagua_syncbn.unfreeze_statistics(model)
     elif event == "merge":
-        bagua_syncbn.merge_statistics(model)
+        bagua_syncbn.merge_statistics(model, groups[0] if groups else None)
     elif event == "refuse":
         with pytest.raises(ValueError, match="expected"):
             model.train()(input.flatten())
@@ -225,15 +253,46 @@ def happen(event, model, input):
     elif event == "look" and dist.get_rank() == 0:
         with torch.no_grad():
             model.eval()(torch.ones(4, *input.shape[1:], dtype=input.dtype))
+    elif event == "move":
+        group = dist.new_group()
+        for layer in model.body[::3]:
+            layer.process_group = group
+        for old in groups:
+            dist.destroy_process_group(old)
+        groups[:] = [group]
     copies = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
     return copies[event](model) if event in copies else model
 
 
 def run(seed):
+    """Returns the results of each thread; None for the first if options differ: then it has raised, as it must."""
+    traits, _ = program(seed)
+    bagua_syncbn.sync_group([[*range(dist.get_world_size())]])  # makes what layers without a given group have
+    before = len(dist.distributed_c10d._world.pg_map)
+    groups = [[dist.new_group()] if traits["group"] == "own" else [] for _ in range(1 + traits["threads"])]
+    with ThreadPoolExecutor(2) as threads:
+        results = list((threads.map if traits["threads"] else map)(partial(run_thread, seed), range(2), groups))
+    for group in itertools.chain(*groups):
+        dist.destroy_process_group(group)
+    gc.collect()
+    left = len(dist.distributed_c10d._world.pg_map) - before
+    assert left == 0, f"{left} groups are left of those that were destroyed"
+    return results
+
+
+def run_thread(seed, thread, groups):
+    traits, _ = program(seed)
+    odd = traits["odd"] if thread == 0 and dist.get_rank() == dist.get_world_size() - 1 else {}
+    told = pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers")
+    with told if traits["differs"] and thread == 0 else nullcontext():
+        return train(seed, odd, groups)
+
+
+def train(seed, odd, groups):
     (traits, steps), rank, results = program(seed), dist.get_rank(), []
-    model = make(traits, seed)
+    model = make(traits | odd, seed, groups[0] if groups else LOCAL if traits["group"] == "alone" else None)
     for number, step in enumerate(steps):
-        model = happen(step["event"], model, draw_batch(seed, number, 0, rank)[0])
+        model = happen(step["event"], model, draw_batch(seed, number, 0, rank)[0], groups)
         model.train(step["mode"] == "train").zero_grad()
         call, outputs, leaves, backwards = model, [], [], []
         if traits["compile"]:
@@ -243,7 +302,10 @@ def run(seed):
         with bagua_syncbn.accumulate_statistics(model) if step["accumulate"] else nullcontext():
             for index in range(step["batches"]):
                 input, residual, gradient, masks, _ = draw_batch(seed, number, index, rank)
-                input = laid_out(input, step["layout"]).requires_grad_(step["input grad"])
+                input = laid_out(input, step["layout"]).as_subclass(
+                    Marked if rank in traits["subclass"] else torch.Tensor
+                )
+                input.requires_grad_(step["input grad"])
                 residual = residual.requires_grad_() if step["residual"] else None
                 leaves += [input, residual] if step["residual"] else [input]
                 kind, context, zero = step["masks"][rank], nullcontext(), {"zero_masked": step["zero"][rank]}
@@ -297,7 +359,7 @@ def reference(seed):
                     valid.append(masks[rank][..., : x[rank].size(-1)] if is_masked else everything)
                     kept.append(valid[rank] if step["zero"][rank] else everything)
                     x[rank] = x[rank].where(kept[rank], 0)
-                for group in [ranks] if trains and traits["group"] == "all" else [[rank] for rank in ranks]:
+                for group in [ranks] if trains and traits["group"] != "alone" else [[rank] for rank in ranks]:
                     inside = torch.cat([x[rank].movedim(1, -1)[valid[rank].squeeze(1)] for rank in group])
                     for rank in group:
                         layer, activation = models[rank].body[at : at + 2]
@@ -331,7 +393,7 @@ def move(layer, values):
     values = torch.cat(values)
     if len(values) > 1 and values.isfinite().all():
         layer.num_batches_tracked += 1
-        factor = layer.momentum or 1 / layer.num_batches_tracked.item()
+        factor = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
         layer.running_mean.lerp_(values.mean(0), factor)
         layer.running_var.lerp_(values.var(0), factor)
 
@@ -353,9 +415,10 @@ def merge(layers):
 def test_programs_give_what_one_process_gives(pool, seed):
     traits, steps = program(seed)
     print(seed, *({name: value for name, value in one.items() if value} for one in (traits, *steps)), sep="\n")
-    results = zip(*pool.run(run, RANKS[seed % 4], seed, timeout=300), strict=True)
-    for number, (own, wanted) in enumerate(zip(results, reference(seed), strict=True)):
-        for rank in range(RANKS[seed % 4]):
+    threads = zip(*pool.run(run, RANKS[seed % 4], seed, timeout=300), strict=True)
+    threads = [zip(*ranks, strict=True) for ranks in threads if ranks[0] is not None]
+    for number, (*owns, wanted) in enumerate(zip(*threads, reference(seed), strict=True) if threads else ()):
+        for own, rank in itertools.product(owns, range(RANKS[seed % 4])):
             assert own[rank].keys() == wanted[rank].keys(), f"rank {rank} at step {number}"
             for name, value in wanted[rank].items():
                 is_spoiled = steps[number]["spoiled"] and name.startswith(("output", "gradient"))
