@@ -139,6 +139,7 @@ class Job:
         self._agreements = 0
         self._given: dict[Rule, ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
+        self._made_for: dict[str, ref[Any]] = {}  # given groups, by the names of their layers' groups
         self._times_tried: Counter[str] = Counter()
         self._own_ranks: dict[Rule, Ranks] = {}
         self._finding = Lock()
@@ -260,10 +261,19 @@ class Job:
                 self._made[name] = ref(group)
                 if named_after is not None:
                     finalize(model, self._end, name).atexit = False  # type: ignore[misc]  # the job ends all groups
+                    self._end_dead()
+                    self._made_for[name] = ref(model)
         return group
 
+    def _end_dead(self) -> None:
+        """Ends the layers' groups of given groups that were destroyed, and that something else keeps alive."""
+        for name, given in list(self._made_for.items()):
+            if _alive(given) is None:
+                self._end(name)
+
     def _end(self, name: str) -> None:
-        """Ends the layers' group of a given group that has ended: torch itself keeps each group that lives."""
+        """Ends the layers' group of a given group that has ended; torch itself keeps each group until its end."""
+        self._made_for.pop(name, None)
         group = _alive(self._made.pop(name, None))
         if group is not None:
             dist.destroy_process_group(group)

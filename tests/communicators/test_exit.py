@@ -52,7 +52,7 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, com
         losses[1].backward()
 
 
-def use_groups(times, fails):
+def use_groups(times, fails, kept):
     """Makes, uses and ends groups; returns how many descriptors and threads this process then has."""
     for _ in range(times):
         group = dist.new_group()
@@ -61,7 +61,7 @@ def use_groups(times, fails):
         message = message_of(lambda layer=layer: layer(torch.randn(3, 4, requires_grad=True)).sum().backward())
         assert (message != "finished") is fails
         dist.destroy_process_group(group)
-        del group
+        kept[:] = [group]
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -69,8 +69,9 @@ def use_groups(times, fails):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_layers_group_ends_with_the_group_that_it_was_made_for(fails):
-    before = use_groups(2, fails)
-    assert use_groups(5, fails) == before
+    kept = []  # one that was destroyed
+    before = use_groups(2, fails, kept)
+    assert use_groups(5, fails, kept) == before
 
 
 def send(collective):
