@@ -246,7 +246,8 @@ def known_of(call: Call) -> Known:
     except (AttributeError, IndexError, RuntimeError, ValueError):  # a wrong tensor, or an option that is an array
         return _examined(call, None)
     known = _examined(call, facts)
-    if made is not None:  # else the group has been made just now: another job's could be made next time
+    # Without a group before, another job's could be made next time; kernels that are not checked are to be next time.
+    if made is not None and (not input.is_cuda or ops.check_kernels(input)):
         layer.__dict__["_known"] = known
     return known
 

@@ -21,16 +21,19 @@ _log = logging.getLogger("bagua_syncbn")
 _checked: set[tuple[torch.device, torch.dtype]] = set()
 
 
-def check_kernels(input: Tensor) -> None:
+def check_kernels(input: Tensor) -> bool:
     """Checks the kernels for the CUDA device and the dtype of ``input``, at the first call for both.
 
-    Not while a graph is captured or a transform is active: then the next call does it.
+    Not while a graph is captured or a transform is active: then it returns False, and the next call does it.
     """
     key = input.device, input.dtype
-    if key in _checked or type(input) is not Tensor or is_capturing() or is_transforming():
-        return
+    if key in _checked:
+        return True
+    if type(input) is not Tensor or is_capturing() or is_transforming():
+        return False
     _checked.add(key)
     check_kernels_on(*key)
+    return True
 
 
 def check_kernels_on(device: torch.device, dtype: torch.dtype) -> None:
