@@ -233,7 +233,7 @@ def known_of(call: Call) -> Known:
         shape = input.shape
         facts = (
             *(options, training, made, accumulator is None, mean is var),
-            *(layer.__class__, layer.momentum, layer.name_in_model, layer.converted_model),
+            *(layer.__class__, layer.momentum, layer._origin),
             *(input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1]),
             *(w.__class__, w.dtype, w.device, w.shape, b.__class__, b.dtype, b.device, b.shape),
             *(m.__class__, m.dtype, m.device, m.shape, v.__class__, v.dtype, v.device, v.shape),

@@ -17,7 +17,7 @@ from .functional import Known, batch_norm
 from .ops import activation_of
 from .options import NO_MASKS, Masks, Options
 from .step.call import Call
-from .sync import raise_for_all
+from .sync import Origin, raise_for_all
 
 # A function around calls of a layer. It gets the next one, or ``batch_norm`` at last, and a call for it.
 Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]
@@ -125,19 +125,15 @@ class SyncBatchNorm(_BatchNorm):
     skip_nonfinite: bool = False
     fused_activation: str | tuple[str, float] | nn.Module | None = None
 
-    # Set by conversion: the first name of the layer in the converted model, for messages. Copies and files keep it.
-    name_in_model: str | None = None
-    # Set by conversion: identity of the converted model, one object for all its layers and another one in each copy.
-    converted_model: Any = None
-
     # The converter, under the name that it has in torch and Bagua. Set by bagua_syncbn.conversion, which this module
     # does not import.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     _group_spec: GroupSpec = EVERYONE  # ranks to synchronize with
+    _origin: Origin | None = None  # by conversion: the layer's place in a model; copies and files keep it
     _frozen: Frozen | None = None  # by freeze_statistics: the layer is in evaluation, whatever sets its mode
     _attached: tuple[Attachment, ...] = ()  # by extras: functions around each call, the outermost last
-    _known: Known | None = None  # what the last call with other facts than the one before has found out
+    _known: Known | None = None  # what the checks of its last calls have found out
 
     # Whether the class looks attributes up by itself: then it may give others than its parameters and buffers.
     _has_getattr: ClassVar[bool] = False
@@ -271,8 +267,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Call:
-    # Mostly without torch's search, which takes 0.6 us for each: torch lets no other attribute have the name of a
-    # parameter or buffer, so the result is the same. A class with a search of its own is asked.
+    # Looked up where modules hold them: torch's search takes 0.6 us for each. No other attribute can have the name of a
+    # parameter or buffer. A class with a search of its own is asked, because it may give parts of its tensors.
     parameters, held = layer._parameters, layer._buffers
     try:
         weight, bias = parameters["weight"], parameters["bias"]

@@ -18,7 +18,7 @@ from ..communicators import EVERYONE, GroupSpec, spec_of
 from ..extras.freezing import is_frozen
 from ..models import Filter, check_module
 from ..ops.activations import Activation
-from ..sync import name_of
+from ..sync import ConvertedModel, Origin, name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import forget_compiled_code
 from .classes import class_before_conversion, full_name
@@ -154,7 +154,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     with _restored_on_error(changed):
         for layer, cls in changed.items():
             groups = vars(layer).get("groups_before", {})
-            for name in ("_group_spec", "_known", "_attached", "groups_before", "name_in_model", "converted_model"):
+            for name in ("_group_spec", "_known", "_attached", "groups_before", "_origin"):
                 vars(layer).pop(name, None)
             for name, held in groups.items():
                 vars(layer)[name] = held.group_before() if isinstance(held, GroupSpec) else held
@@ -200,23 +200,16 @@ def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
     object.__setattr__(layer, "__class__", cls)
 
 
-class ConvertedModel:
-    """Identity of a converted model, shared by its synchronized layers; each copy of the model has another one."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # name of the model's class
-
-
 def _name_layers(module: nn.Module) -> None:
     """Gives each synchronized layer its name in ``module`` and the model's identity, by which ranks know the layer."""
     name = type(module).__name__
     layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}
-    before = {vars(layer).get("converted_model") for layer in layers.values()} - {None}
+    before = {layer._origin.model for layer in layers.values() if layer._origin is not None}
     model = before.pop() if len(before) == 1 else None
     if model is None or model.name != name:  # a model that is converted again keeps its object
         model = ConvertedModel(name)
     for name, layer in layers.items():
-        vars(layer).update(name_in_model=name, converted_model=model)
+        layer._origin = Origin(name, model)
 
 
 def _take_group(layer: nn.Module) -> None:

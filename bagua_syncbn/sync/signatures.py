@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,20 @@ _TRACKING = {"moves": (), "untracked": ("untracked",), "accumulates": ("in accum
 
 _DIRECTIONS = ("forward", "backward", "double backward")
 _MOST_SIGNATURES = 2**14
+
+
+class ConvertedModel:
+    """Identity of a converted model, shared by its synchronized layers; each copy of the model has another one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # name of the model's class
+
+
+class Origin(NamedTuple):
+    """Place of a layer in a converted model, for messages."""
+
+    name: str  # the layer's first name in the model
+    model: ConvertedModel
 
 
 _PRIME = 2**61 - 1
@@ -133,7 +147,8 @@ def signature_of(
     number_of: Callable[[object, str], int],
 ) -> CallSignature:
     """Returns the signature of a forward call. ``number_of`` numbers models and layers of one kind."""
-    name, model, kind = getattr(layer, "name_in_model", None), getattr(layer, "converted_model", None), kind_of(layer)
+    name, model = getattr(layer, "_origin", None) or (None, None)
+    kind = kind_of(layer)
     number = 0 if layer is None else number_of(model or layer, kind)
     shared, adds_up = shared_options(layer, input, options, buffers), adds_up_stats(input, communicator)
     call = number, None if model is None else kind, name, type(layer), shared, adds_up
@@ -161,8 +176,8 @@ def signature_of(
 
 def kind_of(layer: nn.Module | None) -> str:
     """Returns the class of the model that a layer is in, or that of a layer by itself."""
-    model = getattr(layer, "converted_model", None)
-    kind: str = type(layer).__name__ if model is None else model.name
+    origin: Origin | None = getattr(layer, "_origin", None)
+    kind = type(layer).__name__ if origin is None else origin.model.name
     return "sync_batch_norm" if layer is None else kind
 
 
@@ -171,7 +186,9 @@ def name_of(module: nn.Module | None, name: str | None = None) -> str:
 
     Without ``name`` it takes the one that conversion gave a layer; None stands for a call without a layer.
     """
-    name = getattr(module, "name_in_model", None) if name is None else name
+    origin: Origin | None = getattr(module, "_origin", None)
+    if name is None and origin is not None:
+        name = origin.name
     if name is None:
         return kind_of(module)
     return f"{type(module).__name__} {name!r}" if name else type(module).__name__

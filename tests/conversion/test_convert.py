@@ -82,8 +82,8 @@ def test_layers_know_their_name_in_the_model():
     model.again = model[1]
     model.me = model
     copied = pickle.loads(pickle.dumps(copy.deepcopy(convert_sync_batchnorm(model))))
-    assert (copied[1].name_in_model, copied[2][0].name_in_model) == ("1", "2.0")
-    assert SyncBatchNorm2d(3).name_in_model is None
+    assert (copied[1]._origin.name, copied[2][0]._origin.name) == ("1", "2.0")
+    assert SyncBatchNorm2d(3)._origin is None
 
 
 def test_lazy_layers_convert_before_they_know_their_size():

@@ -14,6 +14,7 @@ import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel.step import Replica
+from bagua_syncbn.sync import ConvertedModel, Origin
 from bagua_syncbn.sync_batchnorm import refuse_alone
 from benchmarks.one_rank import Twin
 from tests.helpers.fake_packages import DynamicBatchNorm
@@ -75,7 +76,7 @@ CHANGES = {
     "skip_nonfinite": set_attribute("skip_nonfinite", True),
     "untracked": set_attribute("track_running_stats", False),
     "an activation": set_attribute("fused_activation", "relu"),
-    "name_in_model": set_attribute("name_in_model", "other"),
+    "another place in a model": set_attribute("_origin", Origin("other", ConvertedModel("Model"))),
     "evaluation": lambda layer: layer.eval(),
     "frozen": bagua_syncbn.freeze_statistics,
     "alone": set_attribute("process_group", LOCAL),
