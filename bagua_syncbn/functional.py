@@ -210,7 +210,7 @@ def _transformed(call: Call, by: Normalization) -> Tensor:
 
 
 # Stands for a tensor that is not given.
-_NOTHING: Any = SimpleNamespace(dtype=None, device=None, shape=None, layout=None)
+_NOTHING: Any = SimpleNamespace(dtype=None, device=None, shape=None, layout=None, stride=lambda: None)
 
 
 def known_of(call: Call) -> Known:
@@ -236,7 +236,7 @@ def known_of(call: Call) -> Known:
             *(layer.__class__, layer.momentum, layer._origin),
             *(input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1]),
             *(w.__class__, w.dtype, w.device, w.shape, b.__class__, b.dtype, b.device, b.shape),
-            *(m.__class__, m.dtype, m.device, m.shape, v.__class__, v.dtype, v.device, v.shape),
+            *(m.__class__, m.dtype, m.device, m.shape, m.stride(), v.__class__, v.dtype, v.device, v.shape, v.stride()),
             *(n.__class__, n.dtype, n.device, n.shape),
             *(r.__class__, r.dtype, r.device, r.layout, residual is None or residual.shape == shape),
         )

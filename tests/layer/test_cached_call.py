@@ -39,6 +39,10 @@ def replace(name):
     return lambda layer: setattr(layer, name, getattr(layer, name).detach().clone())
 
 
+def expand(name):
+    return lambda layer: setattr(layer, name, getattr(layer, name)[:1].expand(CHANNELS))
+
+
 def drop(*names):
     def change(layer):
         for name in names:
@@ -60,6 +64,7 @@ CHANGES = {
     **{f"{name}: integers": set_data(name, CHANNELS, dtype=torch.int32) for name in TENSORS[2:4]},
     "num_batches_tracked: dtype": set_data("num_batches_tracked", dtype=torch.float32),
     **{f"another {name}": replace(name) for name in TENSORS[2:]},
+    **{f"expanded {name}": expand(name) for name in TENSORS[2:4]},
     "nested weight": lambda layer: setattr(layer, "weight", nn.Parameter(nested())),
     "nested bias": lambda layer: setattr(layer, "bias", nn.Parameter(nested())),
     "elsewhere": lambda layer: setattr(layer, "bias", nn.Parameter(torch.ones(CHANNELS, device="meta"))),
