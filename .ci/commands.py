@@ -7,6 +7,7 @@ compiled without optimization. A block that fails, or that computes without kern
 - A block of ``python`` whose docstring ends with a file's name is saved there. What comes before the name is typed too,
   as in ``\"\"\"torchrun train.py\"\"\"``.
 - ``<!-- printed -->`` before a block of ``text``: the last command has printed these lines, in any order.
+- ``make test`` is not typed, since ``.ci/run`` runs it, but ``make -n`` knows it.
 - ``<!-- not run: REASON -->`` before a block of ``bash``: left out, but ``make -n`` knows its targets.
 """
 
@@ -50,7 +51,7 @@ def type_page(page: Path, checkout: Path, environment: dict[str, str]) -> None:
             for target in re.findall(r"^make (.*)", source, re.M):
                 type_in(checkout, f"make -n {target}", environment)
         elif language == "bash":
-            printed = type_in(checkout, source, environment)
+            printed = type_in(checkout, re.sub(r"^make test\b", "make -n test", source, flags=re.M), environment)
         elif language == "python" and (saved := SAVED.match(source)):
             checkout.joinpath(saved["file"]).write_text(source, encoding="utf-8")
             if saved["command"]:

@@ -40,8 +40,8 @@ def run_script(port, arguments):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool, monkeypatch, tmp_path):
-    """Two ranks in place of four."""
+def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool, monkeypatch, tmp_path, capsys):
+    """Two ranks in place of four, and 10 steps in place of 537."""
 
     def train(name):
         output = tmp_path / f"{name}.json"
@@ -58,6 +58,8 @@ def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool,
     assert results["synced"]["max_gap"] < 1e-12 < 1e-2 < results["unsynced"]["max_gap"]
     assert results["synced"]["test_accuracy"] == results["reference"]["test_accuracy"] > 0.1
     assert (demo.OUTPUT / "loss.png").read_bytes().startswith(b"\x89PNG")
+    *_, told, _ = capsys.readouterr().out.splitlines()
+    assert told.replace("10 steps", "537 steps") in (EXAMPLES.parent / "README.md").read_text().splitlines()
 
 
 def test_the_demo_fails_if_ranks_differ_or_the_control_does_not(demo, monkeypatch):

@@ -108,6 +108,14 @@ def test_every_block_is_read_and_linked_files_exist(page):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 
+def test_the_readme_begins_with_the_commands_that_do_everything():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^make \w+", first, re.MULTILINE) == ["make demo", "make test"]
+    assert re.findall(r"^pip install", second, re.MULTILINE)
+    assert text.index(first) < text.index("```python") < text.index("not been run on a GPU")
+
+
 RAISES, STAYS = "raise in the first training step", "as they were, with a warning"
 OF_JOB, OF_SEVERAL = f"{RAISES} of a job", f"{RAISES} over several ranks"
 
