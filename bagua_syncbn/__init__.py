@@ -14,6 +14,7 @@ from .extras import sharded as _sharded  # noqa: F401  # has calls with DTensors
 from .extras.accumulation import accumulate_statistics
 from .extras.checkpointing import Repeatable
 from .extras.freezing import freeze_statistics, unfreeze_statistics
+from .extras.loss import mean_over_ranks
 from .extras.masks import masked
 from .extras.merging import merge_statistics
 from .extras.recalibration import recalibrate_statistics
@@ -38,6 +39,7 @@ __all__ = [
     "freeze_statistics",
     "fuse_activations",
     "masked",
+    "mean_over_ranks",
     "measure_batch_noise",
     "merge_statistics",
     "patch_torch_converter",

@@ -32,19 +32,24 @@ def masking_of(input: Tensor, masks: GivenMasks) -> Masking | None:
         # A mask asks for no size in backward, where Dynamo may take one from a stride, which differs between calls.
         mask = of_positions(lengths, input)
     assert mask is not None
+    size = size_of_mask(input.shape)
+    check_mask(mask, size, "(N, 1, *)", "input", input.device)
+    return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)
+
+
+def check_mask(mask: Tensor, size: list[int], shape: str, beside: str, device: torch.device) -> None:
+    """Raises unless ``mask`` is bool, broadcasts to ``size``, called ``shape``, and is on ``device``, as ``beside``."""
     check_is_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
-    size = size_of_mask(input.shape)
     if not broadcasts(mask.shape, size):
         raise ValueError(
-            f"mask: expected a tensor that broadcasts to (N, 1, *), {size}, got {list(mask.shape)}"
+            f"mask: expected a tensor that broadcasts to {shape}, {size}, got {list(mask.shape)}"
             + hint(mask.shape, size)
         )
     _check_is_read_in_one_way(mask.shape, size)
-    if mask.device != input.device:
-        raise RuntimeError(f"mask: expected it on {input.device}, where input is, got {mask.device}")
-    return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)
+    if mask.device != device:
+        raise RuntimeError(f"mask: expected it on {device}, where {beside} is, got {mask.device}")
 
 
 def size_of_mask(shape: torch.Size) -> list[int]:

@@ -41,7 +41,7 @@ def tells_peers(
 
     Args:
         peers_of: called with the arguments of a call that raised; returns its process group and its layer or model, or
-            None if the call meets no rank.
+            the name of a function without one; None if the call meets no rank.
     """
 
     def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
@@ -86,6 +86,9 @@ def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
         communicator = spec_of(process_group).made()
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
+            if isinstance(layer, str):  # a function that belongs to no layer
+                _tell(communicator, history, layer, error)
+                return
             layer = layer if isinstance(layer, nn.Module) else None
             if word_of(kind_of(layer)) not in history.compiled:
                 _tell(communicator, history, name_of(layer), error)
