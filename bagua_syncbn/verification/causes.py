@@ -56,10 +56,14 @@ def _weights(found: Comparison) -> list[str]:
     """A loss that is a sum over samples, or a mean over samples where ranks have different numbers of them."""
     ranks, sizes = found.ranks, {tensor.size(0) for tensor in tensors_in(found.batch) if tensor.dim()}
     counts: list[Any] = ranks.together("the sizes of batches", lambda: sizes.pop() if len(sizes) == 1 else None)
-    notes = {"the loss adds up over samples: added up and not averaged, ranks equal one process": ranks.size * 1.0}
+    equal = "the statistics are right, the loss is not: the ranks' gradients equal one process if each rank's loss"
+    notes = {
+        f"{equal}, a sum over its samples, is multiplied by the number of ranks, or gradients are added up": ranks.size
+        * 1.0
+    }
     if None not in counts and sum(counts):
-        mean = f"the loss is a mean over batches of {', '.join(map(str, counts))} samples: multiplied by samples * "
-        notes[f"{mean}ranks / all samples, ranks equal one process"] = counts[ranks.rank] * ranks.size / sum(counts)
+        weighted = f"{equal} is weighted by its samples ({', '.join(map(str, counts))}): use mean_over_ranks"
+        notes[weighted] = counts[ranks.rank] * ranks.size / sum(counts)
     return [note for note, weight in notes.items() if found.difference(found.step(weight)) is None]
 
 

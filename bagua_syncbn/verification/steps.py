@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import isfinite
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .. import functional
 from ..communicators import LOCAL, spec_of
 from ..conversion import convert_sync_batchnorm
+from ..extras import loss as loss_over_ranks
 from ..sync import tell_peers
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Ranks, in_float64, share_of, tensors_in
@@ -157,14 +159,20 @@ def run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
 
 
 def run_alone(module: nn.Module, batch: Any, loss: Loss) -> Step:
-    """Makes a step of ``module`` whose layers, and calls of ``sync_batch_norm``, synchronize with no other rank."""
-    local, names = spec_of(LOCAL), vars(functional)
-    own = names["spec_of"]
-    names["spec_of"] = lambda _: local  # whatever group a call gives; in all threads, since replicas make calls too
-    try:
+    """Makes a step of ``module`` whose layers, and calls of functions, synchronize with no other rank."""
+    with functions_alone(functional, loss_over_ranks):
         return run(alone(module), batch, loss)
-    finally:
-        names["spec_of"] = own
+
+
+@contextmanager
+def functions_alone(*modules: ModuleType) -> Iterator[None]:
+    """Context in which calls of the functions of these ``modules`` synchronize with no other rank."""
+    local = spec_of(LOCAL)
+    with ExitStack() as restored:
+        for names in map(vars, modules):
+            restored.callback(names.update, spec_of=names["spec_of"])
+            names["spec_of"] = lambda _: local  # whatever group a call gives; in all threads: replicas make calls too
+        yield
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -181,7 +189,9 @@ def loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
 
 
 def try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
-    """Calls ``loss`` once. Synchronized layers return their input, so that no rank waits for one that raises.
+    """Calls ``loss`` once. Synchronized layers return their input and ``mean_over_ranks`` the mean of this rank.
+
+    So no rank waits for one that raises.
 
     Raises:
         ValueError: ``loss`` calls no module, or calls a part of ``model`` and not of ``copy``.
@@ -199,6 +209,7 @@ def try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
             vars(part)["forward"] = lambda input, *_, **__: input
     with ExitStack() as hooks:
         hooks.callback(register_module_forward_pre_hook(note).remove)
+        hooks.enter_context(functions_alone(loss_over_ranks))
         loss_of(copy, batch, loss)
     if not called:
         raise ValueError(f"{expected} does not")

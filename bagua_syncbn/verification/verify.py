@@ -74,7 +74,7 @@ def verify_synchronization(
         model: in training mode, in DistributedDataParallel or not.
         batch: the batch of this rank: tensors in any nesting of tuples, lists and dicts.
         loss: called with a copy of the model, without wrapper, and a batch; returns a scalar tensor. It must call this
-            copy, and send nothing between ranks.
+            copy, and send nothing between ranks but by :func:`mean_over_ranks`.
         process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for all of the job.
         merge: makes one batch of a list of the batches of all ranks. None joins tensors along their first dimension;
             all other values must be equal on all ranks.
@@ -174,7 +174,10 @@ def _verify(model: nn.Module, found: Comparison) -> Verdict:
     if difference is not None:
         notes += [note for look in CAUSES for note in look(found)]
         if not notes:
-            unequal = "outputs are equal: the loss of all batches is not the mean of the losses of ranks"
+            unequal = (
+                "outputs are equal, so the statistics are right: the loss of all batches is not the mean of the losses "
+                "of ranks; if it is a mean over boxes or pixels, use mean_over_ranks"
+            )
             notes.append(unequal if kind_of(difference) == "loss" else "no cause was found")
     elif raises and notes:
         difference = notes.pop(0)

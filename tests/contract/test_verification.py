@@ -19,6 +19,7 @@ from bagua_syncbn import (
     freeze_statistics,
     fuse_activations,
     masked,
+    mean_over_ranks,
     recompute_outputs,
     revert_sync_batchnorm,
     sync_batch_norm,
@@ -55,6 +56,22 @@ def cross_entropy(model, batch, reduction="mean"):
 def cross_entropy_of_all(model, batch):
     """A mean over the 6 samples of all ranks, whose gradients are averaged over ranks."""
     return cross_entropy(model, batch, "sum") / 6 * (dist.get_world_size() if len(batch["x"]) < 6 else 1)
+
+
+def over_ranks(model, batch):
+    return mean_over_ranks(cross_entropy(model, batch, "none"))
+
+
+def of_boxes(model, batch, mean=lambda losses, mask: losses[mask].mean()):
+    """A mean over the features above 0, whose numbers do not go with the numbers of samples."""
+    return mean(model(batch["x"]).square(), batch["x"][:, :5] > batch["x"][:, 5:])
+
+
+def raises_on_one_rank(model, batch):
+    loss = over_ranks(model, batch)
+    if len(batch["x"]) == 5:
+        raise ValueError("five samples")
+    return loss + over_ranks(model, batch)
 
 
 class Wrapped(nn.Module):
@@ -168,6 +185,7 @@ class Case(NamedTuple):
     by_layer: bool = False
 
 
+OF_LOSS = "the statistics are right, the loss is not: the ranks' gradients equal one process if each rank's loss"
 UNCONVERTED = "BatchNorm1d '4' differs from one process on the same inputs: output"
 CASES = {
     "one rank": Case(model, (4,)),
@@ -201,11 +219,16 @@ CASES = {
     "a layer synchronizes with fewer ranks": Case(
         lambda: model(process_group=2), (3,) * 4, told=("output", "process_group=2", "process_group=2")
     ),
-    "uneven batches": Case(ddp, (2, 5), told=("loss differs by", "is a mean over batches of 2, 5 samples: multiplied")),
-    "a batch is empty": Case(ddp, (2, 0), told=("loss differs by up to nan", "a mean over batches of 2, 0")),
+    "uneven batches": Case(ddp, (2, 5), told=("loss differs by", f"{OF_LOSS} is weighted by its samples (2, 5): use")),
+    "a batch is empty": Case(ddp, (2, 0), told=("loss differs by up to nan", f"{OF_LOSS} is weighted by its samples")),
     "a sum": Case(
-        ddp, (2, 5), lambda *given: cross_entropy(*given, "sum"), ("loss differs by", "the loss adds up over samples")
+        ddp, (2, 5), lambda *given: cross_entropy(*given, "sum"), ("loss differs by", f"{OF_LOSS}, a sum over its")
     ),
+    "a mean over boxes": Case(
+        ddp, (2, 5), of_boxes, ("loss differs by", "outputs are equal, so the statistics are right: the loss of all")
+    ),
+    "mean_over_ranks": Case(ddp, (2, 0, 5), over_ranks),
+    "mean_over_ranks of boxes": Case(model, (2, 5), lambda *given: of_boxes(*given, mean_over_ranks)),
     "dropout": Case(lambda: ddp(nn.Dropout()), told=("output differs by", "Dropout '3' is random: it gives")),
     "randomness in a function": Case(
         lambda: convert_sync_batchnorm(Noisy(*plain())), told=("output differs", "the step is random")
@@ -257,7 +280,7 @@ CASES = {
             "bagua_syncbn.sync_batch_norm(..., layer=self)",
         ),
     ),
-    "a loss of pairs of samples": Case(model, loss=of_pairs, told=("loss differs", "outputs are equal: the loss of")),
+    "a loss of pairs of samples": Case(model, loss=of_pairs, told=("loss differs", "statistics are right: the loss")),
     "a rank is in evaluation": Case(in_evaluation_on_one_rank, told=("mode of module '1' differs between ranks",)),
     "a rank has more": Case(
         lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]),
@@ -315,6 +338,16 @@ def test_a_process_of_a_job_that_was_not_initialized_is_not_approved(name, monke
         told = str(verify_synchronization(*step, by_layer=by_layer))
         assert told.startswith(f"2 ranks differ from one process: each trains alone: {name} is 2, but")
         assert "init_process_group" in told
+
+
+def run_raising():
+    with pytest.raises((ValueError, RuntimeError), match="five samples"):
+        verify_synchronization(ddp(), batch(3 + 2 * dist.get_rank()), raises_on_one_rank)
+
+
+def test_a_loss_over_ranks_that_raises_on_one_raises_on_all(pool):
+    pool.run(run_raising, 2, timeout=60)
+    pool.forget_job()
 
 
 OWN = nn.Sequential(nn.BatchNorm1d(3))
