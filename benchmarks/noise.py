@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import PercentFormatter
 from torch import Tensor, nn
 
 from bagua_syncbn import measure_batch_noise
 from bagua_syncbn.verification import BatchNoise
+
+from .svg import COLORS, chart
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from train_digits import build_model, global_batches, load_data
@@ -58,6 +61,21 @@ def gradient_errors(model: nn.Module, images: Tensor, labels: Tensor, sizes: lis
     return errors
 
 
+def draw(found: BatchNoise, path: Path) -> None:
+    """Draws the noise of each layer at several numbers of samples a rank, and the limit."""
+    names = [layer.name for layer in found.layers]
+    with chart(path, "Batch noise, as a share of the deviation", "layers of the demo", "make demo", 66, 40) as axes:
+        for size, color in {2: "sky", 8: "blue", 32: "text"}.items():  # the longest first, so that the others lie on it
+            noise = [layer.at(size) for layer in found.layers]
+            bars = axes.barh(names, noise, 0.7, color=COLORS[color], label=f"{size} samples a rank")
+            if size == 2:
+                axes.bar_label(bars, [f"{share:.0%}" for share in noise], padding=4)
+        axes.axvline(found.limit, color=COLORS["orange"], linestyle=(0, (4, 3)), label=f"limit: {found.limit:.0%}")
+        axes.xaxis.set_major_formatter(PercentFormatter(1, 0))
+        axes.margins(x=0.1)
+        axes.invert_yaxis()
+
+
 def main() -> None:
     sizes = [2, 4, 8, 16]
     for steps in (5, 60, 179, STEPS):
@@ -70,7 +88,7 @@ def main() -> None:
                 f"{steps} steps, {size} samples: noise {worst / size**0.5:.0%}, error {error:.1%}, {error / square:.1f}"
             )
     print(found.at(2))
-    Path(sys.argv[1]).write_text(found.svg(), encoding="utf-8")
+    draw(found, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

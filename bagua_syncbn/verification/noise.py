@@ -1,9 +1,8 @@
 """Batch noise: how far statistics of a batch lie from those of all data, layer by layer."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from html import escape
 from math import inf, sqrt
 from typing import Any
 from warnings import warn
@@ -99,42 +98,6 @@ class BatchNoise:
             lines.append(f"{layer.name:{width}}  {layer.positions:6}  {layer.worth:6.1f}{noise}  {bar}".rstrip())
         return "\n".join([self.verdict, *lines])
 
-    def svg(self, sizes: Sequence[int] = (2, 8, 32)) -> str:
-        """Returns a bar chart of the noise at up to three ``sizes``, in samples a rank, as an SVG picture."""
-        sizes, left, height = sorted(sizes), 140, 64 + 18 * len(self.layers)
-        scale = 330 / max(self.limit, *(layer.at(sizes[0]) for layer in self.layers))
-        parts = []
-
-        def bar(x: float, y: int, width: float, style: int) -> None:
-            parts.append(f'<rect x="{x:.0f}" y="{y}" width="{width:.1f}" height="12" class="b{style}"/>')
-
-        def text(x: float, y: int, text: str, style: str = "") -> None:
-            parts.append(f'<text x="{x:.0f}" y="{y}"{style}>{escape(text)}</text>')
-
-        text(12, 22, "Batch noise, as a share of the deviation", ' class="t"')
-        for index, size in enumerate(sizes):
-            bar(12 + 135 * index, 32, 12, index)
-            text(30 + 135 * index, 42, f"{size} samples a rank")
-        for y, layer in zip(range(58, height, 18), self.layers, strict=False):
-            text(left - 8, y + 10, layer.name, ' text-anchor="end"')
-            for index, size in enumerate(sizes):  # the longest first, so that the others lie on it
-                bar(left, y, scale * layer.at(size), index)
-            text(left + 5 + scale * layer.at(sizes[0]), y + 10, f"{layer.at(sizes[0]):.0%}")
-        parts.append(f'<path d="M{left + scale * self.limit:.0f} 52V{height - 4}" class="l"/>')
-        return _SVG.format(height=height, parts="\n".join(parts))
-
-
-_SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" width="520" height="{height}" viewBox="0 0 520 {height}" role="img">
-<style>text{{font:11px system-ui,sans-serif;fill:#1f2328}}.t{{font-size:14px;font-weight:600}}.p{{fill:#fff}}
-.b0{{fill:#9ccbe8}}.b1{{fill:#0072b2}}.b2{{fill:#003f63}}.l{{stroke:#d97706;stroke-dasharray:4 3}}
-@media(prefers-color-scheme:dark){{text{{fill:#e6edf3}}.p{{fill:#14171c}}
-.b0{{fill:#2f5f80}}.b1{{fill:#56a9e0}}.b2{{fill:#cfe8f8}}}}</style>
-<rect width="100%" height="100%" rx="6" class="p"/>
-{parts}
-</svg>
-"""
-
 
 def measure_batch_noise(
     module: nn.Module,
@@ -193,8 +156,7 @@ def measure_batch_noise(
 
     Returns:
         A :class:`~bagua_syncbn.verification.BatchNoise`: as text a verdict and a table by layer, with
-        :meth:`~bagua_syncbn.verification.BatchNoise.at` for other sizes and
-        :meth:`~bagua_syncbn.verification.BatchNoise.svg` for a picture.
+        :meth:`~bagua_syncbn.verification.BatchNoise.at` for other sizes.
 
     Raises:
         TypeError: ``module`` is no module; ``batches`` is no iterable of batches; ``forward`` is not callable.
