@@ -7,7 +7,6 @@ All figures that a run can change are made here, for the end of a run and for th
 """
 
 import argparse
-import hashlib
 import inspect
 import json
 import re
@@ -16,9 +15,8 @@ from pathlib import Path
 
 from .peers import peers_table
 from .recorded import Results
-from .sections import SECTIONS, layers, stored
+from .sections import SECTIONS
 
-CHARTS = {"peers": layers.draw, "stored": stored.draw}
 _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,17 +48,6 @@ def report(results: Results) -> str:
     )
 
 
-def draw_all(results: Results, directory: Path) -> list[Path]:
-    """Draws each chart that there are data for, which names them by their digest; returns the paths of the files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    source = f"results {hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]}"
-    pictures = {directory / f"{name}.svg": draw(results) for name, draw in CHARTS.items()}
-    drawn = {path: picture for path, picture in pictures.items() if picture is not None}
-    for path, picture in drawn.items():
-        path.write_text(picture.svg(source), encoding="utf-8")
-    return list(drawn)
-
-
 def update_page(text: str, results: dict[str, Results]) -> str:
     """Replaces what stands between ``<!-- begin FILE TABLE -->`` and ``<!-- end -->``, for the files in ``results``."""
 
@@ -87,6 +74,8 @@ def main() -> None:
         for name, recorded in results.items():
             print(f"# {name}\n\n{report(recorded)}")
     if arguments.charts is not None:
+        from .charts import draw_all  # needs matplotlib, which machines that only measure may lack
+
         for recorded in results.values():
             draw_all(recorded, arguments.charts)
 

@@ -1,4 +1,4 @@
-"""The sections, a file each: what is measured on which inputs, and the tables and the chart of what was measured."""
+"""The sections, a file each: what is measured on which inputs, and the tables of what was measured."""
 
 from typing import Any
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..batches import Shape, layouts, make_batch
 from ..machine import thread_counts
 from ..peers import Maker
-from ..picture import WIDTH, Picture
 from ..recorded import (
     Case,
     Results,
@@ -22,7 +21,6 @@ from ..recorded import (
     marked,
     milliseconds,
     of_section,
-    quartiles,
     ratios,
     spread,
     table,
@@ -82,20 +80,14 @@ def measure(
     return {"shape": shape, "layout": layout, "threads": threads, **time_workload(workload, job)}
 
 
-# Layers that synchronize, with their names and colors in the chart.
-_PEERS = {
-    "ours": ("bagua_syncbn", "blue"),
-    "naive": ("naive all-reduce", "orange"),
-    "fairscale": ("fairscale", "red"),
-    "torch_sync": ("nn.SyncBatchNorm", "muted"),
-}
+_SYNCHRONIZED = "ours", "naive", "fairscale", "torch_sync"
 
 
-def _measured(results: Results) -> tuple[list[str], list[Case]]:
+def synchronized(results: Results) -> tuple[list[str], list[Case]]:
     """Returns the synchronized peers that any case has, and the cases of one thread."""
     measured = of_section(results, "layers")
     names = {name for case in measured for name in case["microseconds"]}
-    return [name for name in _PEERS if name in names], [case for case in measured if case["threads"] == 1]
+    return [name for name in _SYNCHRONIZED if name in names], [case for case in measured if case["threads"] == 1]
 
 
 def _over(cases: list[Case], name: str) -> str:
@@ -104,7 +96,7 @@ def _over(cases: list[Case], name: str) -> str:
 
 def headline_table(results: Results) -> str:
     """Over all inputs that were measured with so many ranks of one thread: geometric mean (smallest to largest)."""
-    peers, shown = _measured(results)
+    peers, shown = synchronized(results)
 
     def row(ranks: int) -> list[str]:
         cases = [case for case in shown if case["ranks"] == ranks]
@@ -116,7 +108,7 @@ def headline_table(results: Results) -> str:
 
 def summary_table(results: Results) -> str:
     """Steps over two ranks, in steps of the layer that does not synchronize; of layers geometric means."""
-    peers, shown = _measured(results)
+    peers, shown = synchronized(results)
     cases = [case for case in shown if case["ranks"] == 2]
     kinds = {
         "layers, inputs of a million values and more": [case for case in cases if elements(case) >= 1e6],
@@ -133,7 +125,7 @@ def summary_table(results: Results) -> str:
 
 def layers_table(results: Results) -> str:
     """Each peer's step over that of the layer that does not synchronize: median (minimum; quartiles)."""
-    peers, _ = _measured(results)
+    peers, _ = synchronized(results)
 
     def row(case: Case) -> list[str]:
         shown = [spread(ratios(case, name, "local")) if name in case["microseconds"] else "" for name in peers]
@@ -145,40 +137,3 @@ def layers_table(results: Results) -> str:
 
 
 TABLES = {"layers": layers_table, "headline": headline_table, "summary": summary_table}
-
-_LEFT, _ROOM, _STEP = 150, WIDTH - 150 - 20, 22
-
-
-def draw(results: Results) -> Picture | None:
-    """Draws the step of each peer over two ranks, in steps of the layer that does not synchronize."""
-    peers, measured = _measured(results)
-    chosen = [case for case in measured if case["ranks"] == 2 and case["layout"] == layouts(case["shape"])[0]]
-    if not chosen:
-        return None
-    chosen.sort(key=elements)
-    picture = Picture("A step over two ranks, in steps of nn.BatchNorm", where(results))
-    picture.legend([_PEERS[name][::-1] for name in peers])
-    rows = [{name: quartiles(ratios(case, name, "local")) for name in peers if name in case["microseconds"]}
-            for case in chosen]  # fmt: skip
-    ends = [value for row in rows for low, _, high in row.values() for value in (low, high)]
-    first, last = math.floor(math.log2(min(ends))), math.ceil(math.log2(max(ends)))
-
-    def place(value: float) -> float:
-        return _LEFT + _ROOM * (math.log2(value) - first) / (last - first)
-
-    top, bottom = picture.height + 4, picture.height + 4 + _STEP * len(rows)
-    for power in range(first, last + 1):
-        x = place(2.0**power)
-        picture.line([(x, top), (x, bottom)], "text" if power == 0 else "grid")
-        picture.text(x, bottom + 15, f"{2.0**power:g}", "small", "middle")
-    for number, (case, row) in enumerate(zip(chosen, rows, strict=True)):
-        y = top + _STEP * (number + 0.5)
-        picture.text(_LEFT - 10, y + 4, " x ".join(map(str, case["shape"])), anchor="end")
-        for offset, (name, (low, middle, high)) in enumerate(row.items()):
-            style, height = _PEERS[name][1], y + 6 * (offset - (len(row) - 1) / 2)
-            picture.line([(place(low), height), (place(high), height)], style, 2)
-            picture.rectangle(place(middle) - 3, height - 3, 6, 6, style)
-    picture.height = bottom + 22
-    picture.text(_LEFT, picture.height + 6, "medians and quartiles of the rounds; logarithmic", "small")
-    picture.height += 18
-    return picture

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 import bagua_syncbn
 
 from .. import machine
-from ..picture import Picture
-from ..recorded import ROOT, Case, Results, of_section, shape_of, table, where
+from ..recorded import ROOT, Case, Results, of_section, shape_of, table
 from .networks import NETWORKS, QUICK
 
 QUICK_SIDE = 48
@@ -158,27 +157,6 @@ def stored_table(results: Results) -> str:
 
 
 TABLES = {"stored": stored_table}
-
-_DRAWN = {
-    "plain": ("torch's layers", "muted"),
-    "fused": ("fuse_activations", "sky"),
-    "recomputed": ("recompute_outputs too", "blue"),
-}
-
-
-def draw(results: Results) -> Picture | None:
-    """Draws what is stored of each network, as shares of what is stored with torch's layers."""
-    measured = [case for case in of_section(results, "stored") if "bytes" in case]
-    if not measured:
-        return None
-    picture = Picture("Stored for the backward pass", where(results))
-    picture.legend([(style, name) for name, style in _DRAWN.values()])
-    for case in measured:
-        stored = case["bytes"]
-        shares = {variant: stored[variant] / stored["plain"] for variant in _DRAWN}
-        values = [(style, shares[variant], f"{shares[variant]:.0%}") for variant, (_, style) in _DRAWN.items()]
-        picture.bars(case["network"], values, 1)
-    return picture
 
 
 if __name__ == "__main__":
