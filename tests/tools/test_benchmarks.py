@@ -17,7 +17,7 @@ pytest.importorskip("sklearn", reason="the benchmarks need scikit-learn: pip ins
 pytest.importorskip("matplotlib", reason="charts need matplotlib: pip install -e '.[bench]'")
 
 import benchmarks.__main__
-from benchmarks import charts, docs_pictures, noise, peers, recorded, report
+from benchmarks import charts, noise, peers, recorded, report
 from benchmarks.recorded import of_section
 from benchmarks.sections import SECTIONS, stored
 from benchmarks.sections.networks import NETWORKS
@@ -94,17 +94,6 @@ def test_the_pages_and_their_charts_show_what_was_recorded(tmp_path):
 def test_measuring_does_not_need_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; import benchmarks.__main__"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_pictures_are_drawn_by_their_code_and_follow_the_mode_of_the_reader(tmp_path):
-    docs_pictures.draw_all(tmp_path)
-    for picture in tmp_path.iterdir():
-        assert picture.read_text("utf-8") == docs_pictures.FOLDER.joinpath(picture.name).read_text("utf-8")
-    for picture in (ROOT / "docs").rglob("*.svg"):
-        text = picture.read_text(encoding="utf-8")
-        assert len(text) < 20_000, picture
-        assert "prefers-color-scheme:dark" in text, picture
-        assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
 def test_the_page_shows_the_batch_noise_of_the_demo(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs the Python blocks of README.md and docs/.
+"""Runs the Python blocks of README.md and docs/; checks their links and pictures.
 
 An HTML comment in the line before a block says how it is run:
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -114,6 +115,21 @@ def test_the_readme_begins_with_the_commands_that_do_everything():
     assert re.findall(r"^make \w+", first, re.MULTILINE) == ["make demo", "make test"]
     assert re.findall(r"^pip install", second, re.MULTILINE)
     assert text.index(first) < text.index("```python") < text.index("not been run on a GPU")
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda picture: picture.name)
+def test_pictures_are_small_and_follow_the_mode_of_the_reader(picture):
+    text = picture.read_text(encoding="utf-8")
+    assert len(text) < 20_000
+    assert "prefers-color-scheme:dark" in text
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_the_picture_of_a_conversion_shows_its_report():
+    picture = ElementTree.parse(ROOT / "docs" / "pictures" / "conversion.svg")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.InstanceNorm2d(8))
+    report = str(bagua_syncbn.conversion_report(model)).splitlines()
+    assert [part.text for part in picture.iter()][-len(report) :] == report
 
 
 RAISES, STAYS = "raise in the first training step", "as they were, with a warning"
