@@ -130,7 +130,7 @@ WAYS = {
     "a first call": (lambda layer, x: layer(x), 80, 20),
     "a later call": (lambda layer, x: layer(x), 20, 10),
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
-    "masked": (masked, 39, 10),
+    "masked": (masked, 40, 10),
     "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 40, 44),
 }
 

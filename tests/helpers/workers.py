@@ -119,6 +119,7 @@ class WorkerPool:
 
 def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None]) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
     # A rank that leaves a job at once would close connections that another rank still makes.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     current = current_test = ""
