@@ -103,8 +103,11 @@ def test_ranks_with_uneven_and_empty_micro_batches():
 
 
 @pytest.mark.ranks(2, new_job=True)  # layers that were compiled in a job say less since
-def test_a_rank_that_accumulates_alone_raises_on_all():
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_rank_that_accumulates_alone_raises_on_all(calls):
     layer = SyncBatchNorm(3)
+    for _ in range(calls):  # until the ranks expect the message and send no probe
+        layer(torch.randn(4, 3))
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(RuntimeError, match="in accumulate_statistics"):  # noqa: SIM117
         with accumulate_statistics(layer) if dist.get_rank() else nullcontext():

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -53,9 +54,21 @@ def test_masks_hold_in_forward_mode_and_autocast():
     mask, tangent = torch.arange(9) < torch.tensor([9, 2, 0, 5]).view(-1, 1, 1), torch.randn_like(input)
     expected = torch.func.jvp(lambda x: expected_step_output(layer, x, mask), (input,), (tangent,))
     torch.testing.assert_close(torch.func.jvp(lambda x: layer(x, mask=mask), (input,), (tangent,)), expected)
+    spoiled = torch.func.jvp(lambda x: layer(x, mask=mask), (input.masked_fill(~mask, torch.nan),), (tangent,))
+    for value, other in zip(spoiled, expected, strict=True):
+        torch.testing.assert_close(value.where(mask, 0), other.where(mask, 0))
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(nn.Conv1d(3, 3, 1)(input.float()), mask=mask)
     assert output.dtype == torch.bfloat16
+
+
+def test_outputs_in_evaluation_are_those_without_a_mask_unless_zeros_are_asked_for():
+    layer, (input, _), mask = make_layer(3).eval(), draw((4, 3, 9)), torch.arange(9) < 5
+    for zero_masked in (False, True):
+        expected = layer(input).where(mask, 0) if zero_masked else layer(input)
+        call = partial(layer, mask=mask, zero_masked=zero_masked)
+        for output in (call(input), torch.func.jvp(call, (input,), (input,))[0]):
+            torch.testing.assert_close(output, expected)
 
 
 def expected_step_output(layer, input, mask):
@@ -101,7 +114,8 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
     input, _ = draw((4, 3, 10))
     lengths, grad_output = torch.tensor([10, 3, 1, 6]), torch.randn(4, 4).double()
     with masked(model, lengths=lengths, rule=halved, zero_masked=True):
-        copied = copy.deepcopy(model)
+        with masked(model, torch.arange(10) < 1):
+            copied = copy.deepcopy(model)
         if reentrant is None:
             output = model(input)
         else:

@@ -1,8 +1,11 @@
 """Promises of the layer beside the contract, on ranks: collectives and edge cases."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
@@ -115,15 +118,16 @@ def test_batches_are_counted_in_any_dtype(pool, dtype):
 
 
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_batches_are_counted_with_the_running_statistics_only(eps_mode, compiled):
+@pytest.mark.parametrize("way", ["eager", "compiled", "forward mode"])
+def test_batches_are_counted_with_the_running_statistics_only(eps_mode, way):
     count, x = torch.tensor(0), torch.randn(4, 3)
 
     def call(x, *buffers):
         return bagua_syncbn.sync_batch_norm(x, *buffers, num_batches_tracked=count, eps_mode=eps_mode)
 
-    if compiled:
+    if way == "compiled":
         call = torch.compile(call, backend="eager")
     for counted, buffers in enumerate([(None, None), (torch.zeros(3), torch.ones(3))]):
-        call(x, *buffers)
+        with forward_ad.dual_level() if way == "forward mode" else nullcontext():
+            call(forward_ad.make_dual(x, x) if way == "forward mode" else x, *buffers)
         assert count == counted

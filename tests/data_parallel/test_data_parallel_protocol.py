@@ -74,6 +74,13 @@ def test_callbacks_are_refused_what_is_no_set_of_replicas():
         SynchronizedBatchNorm1d(2).__data_parallel_replicate__(object(), 0)
 
 
+def test_replicas_that_are_told_again_forget_the_replicas_of_before():
+    layers = [SynchronizedBatchNorm1d(2) for _ in range(2)]
+    for _ in range(2):
+        execute_replication_callbacks(layers)
+    assert [len(layer._attached) for layer in layers] == [1, 1]
+
+
 class Threads(nn.DataParallel):
     """A user's subclass of torch's wrapper, with replicas of its own."""
 

@@ -20,6 +20,7 @@ from bagua_syncbn.sync.history import history_in
 from bagua_syncbn.sync.signatures import RAISED, describe
 from tests.faults import programs
 from tests.faults.programs import REFUSED, Change, Model, is_odd, message_of, own_group, own_model, run
+from tests.helpers.replicated import parallel
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,12 @@ ABSENT = {
     "last step ends early": Row("ab", told=("of SyncBatchNorm1d 'c'",)),
 }
 
+
+def refused_in_evaluation(model: Model) -> None:
+    message_of(lambda: model.a.eval()(torch.ones(2, 9)))
+    model.a.train()
+
+
 LEGITIMATE = {
     "the same": Row(),
     "statistics that all freeze": Row(
@@ -152,6 +159,8 @@ LEGITIMATE = {
     "an activation": Row(change=setter("a", "fused_activation", "relu")),
     "no affine": Row(change=setter("a", "bias", None)),
     "a layer that is not synchronized, evaluated": Row(change=lambda model: nn.BatchNorm1d(8).eval()(torch.ones(2, 8))),
+    "an error in evaluation": Row(change=refused_in_evaluation),
+    "an error in replicas": Row(change=lambda model: message_of(lambda: parallel(model.a, "cpu", 2)(torch.ones(4, 8)))),
     "a frozen weight": Row(change=lambda model: model.a.weight.requires_grad_(False)),
     "a layer called twice on all ranks": Row("aab<", base="aab<"),
     "calls that repeat": Row("aabb<ab<", base="aabb<ab<"),

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import bagua_syncbn
-from bagua_syncbn import SyncBatchNorm
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel.step import Replica
 from bagua_syncbn.sync import ConvertedModel, Origin
@@ -70,6 +71,7 @@ CHANGES = {
     "elsewhere": lambda layer: setattr(layer, "bias", nn.Parameter(torch.ones(CHANNELS, device="meta"))),
     "no running_var": drop("running_var"),
     "no counter": drop("num_batches_tracked"),
+    "one tensor as both": lambda layer: setattr(layer, "running_var", layer.running_mean),
     "no running statistics": drop("running_mean", "running_var"),
     "no parameters": drop("weight", "bias"),
     "momentum": set_attribute("momentum", 0.5),
@@ -82,6 +84,7 @@ CHANGES = {
     "untracked": set_attribute("track_running_stats", False),
     "an activation": set_attribute("fused_activation", "relu"),
     "another place in a model": set_attribute("_origin", Origin("other", ConvertedModel("Model"))),
+    "class": set_attribute("__class__", SyncBatchNorm1d),
     "evaluation": lambda layer: layer.eval(),
     "frozen": bagua_syncbn.freeze_statistics,
     "alone": set_attribute("process_group", LOCAL),
@@ -99,6 +102,20 @@ INPUTS = {
     "not finite": lambda input: input / 0,
 }
 
+ALTERED = {
+    "no tensor": lambda tensor: SimpleNamespace(**{name: getattr(tensor, name) for name in ATTRIBUTES}),
+    "elsewhere": lambda tensor: tensor.to("meta"),
+    "bool": lambda tensor: tensor.bool(),
+    "size": lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2),
+    "sparse": lambda tensor: tensor.to_sparse(),
+}
+ATTRIBUTES = "dtype", "device", "shape", "layout", "stride"
+
+REFUSED_TENSORS = [
+    *((name, how) for name in (*TENSORS, "residual") for how in ("no tensor", "elsewhere", "bool", "size")),
+    ("residual", "sparse"),
+]
+
 REFUSED_INPUTS = {
     "integers": lambda input: input.int(),
     "complex": lambda input: input.to(torch.complex64),
@@ -107,7 +124,7 @@ REFUSED_INPUTS = {
     "elsewhere": lambda input: input.to("meta"),
     "nested": lambda input: nested(),
     "nested, jagged": lambda input: nested(torch.jagged),
-    "sparse": lambda input: input[..., 0].to_sparse(),
+    "sparse": lambda input: input.to_sparse(),
     "sparse rows": lambda input: input[..., 0].to_sparse_csr(),
     "mkldnn": lambda input: input[..., 0].to_mkldnn(),
     "quantized": lambda input: torch.quantize_per_tensor(input[..., 0], 0.1, 0, torch.quint8),
@@ -128,6 +145,7 @@ AROUND = {
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
     "input that torch.func has left over": lambda layer, input: layer(left_over(input)),
     "input that vmap has left over": lambda layer, input: layer(left_over_from_vmap()),
+    "fake tensors": lambda layer, input: faked(layer, input),
     "accumulated": lambda layer, input: accumulated(layer, input),
     "masked": lambda layer, input: masked(layer, input),
     "a mask": lambda layer, input: layer(input, mask=torch.arange(SHAPE[2]) < 3),
@@ -153,6 +171,25 @@ def dual(layer, input):
         return output.primal + output.tangent
 
 
+def faked(layer, input):
+    with FakeTensorMode() as mode:
+        layer(mode.from_tensor(input))
+    return layer(input)
+
+
+def by_function(layer, input, **altered):
+    tensors = {name: getattr(layer, name).detach() for name in TENSORS}
+    options = {"training": layer.training, "process_group": layer.process_group, "layer": layer}
+    return bagua_syncbn.sync_batch_norm(input, **{**tensors, **altered}, **options)
+
+
+def with_residual(layer, input, name="", how=""):
+    tensors = {"residual": input.detach()}
+    if name:
+        tensors[name] = ALTERED[how](tensors[name] if name in tensors else getattr(layer, name).detach())
+    return by_function(layer, input, **tensors)
+
+
 def accumulated(layer, input):
     with bagua_syncbn.accumulate_statistics(layer):
         return layer(input) + layer(input + 1)
@@ -169,7 +206,8 @@ class Recording(Twin):
     said = None
 
     def all_gather(self, packed):
-        self.said = packed[-3:-1].tolist()
+        if type(packed) is torch.Tensor:  # fake ones hold no values
+            self.said = packed[-3:-1].tolist()
         return super().all_gather(packed)
 
 
@@ -194,16 +232,20 @@ def call(layer, input, around):
     return told, getattr(layer.process_group, "said", None), buffers_of(layer)
 
 
-def compare(*changes, before=(), alter=INPUTS["as before"], around=lambda layer, input: layer(input)):
+def plain(layer, input):
+    return layer(input)
+
+
+def compare(*changes, before=(), alter=INPUTS["as before"], around=plain, first=plain):
     """Compares a call of a layer that knows it with that of a copy that does not; returns what it gave or raised."""
     layer, input = SyncBatchNorm(CHANNELS, process_group=Recording()), torch.randn(SHAPE)
     for change in before:
         change(layer)
     remembered = leaf(input)  # as the calls that follow: the guard looks at it
     for _ in range(2):
-        layer(remembered)
+        first(layer, remembered)
     known = layer._known
-    layer(remembered)
+    first(layer, remembered)
     assert layer._known is known is not None
     anew = copy.deepcopy(layer)
     assert anew._known is None
@@ -230,6 +272,14 @@ def test_every_kind_of_layer_does_as_it_did(kind):
     compare(before=[CHANGES[kind]], alter=torch.Tensor.double if kind == "float64" else INPUTS["as before"])
 
 
+def test_evaluation_is_seen_where_nothing_else_tells_it_from_training():
+    compare(CHANGES["evaluation"], before=[CHANGES["alone"], CHANGES["no counter"]])
+
+
+def test_the_momentum_of_a_layer_that_passes_another_one_is_seen():
+    compare(CHANGES["momentum=None"], around=by_function, first=by_function)
+
+
 @pytest.mark.parametrize("channels", [CHANNELS, CHANNELS + 1])
 def test_a_parameter_that_a_layer_did_not_have_is_seen(channels):
     weight = nn.Parameter(torch.arange(1.0, 1 + channels))
@@ -241,15 +291,23 @@ def test_every_change_of_the_input_is_seen(alter):
     compare(alter=INPUTS[alter])
 
 
+@pytest.mark.parametrize("around", [plain, by_function])
 @pytest.mark.parametrize("alter", REFUSED_INPUTS)
-def test_wrong_inputs_are_refused_after_a_right_one(alter):
-    kind, _ = compare(alter=REFUSED_INPUTS[alter])
+def test_wrong_inputs_are_refused_after_a_right_one(alter, around):
+    kind, _ = compare(alter=REFUSED_INPUTS[alter], around=around, first=around)
+    assert issubclass(kind, Exception)
+
+
+@pytest.mark.parametrize(("name", "how"), REFUSED_TENSORS)
+def test_wrong_tensors_are_refused_after_right_ones(name, how):
+    kind, _ = compare(around=partial(with_residual, name=name, how=how), first=with_residual)
     assert issubclass(kind, Exception)
 
 
 @pytest.mark.parametrize("around", AROUND)
 def test_all_that_goes_on_around_a_call_is_seen(around):
-    compare(around=AROUND[around])
+    before = [CHANGES["no parameters"], CHANGES["no running statistics"]] if around == "fake tensors" else ()
+    compare(before=before, around=AROUND[around])
 
 
 def test_a_class_that_gives_parts_of_its_tensors_is_asked_in_each_call():

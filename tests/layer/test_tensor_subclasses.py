@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL
+from benchmarks.one_rank import Twin
 from tests.helpers.cases import CLASSES, WAYS
 
 pytestmark = pytest.mark.reference_too
@@ -87,6 +88,27 @@ def compare(layer, around, order=1):
 @pytest.mark.ranks(2)
 def test_ranks_compute_with_them_as_with_plain_tensors(layer, around):
     compare(layer, around)
+
+
+class Other(Twin):
+    """The second rank calls another layer once it differs."""
+
+    differs = False
+
+    def all_gather(self, packed):
+        rows = super().all_gather(packed)
+        rows[1, -3] += self.differs
+        return rows
+
+
+@pytest.mark.parametrize("of_class", [torch.Tensor, tagged])
+def test_ranks_that_differ_are_named_as_with_plain_tensors(of_class):
+    layer, input = bagua_syncbn.SyncBatchNorm(4, process_group=Other()), of_class(torch.randn(3, 4))
+    for _ in range(3):
+        layer(input)
+    layer.process_group.differs = True
+    with pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers"):
+        layer(input)
 
 
 @pytest.mark.ranks(2)

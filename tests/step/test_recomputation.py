@@ -389,6 +389,19 @@ def test_a_repetition_is_the_call_that_it_repeats_whatever_changed_since(way, mo
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_repetition_in_evaluation_has_the_statistics_of_the_first_run(how):
+    layer, input, grads = SyncBatchNorm(3).eval(), torch.randn(4, 3, requires_grad=True), []
+    for around in (lambda layer, input: layer(input), CHECKPOINTS[how]):
+        output = around(layer, input)
+        if grads:
+            change(layer, "evaluation")
+        input.grad = layer.weight.grad = None
+        output.cos().sum().backward()
+        grads.append((input.grad, layer.weight.grad))
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
 def test_selective_checkpoints_keep_apart_what_a_layer_and_its_neighbours_compute(ranks):
     layer, input = SyncBatchNorm(3, momentum=None).double(), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)

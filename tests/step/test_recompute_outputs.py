@@ -182,6 +182,15 @@ def test_what_is_in_memory(kind):
         gc.enable()
 
 
+def test_the_input_of_a_layer_is_not_kept_where_it_can_be_recomputed():
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4), nn.Flatten()))
+    watch = Watch(model)
+    with recompute_outputs():
+        loss = model(torch.randn(5, 4, 3)).sum()
+    assert watch.inputs[1].expired()
+    loss.backward()
+
+
 def test_two_who_wait_for_an_output_share_it(monkeypatch):
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     with recompute_outputs():
