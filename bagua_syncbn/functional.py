@@ -227,19 +227,22 @@ def known_of(call: Call) -> Known:
         return _examined(call, None)
     w, b = _NOTHING if weight is None else weight, _NOTHING if bias is None else bias
     m, v = _NOTHING if mean is None else mean, _NOTHING if var is None else var
-    n, r = _NOTHING if batches is None else batches, _NOTHING if residual is None else residual
+    n = _NOTHING if batches is None else batches
     made = (group if type(group) is GroupSpec else spec_of(group)).made() if training else LOCAL
     try:
         shape = input.shape
-        facts = (
-            *(options, training, made, accumulator is None, mean is var),
-            *(layer.__class__, layer.momentum, layer._origin),
-            *(input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1]),
-            *(w.__class__, w.dtype, w.device, w.shape, b.__class__, b.dtype, b.device, b.shape),
-            *(m.__class__, m.dtype, m.device, m.shape, m.stride(), v.__class__, v.dtype, v.device, v.shape, v.stride()),
-            *(n.__class__, n.dtype, n.device, n.shape),
-            *(r.__class__, r.dtype, r.device, r.layout, residual is None or residual.shape == shape),
+        r = (
+            None
+            if residual is None
+            else (residual.__class__, residual.dtype, residual.device, residual.layout, residual.shape == shape)
         )
+        facts = (
+            options, training, made, accumulator is None, mean is var, layer.__class__, layer.momentum, layer._origin,
+            input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1], r,
+            w.__class__, w.dtype, w.device, w.shape, b.__class__, b.dtype, b.device, b.shape,
+            m.__class__, m.dtype, m.device, m.shape, m.stride(), v.__class__, v.dtype, v.device, v.shape, v.stride(),
+            n.__class__, n.dtype, n.device, n.shape,
+        )  # fmt: skip
         kept: Known | None = layer.__dict__.get("_known")
         if kept is not None and kept.facts == facts:
             return kept
