@@ -191,6 +191,17 @@ def test_the_input_of_a_layer_is_not_kept_where_it_can_be_recomputed():
     loss.backward()
 
 
+def test_a_checkpoint_around_a_model_that_recomputes_repeats_the_first_run():
+    layer, input, grads = SyncBatchNorm(4), torch.randn(5, 4, requires_grad=True), []
+    model = recompute_outputs(nn.Sequential(layer))
+    for call in (model, partial(checkpoint, model, use_reentrant=False)):
+        layer.eps = 1e-5
+        output = call(input).sin()
+        layer.eps = 2.0
+        grads += torch.autograd.grad(output.sum(), input)
+    torch.testing.assert_close(*grads)
+
+
 def test_two_who_wait_for_an_output_share_it(monkeypatch):
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     with recompute_outputs():
