@@ -53,7 +53,7 @@ class GroupSpec:
             self._make_untraced()
             assert self._communicator is not None
             return self._communicator
-        # A communicator that was made for the given group stays usable after the end of that group, until the job ends.
+        # The communicator of a given group of one rank, the local one, outlives the group.
         if self._communicator is None and self._is_gone():
             raise RuntimeError(c10d.DESTROYED)
         return self.made() or self._make()

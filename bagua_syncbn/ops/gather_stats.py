@@ -65,7 +65,6 @@ def batch_norm_gather_stats(
     # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
     if this_thread.holds_buffers:
         running_mean = running_var = num_batches_tracked = None
-        momentum = 0.0  # an average would need the counter
     words = words_in(gathered)
     channels = (gathered.size(1) - 2 - words) // 2
     rows = gathered.to(merge_dtype(gathered.device))
