@@ -150,7 +150,7 @@ def sync_batch_norm(
 
 
 class Known(NamedTuple):
-    """What calls with the same facts have in common: they have passed all checks but those of single calls."""
+    """Knowledge about calls with the same facts. They have passed all checks but those of single calls."""
 
     facts: tuple[Any, ...] | None
     options: Options

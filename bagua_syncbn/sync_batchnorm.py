@@ -133,7 +133,7 @@ class SyncBatchNorm(_BatchNorm):
     _origin: Origin | None = None  # by conversion: the layer's place in a model; copies and files keep it
     _frozen: Frozen | None = None  # by freeze_statistics: the layer is in evaluation, whatever sets its mode
     _attached: tuple[Attachment, ...] = ()  # by extras: functions around each call, the outermost last
-    _known: Known | None = None  # what the checks of its last calls have found out
+    _known: Known | None = None  # findings of the checks of its last calls
 
     # Whether the class looks attributes up by itself: then it may give others than its parameters and buffers.
     _has_getattr: ClassVar[bool] = False

@@ -1,1 +1,1 @@
-"""What attaches to layers and calls from outside. No module that the layer imports imports one of these."""
+"""Extras, which attach to layers and calls from outside. No module that the layer imports imports one of them."""

@@ -96,7 +96,7 @@ class Repeatable:
 class _Made(NamedTuple):
     """A call in the first run."""
 
-    prepared: Any  # what it was normalized by
+    prepared: Any  # a Normalization, or what stands for one where F.batch_norm computes
     training: bool
     tracks: bool  # whether it had running statistics
 

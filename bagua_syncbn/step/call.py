@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Normalization:
-    """What a call is normalized by, beside tensors that may have gradients."""
+    """Statistics, options and exchange of a call: all that it is normalized by, beside tensors with gradients."""
 
     options: Options
     exchange: Exchange | None  # None if the statistics are constants
@@ -54,7 +54,7 @@ class Normalization:
 
 
 class Hooks(NamedTuple):
-    """What extras have set for the calls of a thread."""
+    """Functions that extras have set for the calls of a thread."""
 
     prepare: Callable[[Call, Callable[[], Any]], Any] | None = None
     """Called with a call and a function that returns what it is normalized by; returns that, or what an earlier call

@@ -1,4 +1,4 @@
-"""What crosses ranks in a call, and how they find out that they differ. Read ``protocol`` first."""
+"""Messages of ranks in a call, and how ranks find out that they differ. Read ``protocol`` first."""
 
 from .errors import raise_for_all, tell_peers, tells_peers
 from .exchanges import LOCAL_EXCHANGE, Exchange, exchange_of, sum_over_ranks

@@ -30,7 +30,7 @@ from .signatures import (
 
 
 class Exchange(Protocol):
-    """What crosses ranks in one call of a layer, and what the ops need to compare the ranks by."""
+    """Messages of one call of a layer, and what the ops need to compare the ranks by."""
 
     @property
     def communicator(self) -> Communicator:

@@ -22,13 +22,13 @@ from .signatures import CallSignature, checksum, describe
 
 
 class Agreement(NamedTuple):
-    """What the calls of a layer over several ranks have in common, as long as nothing but values changes."""
+    """Facts that the calls of a layer over several ranks share, as long as nothing but values changes."""
 
     signature: CallSignature
     record: FaultRecord | None
     communicator: Communicator
     history: CallHistory
-    exact_bits: int  # of a fingerprint, in a sum over these ranks
+    exact_bits: int  # bits of a fingerprint that stay exact in a sum over these ranks
 
 
 class RankExchange:

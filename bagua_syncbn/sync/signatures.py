@@ -28,7 +28,7 @@ _Number = TypeVar("_Number")
 # In place of the options: a rank that makes no call, because it has raised an error.
 RAISED = 0
 
-# What becomes of running statistics in a call, and the words that say so in messages.
+# Keys: what becomes of running statistics in a call. Values: the words for it in messages.
 _TRACKING = {"moves": (), "untracked": ("untracked",), "accumulates": ("in accumulate_statistics",)}
 
 _DIRECTIONS = ("forward", "backward", "double backward")

@@ -168,7 +168,7 @@ def draw_batch(seed, number, index, rank):
     """Returns input, residual and gradient of a rank, mask or lengths by name, and the valid positions (N, 1, *)."""
     model, steps = program(seed)
     step, draw = steps[number], random.Random(f"{seed} {number} {index} {rank}")
-    generator = torch.Generator().manual_seed(draw.getrandbits(32))  # of this thread
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))  # its own in each thread
     is_alone = RANKS[seed % 4] == 1 or model["group"] == "alone" or step["mode"] == "eval"
     places = [draw.randint(1, 5) for _ in range(model["dims"] - 2)]
     size = [draw.choice((0, 2, 3) if is_alone else (0, 1, 2, 3)), 3, *places]
