@@ -105,7 +105,7 @@ BAGUA_SYNCBN_HOST_DEVICE bool same_word(A sum, A squares, int64_t ranks) {
   return static_cast<int64_t>(squares) * ranks == word * word;
 }
 
-// Writes `fault` to `record`, which may be null, unless one stands there. The host may look at any time, at the kind.
+// Writes `fault` to `record`, which may be null. Keeps an earlier fault. Writes the kind last: the host polls it.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, const A* gathered, int64_t channels,
                                            int64_t words) {

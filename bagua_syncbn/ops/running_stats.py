@@ -67,7 +67,7 @@ class StatisticsAccumulator:
         return [buffer for buffer in self._buffers[:3] if buffer is not None]
 
     def move(self) -> None:
-        """Moves the buffers, once, by the statistics of all batches together, and as the last one had it."""
+        """Updates the buffers once, by the statistics of all batches together, with the last batch's options."""
         if self._options is not None:
             merge_stats(self.row, self._buffers, self._options)
 

@@ -76,8 +76,8 @@ def raise_for_all(error: Exception, peers: tuple[Any, Any] | None) -> None:
 def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
     """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
 
-    It waits for none of them. At its next call, each rank goes on if all of them have raised, else it raises too. Does
-    nothing where no rank can be known to expect a message: before the first one, and where something traces.
+    Does not block. The next call continues if every rank raised, and raises otherwise. No-op before the first message
+    and while tracing.
     """
     if torch.compiler.is_compiling() or is_tracing() or isinstance(error, NO_ERRORS):
         return

@@ -53,7 +53,7 @@ class CallHistory:
         self._callers: Counter[str] = Counter()
 
     def expected(self) -> CallSignature | None:
-        """Returns what comes next: what did after the same calls of this step, else after the same last call."""
+        """Predicts the next call: from the calls of this step, else from the last call."""
         if self.next is not None:
             return self.next[0]
         return None if self.last is None else self._after_call.get(self.last.key)

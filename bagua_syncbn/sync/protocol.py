@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 class RankExchange:
     """The messages of one call over several ranks, with what the ops need to compare the ranks by.
 
-    A call is known by the number of its forward in the group, 0 where its peers may be in compiled code, which counts
+    A call's number is the sequence number of its forward in the group; 0 if peers may run compiled code, which counts
     no calls.
     """
 

@@ -50,7 +50,7 @@ struct Centered {
   __device__ __forceinline__ static Centered unpacked(double2 values) { return {values.x, 0, values.y}; }
 };
 
-// Two sums, to which counts do not matter: of a part of any reduction, and of gradients at every level.
+// A pair of sums: a part of any reduction, and gradients at every level. Merging ignores counts.
 template <typename A>
 struct Sums {
   using Scalar = A;

@@ -59,10 +59,10 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
 
 // The split of `count` slots or rows over `parts` blocks of `threads`.
 //
-// In ranges of nearly equal length, if more blocks are launched than run at a time. In turns, if all run together: in
-// each turn a part takes one slot for each of its threads. So a reduction reads the whole tensor in the order of
-// memory, and the cache keeps the end of the tensor, where the next pass begins; with ranges it would keep the end of
-// each range. The host divides: on the device a division takes longer than everything else before the first load.
+// Elementwise, where more blocks are launched than run at a time: contiguous ranges of nearly equal length. Reductions,
+// where all blocks run together: strided, one slot for each thread of a part in each turn, so that the tail of the
+// tensor stays cached for the next pass. The host divides: on the device a division takes longer than everything else
+// before the first load.
 struct Sharing {
   int64_t count;
   int64_t length;  // of a range, or of a turn

@@ -44,8 +44,7 @@ struct alignas(W * sizeof(T)) Pack {
   T values[W];
 };
 
-// A slot as it was loaded. Values of 16 bits are waited for where they are taken apart, and the compiler does that
-// where two ways to load them meet: so these meet as registers.
+// A slot as it was loaded, kept as raw registers: unpacking 16-bit values at the join of two load paths would stall.
 template <typename T, int W>
 using Bits = std::conditional_t<W == 1, T, std::conditional_t<W * sizeof(T) == kVectorBytes, uint4, uint2>>;
 

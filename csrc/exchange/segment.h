@@ -3,9 +3,9 @@
 // Each rank has a slot for each turn. Message n goes into the slot of turn n % kTurns: a rank writes header and
 // payload, then the sequence number with release. The others load the sequence number with acquire, then read.
 //
-// A rank may have kMostPending messages that it has published and not collected. It collects n with at most n +
-// kMostPending - 1 published, so another rank has published at most n + 2 * kMostPending - 1 while n is read: twice as
-// many turns are enough. A rank that raises publishes two messages and collects neither: that it raises, and why.
+// A rank publishes at most kMostPending messages before it collects one. A peer is at most 2 * kMostPending - 1
+// messages ahead, so 2 * kMostPending turns never overwrite an unread one. A rank that raises publishes two messages
+// and collects neither: that it raises, and why.
 //
 // The memory has no name in any file system, so nothing is left of it however its processes end: the other ranks open
 // the descriptor of the one that made it through /proc. Each rank holds a record lock on one byte of it, which ends

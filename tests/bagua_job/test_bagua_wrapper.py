@@ -147,7 +147,7 @@ def leave_out():
     return model.state_dict(), model[3].weight.grad
 
 
-def test_what_is_to_be_left_out_stays_and_all_other_buffers_are_sent(pool):
+def test_buffers_are_sent_but_for_those_that_are_left_out(pool):
     (first, first_grad), (second, second_grad) = pool.run(leave_out, 2)
     differ = {name for name in first if not torch.equal(first[name], second[name])}
     assert differ == {"3.weight", "1.running_var", "4.running_var"}

@@ -94,7 +94,7 @@ def test_no_thread_of_gloo_is_the_last_to_hold_a_message():
 
 
 @pytest.mark.ranks(2, new_job=True)
-def test_what_is_kept_of_a_job_ends_with_it():
+def test_records_of_a_job_end_with_it():
     """Else sockets and threads of the group would live on."""
     sent = send(TorchCommunicator(communicator_of(None).group).all_gather)
     dist.destroy_process_group()

@@ -182,7 +182,7 @@ def test_compiled_once_however_many():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_what_leaves_the_buffers_alone():
+def test_buffers_stay_after_an_error_or_without_training():
     model = convert_sync_batchnorm(Beside())
     skipping = SyncBatchNorm(3, skip_nonfinite=True).double()
     before = copy.deepcopy([model.state_dict(), skipping.state_dict()])

@@ -218,7 +218,7 @@ def test_layers_that_cannot_be_frozen_are_refused_by_name(kind):
     assert not model.train()[0].training
 
 
-def test_what_would_undo_or_ignore_the_freezing_is_refused():
+def test_calls_that_would_undo_or_ignore_the_freezing_are_refused():
     model = freeze_statistics(nn.Sequential(trained(SyncBatchNorm2d(3))), parameters=True)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="got a frozen SyncBatchNorm2d"):

@@ -138,7 +138,7 @@ def test_without_a_job_nothing_happens():
     assert caught[0].filename == __file__
 
 
-def test_what_cannot_be_merged_is_refused_by_name():
+def test_a_merge_that_is_impossible_is_refused_by_name():
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     for weight in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight: expected a finite number above 0, got"):

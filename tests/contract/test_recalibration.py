@@ -189,7 +189,7 @@ def test_statistics_that_were_not_finite_become_those_of_the_batches(convert):
     assert model[0].num_batches_tracked == 0
 
 
-def test_what_cannot_be_recalibrated_is_refused_and_nothing_has_moved():
+def test_a_refused_recalibration_moves_nothing():
     model = nn.Sequential(nn.BatchNorm2d(3)).double()
     before = copy.deepcopy(model.state_dict())
     (batch,) = draw([4])

@@ -71,7 +71,7 @@ USES = [convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, fuse_a
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_is_no_module_is_refused_by_name(use):
+def test_an_argument_that_is_no_module_is_refused_by_name(use):
     for what in (nn.BatchNorm2d, [nn.BatchNorm2d(3)], None):
         with pytest.raises(TypeError, match=f"module: expected a torch.nn.Module, got {type(what).__name__}"):
             use(what)
@@ -176,7 +176,7 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("change", "make", "error", "message"), REFUSED)
-def test_what_is_refused_leaves_the_model_unchanged(change, make, error, message):
+def test_a_refused_conversion_leaves_the_model_unchanged(change, make, error, message):
     model = nn.Sequential(nn.SyncBatchNorm(2))
     if change is revert_sync_batchnorm:
         convert_sync_batchnorm(model, 1)

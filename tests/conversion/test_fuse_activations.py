@@ -169,7 +169,7 @@ APART = {
 
 
 @pytest.mark.parametrize("reason", APART)
-def test_what_keeps_a_pair_apart(reason):
+def test_a_pair_that_cannot_be_fused_says_why(reason):
     change, told = APART[reason]
     model, (batch, *_) = pair(), draw()
     handle = change(model)

@@ -130,7 +130,7 @@ def test_a_layer_in_a_layer_is_reported_once_and_must_let_all_ranks_take_part():
     assert type(convert_sync_batchnorm(model)[1].module) is SyncBatchNorm1d
 
 
-def test_what_was_converted_is_told(capsys):
+def test_verbose_tells_how_many_layers_were_converted(capsys):
     model = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm2d(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -53,7 +53,7 @@ class OfGhosts(nn.BatchNorm2d):
     (OnlyInEvaluation, "called neither"),
     (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
 ])  # fmt: skip
-def test_what_turns_out_to_be_unsynchronized_raises(cls, what):
+def test_a_forward_that_turns_out_to_be_unsynchronized_raises(cls, what):
     model, input = convert_sync_batchnorm(nn.Sequential(cls(3))), torch.randn(4, 3, 4, 4)
     with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: expected") + ".*" + what):
         model(input)
@@ -227,7 +227,7 @@ def test_register_converter_checks_its_arguments():
 
 
 @pytest.mark.usefixtures("registered")
-def test_what_a_converter_returns_is_checked():
+def test_the_class_that_a_converter_returns_is_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
     with pytest.raises(TypeError, match=r"from the converter of .*test_subclasses\.Foreign, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))

@@ -31,7 +31,7 @@ class Echo(nn.Module):
         return {"args": list(args), "kwargs": kwargs, "pair": Pair(args[0], None), "count": torch.tensor(len(args[0]))}
 
 
-def test_what_is_split_and_gathered():
+def test_nested_inputs_are_split_and_outputs_gathered():
     x, y = torch.arange(10).view(5, 2), torch.arange(5.0)
     model = DataParallelWithCallback(Echo(), ["cpu"] * 2)
     output = model(x, [y, {"deep": (x,)}], options={"mask": y})

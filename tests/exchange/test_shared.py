@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() 
     (torch.float32, 0), (torch.float32, 1), (torch.float64, 3), (torch.float32, 1021),
     (torch.float64, 2**13), (torch.float64, 2**13 + 1), (torch.float16, 5),
 ], ids=str)  # fmt: skip
-def test_what_crosses_is_what_collectives_give(dtype, values, begins):
+def test_shared_memory_gives_what_collectives_give(dtype, values, begins):
     group, packed = dist.new_group(), torch.randn(values, dtype=dtype)
     results = []
     for communicator in (communicator_of(group), TorchCommunicator(group)):
@@ -279,7 +279,7 @@ def held():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("times", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_what_has_ended_leaves_nothing(times):
+def test_a_communicator_that_has_ended_leaves_nothing(times):
     group = dist.new_group()
     shared._agree(group)
     before = held()

@@ -210,7 +210,7 @@ def test_ranks_that_wait_for_one_say_where(pool, name):
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
-def test_what_is_legitimate_is_not_refused(pool, name):
+def test_legitimate_differences_are_not_refused(pool, name):
     assert pool.run(run_row, 2, name, 1, 20.0) == ["finished"] * 2
 
 
@@ -266,7 +266,7 @@ def run_beside_compiled(program):
 
 
 @pytest.mark.parametrize("program", BESIDE)
-def test_what_is_compiled_takes_nothing_from_other_models(pool, program):
+def test_a_compiled_model_takes_nothing_from_other_models(pool, program):
     first, second = pool.run(run_beside_compiled, 2, program)
     assert (first == "finished") is (program == "abc<") is (second == "finished")
     for told in BESIDE[program]:
@@ -331,7 +331,7 @@ def test_a_group_in_which_ranks_differed_is_not_used_again():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_one_rank_is_refused_is_told_to_all(groups, kind):
+def test_a_refusal_on_one_rank_is_told_to_all(groups, kind):
     *waiting, refused = groups.run(programs.run_refused, 3 if kind == "int64" else 2, kind, False)
     assert kind in refused[0]
     assert "got one that failed before" not in refused[0]
@@ -381,7 +381,7 @@ def test_an_error_in_a_second_derivative_is_told_to_all():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_all_ranks_are_refused_they_may_leave_out(pool, kind):
+def test_ranks_go_on_after_a_call_that_all_are_refused(pool, kind):
     for (message,) in pool.run(programs.run_refused, 2, kind, True):
         assert kind in message
 
@@ -488,7 +488,7 @@ def test_a_call_is_probed_once_in_each_new_place_of_a_step(groups, name):
         assert counts == expected
 
 
-def test_what_is_remembered_has_an_end(pool):
+def test_predictions_are_limited_in_number(pool):
     steps = [f"{order}<" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
     for _, remembered in pool.run(programs.count_messages, 2, steps, 10):
         assert remembered <= 10

@@ -70,7 +70,7 @@ def test_one_rank_over_nccl(nccl, dtype, layout, momentum):
     check_steps(layer, steps, *take(layer, steps))
 
 
-def test_what_waits_is_counted():
+def test_waits_of_the_host_are_counted():
     """Else the next test could not find a wait."""
     ones = torch.ones(3, device="cuda")
     counted = count(trace(lambda: ones.sum().item(), torch.cuda.synchronize))

@@ -209,7 +209,7 @@ def test_wrong_options_are_refused_when_given_or_set(name, value, error, message
     ({"eps": 0.0}, (4, 3), "eps: expected a finite number above 0 in training, got 0.0"),
     *(({}, shape, "expected more than 1 value per channel when training") for shape in ((1, 3), (1, 3, 1, 1))),
 ])  # fmt: skip
-def test_what_only_training_cannot_do_is_refused_in_training_alone(options, shape, message):
+def test_limits_of_training_are_refused_in_training_alone(options, shape, message):
     layer = SyncBatchNorm(3, **options)
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(shape))

@@ -139,7 +139,7 @@ def codes_of_inductor():
     return codes
 
 
-def test_what_inductor_fuses_equals_eager(pool):
+def test_code_that_inductor_fuses_equals_eager(pool):
     """That what it fuses is right, an activation of the layer with it.
 
     The statistics are of what the convolutions wrote, which it makes channels_last, not of a planar copy.

@@ -158,7 +158,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("kind", ["chain", "fused"])
-def test_what_is_in_memory(kind):
+def test_recomputed_outputs_are_not_in_memory(kind):
     model, batch = make_model(kind), torch.randn(2, 4, 6, 5, dtype=torch.float64)
     watch = Watch(model)
     gc.collect()
@@ -404,7 +404,7 @@ class Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_what_ends_a_forward_ends_the_recomputation(error):
+def test_an_exception_that_ends_a_forward_ends_the_recomputation(error):
     model = recompute_outputs(Interrupted(SyncBatchNorm(4, track_running_stats=False)))
     input = torch.randn(5, 4)
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -491,7 +491,7 @@ def test_a_call_that_is_not_torchs_is_refused():
         hook(nn.Linear(1, 1), ())
 
 
-def test_what_is_no_model():
+def test_recomputation_of_no_model_is_refused():
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module or None, got list"):
         recompute_outputs([])
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module with enabled=False, got NoneType"):

@@ -72,7 +72,7 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     ("EfficientNet-B0", 0.50),
     ("ResNet-50", 0.85),
 ])  # fmt: skip
-def test_what_networks_store_for_backward(network, share):
+def test_networks_store_the_shares_that_the_docs_show(network, share):
     pytest.importorskip(NETWORKS[network].needs or "torch")
     _, batch, models = stored.prepare(network, quick=True)
     assert stored.stored_bytes(models["recomputed"], batch) <= share * stored.stored_bytes(models["plain"], batch)

@@ -78,7 +78,7 @@ def test_a_build_with_all_tools_records_what_it_was_made_with(checkout):
     (NO_NVCC, "cpu", "found without nvcc", ["nvcc"]),
     ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python", []),
 ], ids=str)  # fmt: skip
-def test_what_is_built_with_some_of_the_tools(checkout, environment, build, reason, lacks):
+def test_missing_tools_decide_what_is_built(checkout, environment, build, reason, lacks):
     status, _, info = decide(checkout, **environment)
     assert status == 0
     assert (info["build"], info["build_reason"], info["build_lacks"]) == (build, reason, lacks)
@@ -117,7 +117,7 @@ def test_elsewhere_than_on_linux_compilers_are_left_alone(checkout, tmp_path, pl
     ({"BAGUA_SYNCBN_BUILD": "cuda", **NO_NVCC}, "expected to find nvcc"),
     ({"BAGUA_SYNCBN_BUILD": "gpu"}, "BAGUA_SYNCBN_BUILD: expected one of python, cpu, cuda, got 'gpu'"),
 ])  # fmt: skip
-def test_what_is_asked_for_and_missing_is_named(checkout, environment, message):
+def test_a_forced_build_names_the_missing_tools(checkout, environment, message):
     status, output, info = decide(checkout, **environment)
     assert status != 0
     assert message in output
