@@ -16,9 +16,9 @@ from ..masks import masking_of
 from ..models import check_module
 from ..sync import name_of, sum_over_ranks, tells_peers
 from ..sync_batchnorm import SyncBatchNorm
-from ..verification.unchanged import forward_of, observe
 from .masks import masks_of
 from .merging import layers_with_statistics, merged_over_ranks
+from .unchanged import forward_of, observe
 
 _NAME = "recalibrate_statistics"
 

@@ -14,6 +14,7 @@ from ..conversion import conversion_report
 from ..conversion.findings import Finding
 from ..extras.accumulation import accumulation_of
 from ..extras.masks import is_masked
+from ..extras.unchanged import digest
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals import pytree
@@ -30,7 +31,6 @@ from .steps import (
     tensors_of,
     with_values,
 )
-from .unchanged import digest
 
 
 def _randomness(found: Comparison) -> list[str]:

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
 from ..extras.masks import is_masked
+from ..extras.unchanged import forward_of, observe
 from ..models import check_module
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Ranks
-from .unchanged import forward_of, observe
 from .verify import unwrapped
 
 _NAME = "measure_batch_noise"

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
+from ..extras.unchanged import digest, unchanged
 from ..models import check_module, is_data_parallel
 from .causes import CAUSES, LayerChecks
 from .ranks import Ranks, in_float64, joined
 from .steps import Comparison, Loss, copied, first_difference, kind_of, tensors_of, try_out, with_values
-from .unchanged import digest, unchanged
 
 # Set by torchrun, by Open MPI's mpirun and by MPICH's for each process that they start.
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
 from ..communicators import LOCAL, spec_of
-from ..extras.accumulation import Accumulation
-from ..extras.attaching import replace_attached
 from ..sync_batchnorm import SyncBatchNorm
+from .accumulation import Accumulation
+from .attaching import replace_attached
 
 # Attributes of modules that are as before after a run; the last is what torch calls broadcast_buffers from 2.13 on.
 _STATE = "training", "_frozen", "_group_spec", "_attached", "_known", "broadcast_buffers", "forward_sync_buffers"
