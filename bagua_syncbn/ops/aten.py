@@ -52,6 +52,7 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
 def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
     if mask is not None or not _takes(input):
         return reference.batch_norm_stats(input, caller, call, mask)
+    input = input.detach()
     # The kernels of torch.batch_norm_stats, which would give the inverse deviation; without buffers it moves none.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)

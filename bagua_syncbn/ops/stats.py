@@ -15,6 +15,7 @@ def _shapes(input: Tensor, caller: int | None = None, call: int = 0, mask: Tenso
 
 @defines("batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None) -> Tensor", _shapes)
 def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+    input = input.detach()
     packed, channels = _shapes(input, caller).zero_(), input.size(1)
     mean, var, low, high, said = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])
     fill(said, words_of_row(caller, call))
