@@ -99,9 +99,8 @@ def test_a_layer_checks_its_calls_once_in_each_job():
     layer, seen = SyncBatchNorm1d(4), []
     for _ in range(3):
         layer(torch.randn(3, 4)).backward(torch.randn(3, 4))
-        seen.append(vars(layer).get("_cached_call"))
-    assert seen[0] is not None
-    assert seen[0] is seen[1] is seen[2]
+        seen.append(vars(layer).get("_known"))
+    assert seen[1] is seen[2] is not None  # the first call may have made the group
     with patch.object(communication, "_default_pg", copy.copy(communication._default_pg)):  # as in another job
         assert layer._group_spec.made() is None
 
