@@ -193,7 +193,7 @@ def batch_norm(call: Call) -> Tensor:
 
 def _transformed(call: Call, by: Normalization) -> Tensor:
     """Computes ``call`` under a transform of torch.func or in forward mode."""
-    exchange, buffers = by.exchange, call.buffers
+    exchange = by.exchange
     if exchange is None or not is_transforming():
         raise RuntimeError(f"{name_of(call.layer)}: expected no repetition of a call that failed")
     if by.statistics is not None:
@@ -203,7 +203,7 @@ def _transformed(call: Call, by: Normalization) -> Tensor:
         )
 
     def gather(input: Tensor) -> Statistics:
-        by.statistics = batch_statistics(input, exchange, _moved(buffers), by.options, by.positions)
+        by.statistics = batch_statistics(input, exchange, moved_by(call), by.options, by.positions)
         return by.statistics
 
     return differentiable_batch_norm(*call[:4], by, gather)
@@ -275,14 +275,14 @@ def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
     communicator = spec.communicator()
     if communicator.size == 1 and spec is EVERYONE and not torch.compiler.is_compiling():
         _warn_if_launched_with_others()
-    exchange = exchange_of(layer, input, options, _moved(buffers), communicator)
+    exchange = exchange_of(layer, input, options, moved_by(call), communicator)
     return Known(facts, options, exchange, communicator.size == 1)
 
 
-def _moved(buffers: ops.Buffers) -> ops.Buffers:
-    """Returns the buffers that a call in training moves."""
+def moved_by(call: Call) -> ops.Buffers:
+    """Returns the buffers that ``call``, in training, moves."""
     # num_batches_tracked counts batches of running statistics, so it goes with them.
-    return ops.NO_BUFFERS if buffers.running_mean is None else buffers
+    return ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers
 
 
 def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
@@ -299,7 +299,7 @@ def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
     if known.exchange is None:
         return _in_evaluation(call, options, masking)
     if buffers.running_mean is None:
-        buffers = _moved(buffers)
+        buffers = moved_by(call)
     if known.is_local and masking is None and _suits_torch(call, options):
         return _ByTorch(options, buffers)
     exchange = known.exchange()
@@ -411,7 +411,6 @@ def _in_evaluation(call: Call, options: Options, masking: ops.Masking | None) ->
     if not follows or _is_recorded(call.input):
         return _ByTorch(options, ops.Buffers(mean, var), False, masking)
     dtype = ops.accumulate_dtype(call.input.dtype)
-    var = var.to(dtype)
-    invstd = (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
+    invstd = ops.inverse_deviation(var.to(dtype), options)
     count = torch.ones((), dtype=torch.int64, device=mean.device)
     return Normalization(options, None, call.layer, masking, (mean.to(dtype), invstd, count))

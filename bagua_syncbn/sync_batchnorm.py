@@ -279,6 +279,7 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks
     if not is_found:
         weight, bias = layer.weight, layer.bias
         mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    # As options_of, without its call.
     options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
     if layer.training:
         buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import ops
 from ..checks import named
 from ..communicators import LOCAL, GroupSpec
-from ..functional import known_of
+from ..functional import known_of, moved_by
 from ..step.call import Call, Normalization, Statistics, this_thread
 from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.normalize import after, through_activation
@@ -46,7 +46,7 @@ class Replica:
             )
         try:
             options = known_of(call._replace(process_group=LOCAL)).options
-            if callable(call.masks) or call.masks[0] is not None or call.masks[1] is not None:
+            if call.has_masks:
                 raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         except (TypeError, ValueError, RuntimeError) as error:
             raise named(error, layer) from None
@@ -63,7 +63,7 @@ class Replica:
                 outputs = _Replicated.apply(by, buffers, [stats for *_, stats in rows], moments, *tensors)
             return [[output, *own] for output, own in zip(outputs, moments, strict=True)]
 
-        buffers = ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers
+        buffers = moved_by(call)
         records = torch.is_grad_enabled()
         tensors = [t if t is None or records else t.detach() for t in call[:4]]
         stats = ops.batch_norm_stats(call.input.detach())
@@ -167,7 +167,7 @@ def _differentiable(rows: Sequence[Any], by: Normalization, count: Tensor) -> li
 
     mean = mean_of(wide)
     var = mean_of([(input - per_channel(mean, input)).square() for input in wide])
-    invstd = (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
+    invstd = ops.inverse_deviation(var, options)
 
     def of_all(input: Tensor) -> Statistics:
         return mean.to(input.device), invstd.to(input.device), count

@@ -120,4 +120,6 @@ def masks_of(layer: SyncBatchNorm, input: Tensor, options: Mapping[str, Any]) ->
     """Returns the masks of a call of ``layer`` with ``input`` and ``options``, its own or those of :func:`masked`."""
     mask, lengths = options.get("mask"), options.get("lengths")
     given = attached(layer, _ModelMask)
-    return (mask, lengths, False) if given is None or not mask is lengths is None else given.for_input(input)
+    if given is None or mask is not None or lengths is not None:
+        return mask, lengths, False
+    return given.for_input(input)

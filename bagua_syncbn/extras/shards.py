@@ -27,7 +27,7 @@ def shards_of(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
     mean, var, batches, accumulator = call.buffers
     mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
     buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches), accumulator)
-    if callable(call.masks) or call.masks[0] is not None or call.masks[1] is not None:
+    if call.has_masks:
         raise TypeError("mask, lengths: expected none with a DTensor input; call the layer with its to_local()")
     if call.training:
         shards.check_group(call.process_group)

@@ -58,7 +58,15 @@ from .fallback import EXPERIMENTAL, cuda_kernels
 from .masking import Masking, of_positions
 from .moments import SUMMED_REST, Moments, add_up_stats
 from .native import KERNELS, hold_buffers, prefer_native, raise_torchs, recompute_is_cheaper
-from .running_stats import NO_BUFFERS, Buffers, StatisticsAccumulator, clear_clamped, is_clamped, merge_stats
+from .running_stats import (
+    NO_BUFFERS,
+    Buffers,
+    StatisticsAccumulator,
+    clear_clamped,
+    inverse_deviation,
+    is_clamped,
+    merge_stats,
+)
 from .words import PARTS, WORD, WORDS, parts_of
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default

@@ -108,6 +108,11 @@ def merge_stats(
     return mean, invstd.clamp(max=eps**-0.5), count
 
 
+def inverse_deviation(var: Tensor, options: Options) -> Tensor:
+    """Returns the factor (C) by which values with the variance ``var`` (C) are normalized."""
+    return (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
+
+
 def is_clamped(invstd: Tensor, options: Options) -> Tensor | None:
     """Returns in which channels (C) ``eps`` replaces the variance; None for in none."""
     if options.eps_mode == "plus" or not options.eps:

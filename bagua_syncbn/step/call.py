@@ -31,6 +31,11 @@ class Call(NamedTuple):
     layer: nn.Module | None
     masks: GivenMasks = NO_MASKS
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether there is a mask or lengths, or a function that may return them."""
+        return callable(self.masks) or self.masks[0] is not None or self.masks[1] is not None
+
 
 @dataclass(slots=True)
 class Normalization:
