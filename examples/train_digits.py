@@ -70,11 +70,11 @@ def global_batches(samples: int, batch_size: int, seed: int) -> Iterator[Tensor]
         yield from shuffled[: samples - samples % batch_size].split(batch_size)
 
 
-def mean_over_ranks(loss: Tensor) -> float:
+def mean_over_ranks(loss: Tensor, group: "dist.ProcessGroup | None") -> float:
     mean = loss.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
+    if group is not None:
+        dist.all_reduce(mean, group=group)
+        mean /= group.size()
     return mean.item()
 
 
@@ -121,6 +121,9 @@ def main() -> None:
     # Bagua's data parallelism, or torch's, or none in a single process: whatever join_job found.
     model = bagua_syncbn.with_bagua(model, [optimizer])
 
+    # Losses have a group of their own, whose threads end with it. Torch's data parallelism never frees the default
+    # group: a thread of it that drops a tensor of Python while the interpreter ends would abort the process.
+    loss_group = dist.new_group() if dist.is_initialized() else None
     batches = islice(global_batches(len(x_train), args.batch_size, args.seed), steps)
     losses = []
     progress = tqdm(batches, total=steps, unit="step", disable=rank != 0)
@@ -130,7 +133,7 @@ def main() -> None:
         loss = F.cross_entropy(model(x_train[mine]), y_train[mine])
         loss.backward()  # averages the gradients over the ranks
         optimizer.step()
-        losses.append(mean_over_ranks(loss))
+        losses.append(mean_over_ranks(loss, loss_group))
         progress.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
     if rank == 0:
