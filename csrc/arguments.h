@@ -29,7 +29,7 @@ struct MutablePerChannel {
 // be null unless `averages`, which means a factor of 1 / batches in place of `momentum`. `fault` may be null, and is in
 // the memory of the host.
 struct GatherArguments {
-  const void* gathered;  // (ranks, 2 * channels + 2 + words)
+  const void* gathered;  // (ranks, 2 * channels + 2 + words); or, in double, what `ranks` have added up
   int64_t ranks;
   int64_t channels;
   DType accumulate;
@@ -45,6 +45,8 @@ struct GatherArguments {
   int64_t words;
   bool skip_nonfinite;
   int64_t* fault;
+  bool is_sum;
+  int64_t call;
 };
 
 // Options of the three ops below. `residual`: added before the activation, or null.

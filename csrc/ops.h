@@ -57,13 +57,17 @@ struct FactorTensors {
 };
 
 template <typename Device>
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
+                        bool adds_up) {
   check_input(input);
   const std::optional<Mask> where = mask_of(mask, input);
-  const Words words = words_of_row(caller, call);
+  const ScalarType accumulate = accumulate_type(scalar_type(input));
+  check(!adds_up || accumulate == ScalarType::Float, "adds_up", "false for float64, which no dtype is wider than",
+        "true");
+  const Words words = adds_up ? words_of_sums(caller.value_or(0)) : words_of_row(caller, call);
   const Laid laid = lay_out(input);
-  const int64_t size = packed_size(laid.geometry.channels, words.count);
-  Tensor packed = allocate_vector(size, accumulate_type(scalar_type(input)), input);
+  const int64_t size = adds_up ? summed_size(laid.geometry.channels) : packed_size(laid.geometry.channels, words.count);
+  Tensor packed = allocate_vector(size, adds_up ? ScalarType::Double : accumulate, input);
   void* out = packed.mutable_data_ptr();
   Device device(input);
   if (input.numel() == 0) {  // a count of 0, and moments that weigh nothing
@@ -83,12 +87,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
                                                            const OptionalTensor& running_var,
                                                            const OptionalTensor& num_batches_tracked,
                                                            std::optional<double> momentum, double eps,
-                                                           const OptionalTensor& fault, bool skip_nonfinite) {
-  const int64_t size = gathered.dim() == 2 ? gathered.size(1) : 0, words = words_in(size);
-  if (size < 2 + words) refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more", sizes_of(gathered));
-  const int64_t channels = packed_channels(size, words);
-  const ScalarType dtype = scalar_type(gathered);
-  check(dtype == accumulate_type(dtype), "gathered", "float32 or float64", dtype);
+                                                           const OptionalTensor& fault, bool skip_nonfinite,
+                                                           int64_t ranks, int64_t call) {
+  const bool is_sum = gathered.dim() == 1;
+  const int64_t size = is_sum || gathered.dim() == 2 ? gathered.size(-1) : 0;
+  const int64_t words = is_sum ? kMostWords : words_in(size);
+  const bool fits = is_sum ? size >= summed_size(0) && size % 2 == 1 : size >= 2 + words;
+  if (!fits)
+    refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more, or 2 * channels + 7 values", sizes_of(gathered));
+  const int64_t channels = is_sum ? (size - summed_size(0)) / 2 : packed_channels(size, words);
+  const ScalarType given = scalar_type(gathered), dtype = is_sum ? ScalarType::Float : given;
+  check(given == (is_sum ? ScalarType::Double : accumulate_type(given)), "gathered",
+        is_sum ? "float64 for a sum" : "float32 or float64", given);
   check_fault(fault);
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
@@ -105,11 +115,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   Tensor invstd = allocate_vector(channels, dtype, gathered);
   Tensor count = allocate({}, {}, ScalarType::Long, gathered);
   Device device(gathered);
-  gather_stats(GatherArguments{rows.const_data_ptr(), gathered.size(0), channels, dtype_of(gathered, "gathered"),
-                               mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
+  gather_stats(GatherArguments{rows.const_data_ptr(), is_sum ? ranks : gathered.size(0), channels,
+                               dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
                                static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer.target(),
                                var_buffer.target(), static_cast<int64_t*>(batches), moves && !momentum,
-                               momentum.value_or(0), eps, words, skip_nonfinite, record_of(fault)},
+                               momentum.value_or(0), eps, words, skip_nonfinite, record_of(fault), is_sum, call},
                device);
   mean_buffer.copy_back();
   var_buffer.copy_back();

@@ -11,14 +11,20 @@ namespace bagua_syncbn {
 constexpr int64_t kWord = int64_t(1) << 24;     // above each word: float32 holds every integer up to it
 constexpr int64_t kMaxHigh = int64_t(1) << 29;  // counts up to 2^53, which float64 holds exactly
 
-// Words of a sum, and of a row of statistics, at most.
+// Words of what is added up over ranks, and of a row that is gathered, at most.
 constexpr int64_t kMostWords = 6;
 constexpr int64_t kMostGatheredWords = 3;
+constexpr int64_t kMostOfPart = 0xfff;  // of a word that is added up
 
 struct Words {
   int64_t count = 0;
   int32_t values[kMostWords] = {};
 };
+
+// Whether statistics with these words add up over ranks: [n * mean | m2 + n * mean^2 | n | words], in double.
+BAGUA_SYNCBN_HOST_DEVICE constexpr bool adds_up(const Words& words) {
+  return words.count == kMostWords;
+}
 
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_words(A* target, const Words& words) {
@@ -32,6 +38,11 @@ BAGUA_SYNCBN_HOST_DEVICE void pack_words(A* target, const Words& words) {
 
 BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels, int64_t words) {
   return 2 * channels + 2 + words;
+}
+
+// The size of what adds up over ranks.
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t summed_size(int64_t channels) {
+  return 2 * channels + 1 + kMostWords;
 }
 
 // How many words a row of `size` values ends in: a row without words has an even size.
@@ -48,6 +59,25 @@ BAGUA_SYNCBN_HOST_DEVICE void pack_count(A* packed, int64_t channels, int64_t co
   packed[2 * channels] = static_cast<A>(count % kWord);
   packed[2 * channels + 1] = static_cast<A>(count / kWord);
   pack_words(packed + 2 * channels + 2, words);
+}
+
+// Writes the moments of channel `c`, with those of channel 0 count and words. `A`: the accumulate dtype.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64_t c, double mean, double m2,
+                                           double count, const Words& words) {
+  if (adds_up(words)) {
+    double* sums = static_cast<double*>(packed);
+    sums[c] = count * mean;
+    sums[channels + c] = m2 + count * mean * mean;
+    if (c > 0) return;
+    sums[2 * channels] = count;
+    pack_words(sums + 2 * channels + 1, words);
+  } else {
+    A* row = static_cast<A*>(packed);
+    row[c] = static_cast<A>(mean);
+    row[channels + c] = static_cast<A>(count > 0 ? m2 / count : 0);
+    if (c == 0) pack_count(row, channels, static_cast<int64_t>(count), words);
+  }
 }
 
 template <typename A>
@@ -100,18 +130,33 @@ BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int6
 // the square of the mean.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE bool same_word(A sum, A squares, int64_t ranks) {
-  if (!is_integer(sum, kWord) || !is_integer(squares, kWord)) return false;
+  if (!is_integer(sum, ranks * kMostOfPart) || !is_integer(squares, ranks * kMostOfPart * kMostOfPart)) return false;
   const auto word = static_cast<int64_t>(sum);
   return static_cast<int64_t>(squares) * ranks == word * word;
 }
 
-// Writes `fault` to `record`, which may be null. Keeps an earlier fault. Writes the kind last: the host polls it.
+template <typename A>
+BAGUA_SYNCBN_HOST_DEVICE bool same_words(const A* words, int64_t count, int64_t ranks) {
+  bool same = true;
+  for (int64_t w = 0; w + 1 < count; w += 2) same &= same_word(words[w], words[w + 1], ranks);
+  return same;
+}
+
+// The fault of statistics that `ranks` have added up in a `call`.
+BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t channels, int64_t ranks, int64_t call) {
+  const double* count = sums + 2 * channels;
+  if (same_words(count + 1, kMostWords, ranks) && is_integer(*count, kMaxHigh * kWord)) return {};
+  return {Fault::kSum, call};
+}
+
+// Writes `fault` to `record`, which may be null, with the words of rows if it is one of those. Keeps an earlier fault.
+// Writes the kind last: the host polls it.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, const A* gathered, int64_t channels,
                                            int64_t words) {
   if (fault.kind == Fault::kNone || record == nullptr || record[0] != Fault::kNone) return;
   record[1] = fault.where;
-  for (int64_t w = 0; w < words; ++w) {
+  for (int64_t w = 0; fault.kind != Fault::kSum && w < words; ++w) {
     const A* own = gathered + 2 * channels + 2 + w;
     record[2 + w] = static_cast<int64_t>(own[0]);
     record[2 + words + w] = static_cast<int64_t>(own[fault.where * packed_size(channels, words)]);

@@ -6,12 +6,14 @@ float64 input and float32 for all others; ``mean``, ``invstd`` and everything th
 ==============================  =====================================================================================
 ``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
                                 ``[mean (C) | var (C) | count (2) | words (K)]``: mean and biased variance of each
-                                channel, and the number of values per channel
-``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, to ``mean`` (C), ``invstd`` (C) and
-                                ``count`` (int64 scalar) of all ranks together; updates the running statistics in place,
-                                with ``skip_nonfinite`` only if they stay finite. Where the words differ between rows,
-                                or a count is none, ``mean`` and ``invstd`` are NaN, no buffer changes and ``fault``
-                                says so
+                                channel, and the number of values per channel. With ``adds_up``, for float32 statistics
+                                only, to 2C + 1 + 6 values of float64 that add up over ranks, with ``caller`` as the
+                                fingerprint: ``[n * mean (C) | n * (var + mean**2) (C) | n | words (6)]``
+``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, or (2C + 1 + 6), the sum of those of all
+                                ``ranks``, to ``mean`` (C), ``invstd`` (C) and ``count`` (int64 scalar) of all ranks
+                                together; updates the running statistics in place, with ``skip_nonfinite`` only if they
+                                stay finite. Where the words differ between ranks, or a count is none, ``mean`` and
+                                ``invstd`` are NaN, no buffer changes and ``fault`` says so
 ``batch_norm_elemt``            ``act(z)``, ``z = (input - mean) * invstd * weight + bias + residual``, in the dtype and
                                 memory format of ``input``
 ``batch_norm_backward_reduce``  to ``sums`` of 2C + K values, ``[sum_g (C) | sum_g_xmu (C) | words (K)]``, where ``g``
@@ -56,7 +58,7 @@ from .agreement import check_kernels, check_kernels_on
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .fallback import EXPERIMENTAL, cuda_kernels
 from .masking import Masking, of_positions
-from .moments import SUMMED_REST, Moments, add_up_stats
+from .moments import Moments
 from .native import KERNELS, hold_buffers, prefer_native, raise_torchs, recompute_is_cheaper
 from .running_stats import (
     NO_BUFFERS,
@@ -67,7 +69,7 @@ from .running_stats import (
     is_clamped,
     merge_stats,
 )
-from .words import PARTS, WORD, WORDS, parts_of
+from .words import PARTS, WORD, WORDS, count_in, parts_of
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default

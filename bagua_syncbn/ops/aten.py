@@ -19,6 +19,7 @@ from . import reference
 from .backward_elemt import means_of_sums
 from .definition import DTYPES, laid_out_as
 from .reference import batch_norm_gather_stats
+from .stats import added_up
 from .words import WORD, fill, parts_of, words_of_row
 
 
@@ -49,9 +50,13 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
     return values
 
 
-def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+def batch_norm_stats(
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, adds_up: bool = False
+) -> Tensor:
     if mask is not None or not _takes(input):
-        return reference.batch_norm_stats(input, caller, call, mask)
+        return reference.batch_norm_stats(input, caller, call, mask, adds_up)
+    if adds_up:
+        return added_up(batch_norm_stats(input), caller)
     input = input.detach()
     # The kernels of torch.batch_norm_stats, which would give the inverse deviation; without buffers it moves none.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)

@@ -7,7 +7,7 @@ from . import activations
 from .definition import defines, like_input, per_channel
 from .elemt import normalized
 from .masking import of_positions
-from .words import record
+from .words import parts_differ, record_sums
 
 
 def _shapes(grad_output: Tensor, input: Tensor, *_: object, grad_input: Tensor | None = None) -> Tensor:
@@ -23,10 +23,9 @@ def means_of_sums(
     """
     sums, said = sums.split([2 * channels, sums.numel() - 2 * channels])
     if said.numel():
-        words, squares = said.to(torch.int64).view(-1, 2).unbind(1)
-        differ = (squares * ranks != words.square()).any()
+        differ = parts_differ(said, ranks)
         sums = sums.masked_fill(differ, torch.nan)
-        record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
+        record_sums(fault, differ, call)
     mean_dy, mean_dy_xmu = (sums / count).chunk(2)
     return mean_dy, mean_dy_xmu
 

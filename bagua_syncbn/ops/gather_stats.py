@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .definition import defines
-from .moments import merge_dtype, mixture
-from .words import WORD, record, words_in
+from .moments import Moments, merge_dtype, mixture
+from .words import PARTS, WORD, parts_differ, record, record_sums, words_in
 
 
 class _Thread(threading.local):
@@ -40,15 +40,48 @@ def _faults_of_rows(low: Tensor, high: Tensor, words: Tensor) -> tuple[Tensor, l
     return wrong.any(), [kind, rank, *((words[0], words[rank]) if words.size(1) else ())]
 
 
+def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns mean and variance (C), and the number of values per channel, of the rows of all ranks together."""
+    # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
+    # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
+    words = words_in(gathered)
+    channels = (gathered.size(1) - 2 - words) // 2
+    rows = gathered.to(merge_dtype(gathered.device))
+    means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
+    is_wrong, what = _faults_of_rows(low, high, said)
+    record(fault, is_wrong, what)
+    counts = (low.to(torch.int64) + high.to(torch.int64) * WORD).masked_fill(is_wrong, 0)
+    total = counts.sum()
+    shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
+    mean, var = (moment.masked_fill(is_wrong, torch.nan) for moment in mixture(means, variances, shares))
+    return mean, var, total
+
+
+def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what :func:`_merge_rows` returns, for what ``ranks`` have added up."""
+    sums, said = sums.tensor_split([-PARTS])
+    count = sums[-1]
+    is_count = (count == count.floor()) & (count >= 0) & (count <= WORD * _MAX_HIGH)
+    differ = parts_differ(said, ranks) | ~is_count
+    record_sums(fault, differ, call)
+    mean, var, _ = Moments.of_sums(sums)
+    mean, var = (moment.masked_fill(differ, torch.nan) for moment in (mean, var))
+    return mean, var, count.masked_fill(differ, 0).to(torch.int64)
+
+
 def _shapes(gathered: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    channels = (gathered.size(1) - 2 - words_in(gathered)) // 2
-    return gathered.new_empty(channels), gathered.new_empty(channels), gathered.new_empty((), dtype=torch.int64)
+    if gathered.dim() == 1:
+        channels, dtype = (gathered.numel() - 1 - PARTS) // 2, torch.float32
+    else:
+        channels, dtype = (gathered.size(1) - 2 - words_in(gathered)) // 2, gathered.dtype
+    mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
+    return mean, invstd, gathered.new_empty((), dtype=torch.int64)
 
 
 @defines(
     "batch_norm_gather_stats(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "Tensor(c!)? num_batches_tracked, float? momentum, float eps, Tensor(d!)? fault=None, "
-    "bool skip_nonfinite=False) -> (Tensor mean, Tensor invstd, Tensor count)",
+    "bool skip_nonfinite=False, int ranks=1, int call=0) -> (Tensor mean, Tensor invstd, Tensor count)",
     _shapes,
 )
 def batch_norm_gather_stats(
@@ -60,23 +93,13 @@ def batch_norm_gather_stats(
     eps: float,
     fault: Tensor | None = None,
     skip_nonfinite: bool = False,
+    ranks: int = 1,
+    call: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
-    # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
     if this_thread.holds_buffers:
         running_mean = running_var = num_batches_tracked = None
-    words = words_in(gathered)
-    channels = (gathered.size(1) - 2 - words) // 2
-    rows = gathered.to(merge_dtype(gathered.device))
-    means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
-    is_wrong, what = _faults_of_rows(low, high, said)
-    record(fault, is_wrong, what)
-
-    counts = (low.to(torch.int64) + high.to(torch.int64) * WORD).masked_fill(is_wrong, 0)
-    total = counts.sum()
-    shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
-    mean, var = (moment.masked_fill(is_wrong, torch.nan) for moment in mixture(means, variances, shares))
-
+    is_sum = gathered.dim() == 1
+    mean, var, total = _moments_of_sums(gathered, ranks, fault, call) if is_sum else _merge_rows(gathered, fault)
     # An unbiased variance needs two values. Whether there are two is known on the device only: no branch on the host.
     updates = total >= 2
     if skip_nonfinite:
@@ -90,5 +113,5 @@ def batch_norm_gather_stats(
             old = running.to(new.dtype)
             running.copy_(torch.where(updates, old.lerp(new, factor), old))
 
-    dtype = gathered.dtype
+    dtype = torch.float32 if is_sum else gathered.dtype
     return mean.to(dtype), (var + eps).rsqrt().to(dtype), total

@@ -1,17 +1,13 @@
-"""Mean and variance of sets of values, and of all sets together; in large groups of ranks by one sum."""
+"""Mean and variance of sets of values, and of all sets together."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .words import WORD, WORDS
+from .words import WORD
 
 _LEAST = torch.finfo(torch.float64).tiny
-_PART = 2**12
-# Values of a sum of large groups beside the 2C moments: the count, and words in parts that stay exact in any job.
-SUMMED_REST = 1 + 4 * WORDS
 
 
 def merge_dtype(device: torch.device) -> torch.dtype:
@@ -44,6 +40,13 @@ class Moments(NamedTuple):
         mean, square = (sums[:-1] / weight.clamp(min=_LEAST)).chunk(2)
         return cls(mean, (square - mean.square()).clamp(min=0), weight)
 
+    @classmethod
+    def of_row(cls, row: Tensor) -> "Moments":
+        """Returns the moments in ``row`` (2C + 2), as ``batch_norm_stats`` has it."""
+        channels = row.numel() // 2 - 1
+        mean, var, low, high = row.split([channels, channels, 1, 1])
+        return cls(mean, var, low + high * WORD)
+
     def as_row(self) -> Tensor:
         """Returns (1, 2C + 2), as ``batch_norm_stats`` has it. A weight that is not a number gives none."""
         mean, var, count = self
@@ -60,27 +63,3 @@ def merge_rows(rows: Tensor) -> Tensor:
     counts = low + high * WORD
     total = counts.sum().view(1)
     return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()
-
-
-def add_up_stats(stats: Tensor, ranks: int, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns (1, 2C + 2 + WORDS) in float64: one row of statistics, as those of all ``ranks`` together.
-
-    The message is ``[n * mean (C) | n * (var + mean**2) (C) | n | parts | parts**2]`` in float64. With it float32
-    statistics lose nothing while ``|mean| / std`` is below what float32 input itself can hold. All ranks get the same
-    bits, since they compute them from the same sums.
-
-    Where the words of the ranks differ, the row has no count, which the merge does not take, and ``-1 - call`` for
-    ``call``.
-    """
-    channels = (stats.numel() - 2 - WORDS) // 2
-    mean, var, low, high, words = stats.to(torch.float64).split([channels, channels, 1, 1, WORDS])
-    parts = torch.cat([words % _PART, words.div(_PART, rounding_mode="floor")])
-    said = torch.cat([parts, parts.square()])
-    total = all_reduce(torch.cat([Moments(mean, var, low + high * WORD).as_sums(), said]))
-    sums, heard = total.split([2 * channels + 1, 4 * WORDS])
-    # The mean of the squares is the square of the mean only where all parts are equal.
-    differ = (heard != ranks * said).any()
-    merged = Moments.of_sums(sums)
-    row = merged._replace(weight=merged.weight.masked_fill(differ, torch.nan)).as_row()
-    call = words[-1:]
-    return torch.cat([row, words[:-1].unsqueeze(0), torch.where(differ, -1 - call, call).unsqueeze(0)], 1)

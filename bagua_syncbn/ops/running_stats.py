@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..options import Options
 from .moments import Moments, merge_dtype, merge_rows
-from .words import WORD, words_in
+from .words import PARTS, parts_differ, words_in
 
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
@@ -45,18 +45,16 @@ class StatisticsAccumulator:
         # num_batches_tracked after the batches, where the layer counts them itself.
         self.counted: Tensor | None = None
 
-    def add(self, rows: Tensor) -> None:
-        """Adds ``rows``, gathered from all ranks for one batch."""
-        rows = _checked(rows).to(merge_dtype(rows.device))
+    def add(self, gathered: Tensor, ranks: int = 1) -> None:
+        """Adds what ``batch_norm_gather_stats`` takes for one batch: the rows of all ranks, or their sum."""
+        rows = (_checked(gathered) if gathered.dim() > 1 else _row_of(gathered, ranks)).to(merge_dtype(gathered.device))
         if self.row.size(1) == rows.size(1):  # else the first batch of a layer that was lazy
             rows = torch.cat([self.row.to(rows), rows])
         self.row = merge_rows(rows)
 
     def moments(self) -> Moments:
         """Returns the moments of all batches so far."""
-        channels = self.row.size(1) // 2 - 1
-        mean, var, low, high = self.row[0].split([channels, channels, 1, 1])
-        return Moments(mean, var, low + high * WORD)
+        return Moments.of_row(self.row[0])
 
     def move_later(self, buffers: Buffers, options: Options) -> None:
         """Takes what :meth:`move` is to move, and how."""
@@ -82,26 +80,34 @@ def _checked(rows: Tensor) -> Tensor:
     return torch.cat([rows[:, :-1], rows[:, -1:].masked_fill(differ, torch.nan)], 1)
 
 
+def _row_of(sums: Tensor, ranks: int) -> Tensor:
+    """Returns the row (1, 2C + 2) of all ``ranks`` together, given what they add up."""
+    sums, said = sums.tensor_split([-PARTS])
+    moments = Moments.of_sums(sums)
+    return moments._replace(weight=moments.weight.masked_fill(parts_differ(said, ranks), torch.nan)).as_row()
+
+
 def merge_stats(
-    gathered: Tensor, buffers: Buffers, options: Options, fault: Tensor | None = None
+    gathered: Tensor, buffers: Buffers, options: Options, ranks: int = 1, fault: Tensor | None = None, call: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls ``batch_norm_gather_stats``, and adapts its result to ``eps_mode``."""
+    """Calls ``batch_norm_gather_stats``, with the arguments by which it compares the ranks, and adapts its result."""
     running_mean, running_var, counter, accumulator = buffers
     eps = options.eps
     if accumulator is not None:
-        accumulator.add(gathered)
+        accumulator.add(gathered, ranks)
         accumulator.move_later(buffers, options)
-        return merge_stats(gathered, NO_BUFFERS, options, fault)
+        return merge_stats(gathered, NO_BUFFERS, options, ranks, fault, call)
     if counter is not None and counter.dtype != torch.int64:  # as in a module that was cast, buffers included
         whole = counter.to(torch.int64)
-        merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, fault)
+        merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, ranks, fault, call)
         counter.copy_(whole)
         return merged
     is_clamp = options.eps_mode != "plus"
     added = 0.0 if is_clamp else eps
     arguments = gathered, running_mean, running_var, counter, options.momentum, added, fault
     # To be given one more argument takes an op half a microsecond.
-    merged = _gather_stats(*arguments, True) if options.skip_nonfinite else _gather_stats(*arguments)
+    is_plain = ranks == 1 and not options.skip_nonfinite
+    merged = _gather_stats(*arguments) if is_plain else _gather_stats(*arguments, options.skip_nonfinite, ranks, call)
     if not is_clamp or not eps:
         return merged  # type: ignore[no-any-return]
     mean, invstd, count = merged

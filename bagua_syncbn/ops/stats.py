@@ -5,16 +5,35 @@ from torch import Tensor
 
 from .definition import accumulate_dtype, defines, implement, per_channel, reduced_dims
 from .masking import of_positions
-from .words import WORD, WORDS, fill, words_of_row
+from .moments import Moments
+from .words import PARTS, WORD, WORDS, fill, parts_of, words_of_row
 
 
-def _shapes(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+def _shapes(
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, adds_up: bool = False
+) -> Tensor:
+    if adds_up:
+        return input.new_empty(2 * input.size(1) + 1 + PARTS, dtype=torch.float64)
     words = 0 if caller is None else WORDS
     return input.new_empty(2 * input.size(1) + 2 + words, dtype=accumulate_dtype(input.dtype))
 
 
-@defines("batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None) -> Tensor", _shapes)
-def batch_norm_stats(input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None) -> Tensor:
+def added_up(row: Tensor, fingerprint: int | None) -> Tensor:
+    """Returns what adds up over ranks, given the statistics in a ``row`` without words."""
+    words = row.new_empty(PARTS, dtype=torch.float64)
+    fill(words, parts_of(fingerprint or 0))
+    return torch.cat([Moments.of_row(row.double()).as_sums(), words])
+
+
+@defines(
+    "batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None, bool adds_up=False) -> Tensor",
+    _shapes,
+)
+def batch_norm_stats(
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, adds_up: bool = False
+) -> Tensor:
+    if adds_up:
+        return added_up(batch_norm_stats(input, mask=mask), caller)
     input = input.detach()
     packed, channels = _shapes(input, caller).zero_(), input.size(1)
     mean, var, low, high, said = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])

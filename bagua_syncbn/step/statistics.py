@@ -15,20 +15,18 @@ def batch_statistics(
 
     ``input`` takes part in no graph. ``mask`` says which of its positions count, as the ops take it.
     """
-    if mask is None:
+    if mask is None and not exchange.adds_up:
         row = ops.batch_norm_stats(input, *exchange.header)
     else:
-        row = ops.batch_norm_stats(input, *exchange.header, mask)
+        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.adds_up)
     # Averages over all batches need as many batches on all ranks.
     counter = buffers.num_batches_tracked if options.momentum is None else None
-    rows = exchange.gather(row, counter)
+    gathered, *compared = exchange.gather(row, counter)
     if exchange.is_traced:
         # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
-        mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, options)
-        ops.merge_stats(rows, buffers, options, exchange.fault)
+        statistics = ops.merge_stats(gathered, ops.NO_BUFFERS, options, *compared[:1])
+        ops.merge_stats(gathered, buffers, options, *compared)
     else:
-        mean, invstd, count = ops.merge_stats(rows, buffers, options, exchange.fault)
-        exchange.check(rows, counter)
-    if rows.dtype != row.dtype:  # a sum of all ranks
-        return mean.to(row.dtype), invstd.to(row.dtype), count
-    return mean, invstd, count
+        statistics = ops.merge_stats(gathered, buffers, options, *compared)
+        exchange.check(gathered, counter)
+    return statistics

@@ -16,6 +16,7 @@ from .faults import RECORDS, differ_text, record_of
 from .history import history_in, note_compilation
 from .protocol import Agreement, RankExchange
 from .signatures import (
+    ALL_BITS,
     CallSignature,
     adds_up_stats,
     as_number,
@@ -45,11 +46,14 @@ class Exchange(Protocol):
         """Caller and number of the call, which ``batch_norm_stats`` writes into the row."""
 
     @property
-    def fault(self) -> Tensor | None:
-        """Where ``batch_norm_gather_stats`` notes that the rows of ranks do not belong together."""
+    def adds_up(self) -> bool:
+        """Whether ranks send what adds up, as in large groups; the caller is then a fingerprint of both."""
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
-        """Returns the rows of all ranks; with ``counter``, which must be equal on all of them too."""
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> tuple[Any, ...]:
+        """Returns the rows of all ranks, or their sum, and the arguments by which ``merge_stats`` compares the ranks.
+
+        ``counter`` must be equal on all ranks too.
+        """
 
     def fingerprint(self) -> int | None:
         """Returns the number that ``batch_norm_backward_reduce`` writes into the sums."""
@@ -70,10 +74,10 @@ class LocalExchange:
     communicator: Communicator = LOCAL
     is_traced = False
     header: tuple[int | None, int] = (None, 0)
-    fault: Tensor | None = None
+    adds_up = False
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
-        return row.unsqueeze(0)
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> tuple[Any, ...]:
+        return (row.unsqueeze(0),)
 
     def fingerprint(self) -> int | None:
         return None
@@ -103,18 +107,19 @@ class CompiledExchange(LocalExchange):
         kind, shared = kind_of(layer), shared_options(layer, input, options, buffers)
         history = note_compilation(getattr(communicator, "name", None), kind, input.device.type, *shared)
         record = RECORDS.get((history, input.device.type))
-        self.fault = None if record is None else record.tensor
-        self._adds_up = adds_up_stats(input, communicator)
-        caller = word_of(kind) * ops.WORD
-        self.header = caller + word_of_options(shared, 0), 0
-        self._fingerprint = checksum(caller + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
+        self._fault = None if record is None else record.tensor
+        self.adds_up = adds_up_stats(input, communicator)
+        kind_word = word_of(kind) * ops.WORD
+        self._caller = kind_word + word_of_options(shared, 0)
+        self.header = checksum(self._caller, 0, 0) & ALL_BITS if self.adds_up else self._caller, 0
+        self._fingerprint = checksum(kind_word + word_of_options(shared, 1), 0, 0) & exact_bits(communicator.size)
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> tuple[Any, ...]:
         if self.communicator.size == 1:
-            return row.unsqueeze(0)
-        if self._adds_up:
-            return ops.add_up_stats(row, self.communicator.size, self.communicator.all_reduce)
-        return self.communicator.all_gather(row)
+            return super().gather(row)
+        if self.adds_up:
+            return self.communicator.all_reduce(row), self.communicator.size, self._fault, -self._caller
+        return self.communicator.all_gather(row), 1, self._fault
 
     def fingerprint(self) -> int | None:
         return None if self.communicator.size == 1 else self._fingerprint

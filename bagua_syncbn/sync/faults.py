@@ -8,6 +8,7 @@ from threading import Thread
 
 import torch
 
+from .. import ops
 from ..torch_internals import outside_of_modes
 from .signatures import CallSignature, describe
 
@@ -30,13 +31,13 @@ class FaultRecord:
         # Read without an op: every call looks at it.
         self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
         # Sums that this rank has sent where no host waits, by number: for those found wrong later.
-        self._sums: deque[tuple[int, CallSignature]] = deque(maxlen=1024)
+        self._sums: deque[tuple[int, CallSignature, int]] = deque(maxlen=2048)
         self._numbers = itertools.count()
 
-    def number_of_sums(self, signature: CallSignature) -> int:
+    def number_of_sums(self, signature: CallSignature, call: int) -> int:
         """Returns the number by which an op notes that the sums of a call are wrong."""
         number = next(self._numbers)
-        self._sums.append((number, signature))
+        self._sums.append((number, signature, call))
         return number
 
     def take(self) -> list[int]:
@@ -54,8 +55,10 @@ class FaultRecord:
         """Raises for what an op has written. Waits for no device."""
         if self.kind.value:
             written = self.take()
-            own = [signature.text for number, signature in self._sums if number == written[1]]
-            raise RuntimeError(found_text(written, own[0] if own else "backward, compiled"))
+            own = [f"{signature.text}, call {call}" for number, signature, call in self._sums if number == written[1]]
+            if written[1] < 0:  # of compiled code, which has no numbers
+                own = [describe((*divmod(-written[1], ops.WORD), 0))]
+            raise RuntimeError(found_text(written, own[0] if own else "a call long ago"))
 
 
 # Records by history and type of device, as long as the history lives: the calls of one group never see what another
@@ -110,9 +113,6 @@ def found_text(record: Sequence[int], own_sums: str = "") -> str:
     kind, where, *headers = record
     if kind == 3:
         return differ_text([f"this rank: {own_sums}", "another rank: another call"])
-    if headers[-1] < 0:  # in statistics that were added up
-        *caller, call = headers[3:]
-        return differ_text([f"this rank: {describe((*caller, -1 - call))}", "another rank: another call"])
     said = [f"rank 0: {describe(headers[:3])}", f"rank {where}: {describe(headers[3:])}"]
     if kind == 1:
         return differ_text(said)

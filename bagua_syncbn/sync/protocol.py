@@ -18,7 +18,7 @@ from ..communicators import Communicator
 from .errors import by_text, codes_of, leave, resume
 from .faults import FaultRecord, differ_text, found_text
 from .history import CallHistory, Probe, can_probe
-from .signatures import CallSignature, checksum, describe
+from .signatures import ALL_BITS, CallSignature, checksum, describe
 
 
 class Agreement(NamedTuple):
@@ -40,35 +40,33 @@ class RankExchange:
 
     is_traced = False
 
-    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "communicator", "fault", "header")
+    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "adds_up", "communicator", "header")
 
     def __init__(self, agreement: Agreement) -> None:
         signature, record, self.communicator, history, self._exact_bits = agreement
         self._signature, self._record, self._history = signature, record, history
-        self.fault = None if record is None else record.tensor
         if signature.kind in history.compiled:
             self._number, caller = 0, signature.compiled_caller
         else:
             self._number, caller = history.number, signature.caller
-        self.header = caller, self._number  # as batch_norm_stats takes them
+        self.adds_up = signature.message[0]
+        # As batch_norm_stats takes them.
+        self.header = (checksum(caller, self._number, 0) & ALL_BITS, 0) if self.adds_up else (caller, self._number)
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> Tensor:
-        """Returns the rows of all ranks, each as ``row`` with its header; :meth:`check` goes after the op.
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> tuple[Any, ...]:
+        """Returns the rows of all ranks, in a large group their sum, and what the op needs to compare the ranks.
 
-        In a large group one row as of all ranks together, see :func:`~bagua_syncbn.ops.add_up_stats`.
+        As :meth:`sum` does. :meth:`check` goes after the op.
 
         Raises:
             RuntimeError: the ranks make different calls, or the collective failed.
         """
         if counter is not None and self._number:  # must be equal on all ranks too; compared on the device
-            row[-1:].add_(counter)
-        if self._signature.message[0]:
-
-            def add_up(stats: Tensor) -> Tensor:
-                return self._send(self.communicator.all_reduce, stats, self._signature)
-
-            return ops.add_up_stats(row, self.communicator.size, add_up)
-        return self._send(self.communicator.all_gather, row, self._signature)
+            ops.count_in(counter, row, self.adds_up)
+        if self.adds_up:
+            return self.sum(row, self._signature)
+        rows, record = self._send(self.communicator.all_gather, row, self._signature), self._record
+        return (rows,) if record is None else (rows, 1, record.tensor)
 
     def fingerprint(self, signature: CallSignature | None = None) -> int:
         """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
@@ -77,18 +75,18 @@ class RankExchange:
             return checksum(signature.compiled_caller, 0, 0) & self._exact_bits
         return checksum(signature.caller, self._history.number, self._number) & self._exact_bits
 
-    def sum(self, sums: Tensor) -> tuple[Any, ...]:
+    def sum(self, sums: Tensor, signature: CallSignature | None = None) -> tuple[Any, ...]:
         """Returns the sums of all ranks, and of their words, and what an op needs to check these.
 
         Number of ranks, record of faults, and what to note there. :meth:`check` goes after the op.
         """
-        signature, record, size = self._signature.backward, self._record, self.communicator.size
+        signature, record, size = signature or self._signature.backward, self._record, self.communicator.size
         sums = self._send(self.communicator.all_reduce, sums, signature)
         if record is None:
             return sums, size
         if record.is_on_cpu:  # needs no number: it is looked at at once
             return sums, size, record.tensor
-        return sums, size, record.tensor, record.number_of_sums(signature)
+        return sums, size, record.tensor, record.number_of_sums(signature, self._history.calls)
 
     def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
         """Raises RuntimeError if an op on CPU has found that the ranks differ, in ``rows`` or else in sums."""
@@ -170,7 +168,7 @@ class RankExchange:
         """Raises for what an op on CPU has found."""
         signature = self._signature if rows is not None else self._signature.backward
         own = self._say(signature, self._history.calls)
-        if record[0] == 2 and record[-1] >= 0:
+        if record[0] == 2:
             self._history.failure = own
             raise RuntimeError(found_text(record))
         also = "" if counter is None else f", num_batches_tracked={counter.item():.0f}"

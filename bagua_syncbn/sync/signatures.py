@@ -68,8 +68,11 @@ def word_of(text: str) -> int:
     return zlib.crc32(text.encode()) % (ops.WORD - 1) + 1
 
 
+ALL_BITS = 2**36 - 1  # of a fingerprint: float64 leaves the sums of its words exact in any job
+
+
 def exact_bits(ranks: int) -> int:
-    """Returns the bits of a fingerprint, three parts of 12, that leave the sums of its words over ``ranks`` exact."""
+    """Returns the bits of a fingerprint, three parts of 12, that float32 leaves exact in sums over ``ranks``."""
     bits = (24 - (ranks - 1).bit_length()) // 2
     return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
 
@@ -161,7 +164,7 @@ def signature_of(
         caller_name = f"{caller_name} #{number}" if number > 1 else caller_name
         word, numel = 0 if layer is None else word_of(caller_name), 2 * input.size(1)
         gathered = False, numel + 2 + ops.WORDS, torch.float64 if input.dtype == torch.float64 else torch.float32
-        forward = (True, numel + ops.SUMMED_REST, torch.float64) if adds_up else gathered
+        forward = (True, numel + 1 + ops.PARTS, torch.float64) if adds_up else gathered
         sums = True, numel + ops.PARTS, gathered[2]
         signature, backward, derivative = (
             CallSignature((word, word_of_options(shared, way)), word_of(kind), text, sums if way else forward, way > 0)

@@ -14,10 +14,7 @@ void backward_elemt(const void* grads, const void* input, void* grad_input, DTyp
                     const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device&) {
   const std::vector<uint8_t> positions = positions_of(mask, g.batch);
   const ChannelArray<double> totals(arguments.sums, 2 * g.channels + arguments.words);
-  bool same = true;
-  for (int64_t w = 0; w < arguments.words; w += 2) {
-    same &= same_word(totals[2 * g.channels + w], totals[2 * g.channels + w + 1], arguments.ranks);
-  }
+  const bool same = same_words(totals.data() + 2 * g.channels, arguments.words, arguments.ranks);
   if (!same) record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
   const double inverse = same ? 1.0 / *arguments.count : std::numeric_limits<double>::quiet_NaN();
 

@@ -32,6 +32,17 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t 
   return total;
 }
 
+// The same of what `ranks` have added up. Subtraction may leave a variance below 0, which NaN is not.
+int64_t divide_sums(const double* sums, int64_t channels, std::vector<double>& mean, std::vector<double>& var) {
+  const double count = sums[2 * channels], inverse = 1 / std::max(count, 1.0);
+  for (int64_t c = 0; c < channels; ++c) {
+    mean[c] = sums[c] * inverse;
+    const double difference = sums[channels + c] * inverse - mean[c] * mean[c];
+    var[c] = difference < 0 ? 0 : difference;
+  }
+  return static_cast<int64_t>(count);
+}
+
 bool all_finite(const std::vector<double>& values) {
   return std::all_of(values.begin(), values.end(), [](double value) { return std::isfinite(value); });
 }
@@ -44,11 +55,14 @@ void gather_stats(const GatherArguments& arguments, Device&) {
     using A = Accumulate<typename decltype(tag)::Stored>;
     std::vector<double> mean(channels), var(channels);
     const A* rows = static_cast<const A*>(arguments.gathered);
-    const Fault found = find_fault(rows, arguments.ranks, channels, words);
+    const double* sums = static_cast<const double*>(arguments.gathered);
+    const Fault found = arguments.is_sum ? fault_of_sums(sums, channels, arguments.ranks, arguments.call)
+                                         : find_fault(rows, arguments.ranks, channels, words);
     record_fault(arguments.fault, found, rows, channels, words);
     int64_t total = 0;
     if (found.kind == Fault::kNone) {
-      total = merge_ranks(rows, arguments.ranks, channels, packed_size(channels, words), mean, var);
+      total = arguments.is_sum ? divide_sums(sums, channels, mean, var)
+                               : merge_ranks(rows, arguments.ranks, channels, packed_size(channels, words), mean, var);
     } else {
       mean.assign(channels, std::numeric_limits<double>::quiet_NaN());
       var = mean;

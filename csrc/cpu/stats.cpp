@@ -87,18 +87,12 @@ void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void
   const int64_t count = positions ? count_of(positions, g.rows()) : g.rows();
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
-    using A = Accumulate<T>;
-    A* out = static_cast<A*>(packed);
-    pack_count(out, g.channels, count, words);
-    if (count == 0) {  // moments that weigh nothing
-      std::fill_n(out, 2 * g.channels, A(0));
-      return;
-    }
-    const auto moments =
-        (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(static_cast<const T*>(x), g, positions);
+    std::vector<double> moments(2 * g.channels);  // of no value: they weigh nothing
+    if (count > 0)
+      moments = (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(static_cast<const T*>(x), g, positions);
     for (int64_t c = 0; c < g.channels; ++c) {
-      out[c] = static_cast<A>(moments[c]);
-      out[g.channels + c] = static_cast<A>(moments[g.channels + c] / count);
+      const double mean = moments[c], m2 = moments[g.channels + c];
+      pack_moments<Accumulate<T>>(packed, g.channels, c, mean, m2, static_cast<double>(count), words);
     }
   });
 }

@@ -26,15 +26,17 @@ __device__ __forceinline__ A add_lanes(A value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The messages of the ranks. All lanes of a warp must construct it together, and ask for shares and channels together.
+// The rows of the ranks. All lanes of a warp must construct it together, and merge channels together.
 template <typename A>
-struct Ranks {
+class Ranks {
   const A* rows;
   int64_t channels, words, row_size;
   int number;
+  double inverse;  // of the total; NaN if a row is not valid
+
+ public:
   bool valid;         // whether all rows are
   int64_t total = 0;  // values of a channel; 0 if a row is not valid
-  double inverse;     // of the total; NaN if a row is not valid
 
   __device__ __forceinline__ explicit Ranks(const GatherArguments& arguments)
       : rows(static_cast<const A*>(arguments.gathered)),
@@ -55,6 +57,20 @@ struct Ranks {
 
   __device__ __forceinline__ int64_t count(int rank) const { return unpack_count(rows + rank * row_size, channels); }
 
+  __device__ __forceinline__ void record(const GatherArguments& arguments) const {
+    record_fault(arguments.fault, find_fault(rows, number, channels, words), rows, channels, words);
+  }
+
+  // Sets mean and variance of channel `c`, if there is one.
+  __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
+    each(c, [&](double share, double rank_mean, double rank_var) {
+      mean += share * rank_mean;
+      var += share * rank_var;
+    });
+    each(c, [&](double share, double rank_mean, double) { var += share * (rank_mean - mean) * (rank_mean - mean); });
+  }
+
+ private:
   // Calls add(share, mean, variance) for channel `c` of each rank; with zeros if there is no channel `c`.
   template <typename Add>
   __device__ __forceinline__ void each(int64_t c, const Add& add) const {
@@ -77,6 +93,35 @@ struct Ranks {
   }
 };
 
+// What the ranks have added up, in double. Subtraction may leave a variance below 0, which NaN is not.
+class SumOfRanks {
+  const double* sums;
+  int64_t channels;
+  double inverse;
+
+ public:
+  bool valid;
+  int64_t total;
+
+  __device__ __forceinline__ explicit SumOfRanks(const GatherArguments& arguments)
+      : sums(static_cast<const double*>(arguments.gathered)), channels(arguments.channels) {
+    valid = fault_of_sums(sums, channels, arguments.ranks, 0).kind == Fault::kNone;
+    total = valid ? static_cast<int64_t>(sums[2 * channels]) : 0;
+    inverse = valid ? 1 / static_cast<double>(max(total, int64_t(1))) : static_cast<double>(NAN);
+  }
+
+  __device__ __forceinline__ void record(const GatherArguments& arguments) const {
+    record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
+  }
+
+  __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
+    if (c >= channels) return;
+    mean = sums[c] * inverse;
+    const double difference = sums[channels + c] * inverse - mean * mean;
+    var = difference < 0 ? 0 : difference;
+  }
+};
+
 // `running` += factor * (value - running), in double; `old` is what it was.
 __device__ void update_running(const MutablePerChannel& running, int64_t c, const ChannelValue& old, double value,
                                double factor) {
@@ -95,19 +140,16 @@ __device__ __forceinline__ bool all_threads(bool holds) {
   return all == 0;
 }
 
-template <typename A>
+template <typename A, typename Source>
 __global__ void __launch_bounds__(kThreads, 2) merge_ranks(const GatherArguments arguments) {
-  const Ranks<A> ranks(arguments);
+  const Source ranks(arguments);
   const bool first = blockIdx.x == 0 && threadIdx.x == 0;
   double factor = arguments.momentum;
   if (arguments.averages) factor = 1.0 / static_cast<double>(max(*arguments.batches + 1, int64_t(1)));
   bool updates = ranks.total >= 2;  // else there is no unbiased variance
   if (first) {
     *arguments.count = ranks.total;
-    if (!ranks.valid) {
-      const Fault fault = find_fault(ranks.rows, ranks.number, ranks.channels, ranks.words);
-      record_fault(arguments.fault, fault, ranks.rows, ranks.channels, ranks.words);
-    }
+    if (!ranks.valid) ranks.record(arguments);
   }
 
   // Twice if it has to be known of all channels, before any buffer changes, whether they are finite.
@@ -118,21 +160,17 @@ __global__ void __launch_bounds__(kThreads, 2) merge_ranks(const GatherArguments
       updates &= all_threads(finite);  // also the barrier after which all threads have read the counter
       if (first && updates && arguments.batches != nullptr) ++*arguments.batches;
     }
-    for (int64_t begin = int64_t(blockIdx.x) * blockDim.x; begin < ranks.channels; begin += gridDim.x * blockDim.x) {
+    for (int64_t begin = int64_t(blockIdx.x) * blockDim.x; begin < arguments.channels;
+         begin += gridDim.x * blockDim.x) {
       const int64_t c = begin + threadIdx.x;
-      const bool there = c < ranks.channels, tracks = there && arguments.running_mean.data != nullptr;
+      const bool there = c < arguments.channels, tracks = there && arguments.running_mean.data != nullptr;
       ChannelValue old_mean{}, old_var{};
       if (tracks) {
         old_mean = load_channel(arguments.running_mean, c);
         old_var = load_channel(arguments.running_var, c);
       }
       double mean = 0, var = 0;
-      ranks.each(c, [&](double share, double rank_mean, double rank_var) {
-        mean += share * rank_mean;
-        var += share * rank_var;
-      });
-      ranks.each(
-          c, [&](double share, double rank_mean, double) { var += share * (rank_mean - mean) * (rank_mean - mean); });
+      ranks.merge(c, mean, var);
       finite &= isfinite(mean) && isfinite(var);
       if (!writes || !there) continue;
       static_cast<A*>(arguments.mean)[c] = static_cast<A>(mean);
@@ -152,9 +190,11 @@ void gather_stats(const GatherArguments& arguments, Device& device) {
   const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
   const int threads = one_block ? kThreads : kFewThreads;
   const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, threads);
+  const auto start = [&](auto merge) { merge.launch({blocks, 1}, {threads, 1}, device.stream, arguments); };
+  if (arguments.is_sum) return start(Kernel<merge_ranks<float, SumOfRanks>>());
   dispatch(arguments.accumulate, [&](auto value) {
-    using Merge = Kernel<merge_ranks<Accumulate<decltype(value)>>>;
-    Merge::launch({blocks, 1}, {threads, 1}, device.stream, arguments);
+    using A = Accumulate<decltype(value)>;
+    start(Kernel<merge_ranks<A, Ranks<A>>>());
   });
 }
 

@@ -25,17 +25,9 @@ struct Traits {
   }
 };
 
-template <typename A>
-__device__ __forceinline__ void write_stats(A* packed, int64_t channels, int64_t c, double2 mean_and_m2, double count,
-                                            const Words& words) {
-  packed[c] = static_cast<A>(mean_and_m2.x);
-  packed[channels + c] = static_cast<A>(count > 0 ? mean_and_m2.y / count : 0);
-  if (c == 0) pack_count(packed, channels, static_cast<int64_t>(count), words);
-}
-
 template <typename T, int W, typename Plan, bool kMasked, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident())
-    stats(Plan plan, const T* x, Mask mask, A* packed, Words words, Scratch scratch) {
+    stats(Plan plan, const T* x, Mask mask, void* packed, Words words, Scratch scratch) {
   using Slots = Batch<Plan, W, kSlots<W>, kMasked>;
   constexpr int kLanes = Slots::kLanes, kValues = kSlots<W> * W / kLanes;
   Slots batch(plan, false, mask);
@@ -87,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident()
   if constexpr (kMasked) {
     Centered<double> total = Centered<double>::unpacked(of_block);
     if (!merge_parts(total, all, plan, batch.walk, scratch)) return;
-    write_stats(packed, plan.channels, channel, total.packed(), all, words);
+    const double2 moments = total.packed();
+    pack_moments<A>(packed, plan.channels, channel, moments.x, moments.y, all, words);
   } else {
     const double origin = widen(first_of_channel), distance = of_block.x - origin;
     Sums<double> total{all * distance, of_block.y + all * distance * distance};
@@ -96,8 +89,8 @@ __global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident()
     // distance adds at least its square / count to the variance: so much is left of double precision.
     all = static_cast<double>(plan.values_of_channel());
     const double difference = total.first / all;
-    write_stats(packed, plan.channels, channel, {origin + difference, total.second - total.first * difference}, all,
-                words);
+    pack_moments<A>(packed, plan.channels, channel, origin + difference, total.second - total.first * difference, all,
+                    words);
   }
 }
 

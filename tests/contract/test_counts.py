@@ -95,7 +95,11 @@ def count(name):
 
 
 def check(name, counted):
-    case, (forward, backward, peak) = CASES[name], counted
+    check_passes(name, CASES[name], counted)
+
+
+def check_passes(name, case, counted):
+    forward, backward, peak = counted
     for which, expected, got in (("forward", case.forward, forward), ("backward", case.backward, backward)):
         collectives = len(expected.payload)
         wanted = expected.ops, collectives, collectives, sum(expected.payload), expected.reads
@@ -117,6 +121,18 @@ def native():
 def test_no_count_grows(pool, name, world_size):
     for counted in pool.run(count, world_size, name):
         check(name, counted)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "no statistics", "first layer", "momentum=None"])
+def test_large_groups_take_what_small_ones_take(large, name):
+    """But for a message in float64, and with momentum=None two words that are squared once more."""
+    case = CASES[name]
+    # Stats, merge, normalize; by collectives, the collective too.
+    dispatched = (3 if SHARES else 4) + (13 if name == "momentum=None" else 0)
+    forward = case.forward._replace(ops=dispatched, payload=(8 * (2 * CHANNELS + 7),))
+    backward = case.backward._replace(ops=min(case.backward.ops, 2 if SHARES else 3))
+    for counted in large.run(count, 2, name):
+        check_passes(name, case._replace(forward=forward, backward=backward), counted)
 
 
 def masked(layer, x):

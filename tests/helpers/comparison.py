@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
+from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, parts_of, per_channel, reduced_dims, reference
 from tests.helpers.cases import laid_out
 from tests.helpers.tolerances import TOLERANCES, assert_close
 
@@ -86,6 +86,18 @@ class OnDevice:
         return call
 
 
+def check_sums(sums: Tensor, row: Tensor, near: Tensor) -> None:
+    """Compares statistics that add up over ranks with those in ``row``, both of the same values."""
+    channels, count = len(near) // 2, row[len(near)] + row[len(near) + 1] * 2**24
+    assert sums.dtype == torch.float64
+    assert sums[2 * channels :].tolist() == [count, *parts_of(FINGERPRINT)]
+    mean, square = (sums[: 2 * channels] / max(count, 1)).chunk(2)
+    var = square - mean.square()
+    allowed = TOLERANCES[torch.float32][0] * near + 1e-14 * torch.cat([mean, mean]).square()
+    error = (torch.cat([mean, var]) - row[: 2 * channels]).abs() / allowed
+    assert (error <= 1).all(), f"sums are off by {error.max():.2g} of what is allowed"
+
+
 def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     """Compares all of ``ops`` that read the input."""
     accumulate, channels = accumulate_dtype(dtype), case.shape[1]
@@ -135,6 +147,8 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     assert torch.equal(packed[2 * channels :].double(), expected[2 * channels :])
     error = (packed[: 2 * channels] - expected[: 2 * channels]).abs() / (TOLERANCES[accumulate][0] * near)
     assert (error <= 1).all(), f"statistics are off by {error.max():.2g} of what is allowed"
+    if accumulate == torch.float32:
+        check_sums(ops.batch_norm_stats(input, FINGERPRINT, 0, mask, True), expected, near)
 
     if mask is not None:  # which the other ops do not take
         return

@@ -77,6 +77,68 @@ def found(ops, rows, expected):
     ops.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5)
 
 
+def added_up(ops, *fingerprints):
+    return [ops.batch_norm_stats(torch.randn(4, CHANNELS, 3), own, 0, None, True) for own in fingerprints]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_what_ranks_add_up_merges_as_their_rows_do(ops, momentum):
+    inputs, fault = [torch.randn(n, CHANNELS, 3) + 5 for n in (4, 0, 7)], torch.zeros(8, dtype=torch.int64)
+    sums = sum(ops.batch_norm_stats(input, 2**36 - 1, 0, None, True) for input in inputs)
+    rows = torch.stack([ops.batch_norm_stats(input) for input in inputs])
+    results = []
+    for gathered, more in ((sums, (fault, False, 3, 41)), (rows, ())):
+        tracked = buffers()
+        merged = ops.batch_norm_gather_stats(gathered, *tracked, momentum, 1e-5, *more)
+        assert [tensor.dtype for tensor in merged] == [torch.float32, torch.float32, torch.int64]
+        results.append([*merged, *tracked])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert not fault.any()
+
+
+@pytest.mark.parametrize("part", [1, 2**12, 2**24])
+@pytest.mark.parametrize("ranks", [2, 3, 64, 4096, 2**18])
+def test_a_rank_that_adds_up_other_words_is_found(ops, part, ranks):
+    for said in (7 * part, 2**36 - 1):
+        own, other = added_up(ops, said, said - part)
+        refused(ops, own * (ranks - 1) + other, ranks)
+    own, less, more = added_up(ops, 7 * part, 6 * part, 8 * part)
+    refused(ops, own + less + more, 3)  # the mean of all is the word of one
+
+
+@pytest.mark.parametrize("count", [torch.nan, -1, 0.5, 2.0**54, torch.inf])
+def test_a_count_that_is_none_is_found_in_a_sum(ops, count):
+    sums = sum(added_up(ops, 7, 7, 7))
+    sums[2 * CHANNELS] = count
+    refused(ops, sums, 3)
+
+
+def refused(ops, sums, ranks):
+    fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
+    for momentum, call in ((0.1, -41), (None, 3)):  # the first one stays
+        mean, invstd, _ = ops.batch_norm_gather_stats(sums, *tracked, momentum, 1e-5, fault, False, ranks, call)
+        assert mean.isnan().all()
+        assert invstd.isnan().all()
+        assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
+    assert fault.tolist() == [3, -41, 0, 0, 0, 0, 0, 0]
+    ops.batch_norm_gather_stats(sums, *tracked, 0.1, 1e-5, None, False, ranks)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("which", ["mean", "square"])
+def test_buffers_stay_where_sums_are_not_finite(ops, which, value):
+    sums = sum(added_up(ops, 7, 7))
+    sums[(CHANNELS if which == "square" else 0) + CHANNELS - 1] = value  # the last channel's
+    tracked = buffers()
+    mean, invstd, count = ops.batch_norm_gather_stats(sums, *tracked, 0.1, 1e-5, None, True, 2)
+    assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
+    assert not (mean[-1].isfinite() and 0 < invstd[-1] < torch.inf)
+    assert count == 24
+    ops.batch_norm_gather_stats(sums, *tracked, 0.1, 1e-5, None, False, 2)
+    assert not torch.cat(tracked[:2]).isfinite().all()
+    assert tracked[2] == 8
+
+
 def gradient(ops, words, ranks, input=None):
     """The gradient where each of the ranks has sent the same sums, and its words."""
     input = torch.randn(4, CHANNELS, 3) if input is None else input
