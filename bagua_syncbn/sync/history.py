@@ -8,20 +8,18 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeVar
-from weakref import finalize, ref
+from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator
 from ..torch_internals import group_named, is_capturing, untraced
 from .faults import forget_records, record_of
 from .signatures import CallSignature, checksum, describe_compiled, exact_bits, word_of
-
-_Value = TypeVar("_Value")
 
 
 class CallHistory:
@@ -49,7 +47,7 @@ class CallHistory:
         self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the checksum with it
         self.next: tuple[CallSignature, int] | None = None  # entry of after_step for this place of a step
         self._after_call: dict[tuple[int, int], CallSignature] = {}
-        self._numbers: dict[int, tuple[Any, int]] = {}
+        self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 
     def expected(self) -> CallSignature | None:
@@ -86,12 +84,11 @@ class CallHistory:
         They are counted at their first calls, which all ranks make in the same order. Models that never call here do
         not count.
         """
-
-        def count() -> int:
+        number: int | None = self._numbers.get(caller)
+        if number is None:
             self._callers[kind] += 1
-            return self._callers[kind]
-
-        return _kept_with(caller, self._numbers, count)
+            number = self._numbers[caller] = self._callers[kind]
+        return number
 
 
 def can_probe(device: torch.device) -> bool:
@@ -129,26 +126,10 @@ class Probe:
         return begin(self.packed)
 
 
-def _kept_with(owner: Any, values: dict[int, tuple[Any, _Value]], make: Callable[[], _Value]) -> _Value:
-    """Returns the value in ``values`` that is kept as long as ``owner``, by its id; makes it the first time."""
-    number = id(owner)
-    kept = values.get(number)
-    if kept is None:
-
-        def forget(_: Any) -> None:
-            values.pop(number, None)
-
-        try:
-            held: Any = ref(owner, forget)
-        except TypeError:  # a communicator of a class without weak references
-            held = owner
-        kept = values[number] = held, make()
-    return kept[1]
-
-
-# By the id of the group. Communicators without a group share the set of compiled kinds.
-_histories: dict[int, tuple[Any, CallHistory]] = {}
-_compiled_unnamed: set[int] = set()
+# By the group, or by a communicator that has none. Compared by identity: communicators may define equality.
+_histories = WeakIdKeyDictionary()
+_lasting: list[tuple[Any, CallHistory]] = []  # of communicators of classes without weak references
+_compiled_unnamed: set[int] = set()  # compiled kinds of all communicators without a group
 _numbers = itertools.count()
 
 
@@ -158,18 +139,22 @@ def history_in(communicator: Communicator) -> CallHistory:
 
 
 def _history_of(group: Any) -> CallHistory:
-    def make() -> CallHistory:
-        compiled = set() if hasattr(group, "group_name") else _compiled_unnamed
-        history = CallHistory(compiled, f"{getattr(group, 'group_name', '')} {next(_numbers)}")
-        finalize(history, forget_records, history.name)
-        return history
-
-    return _kept_with(group, _histories, make)
+    known = [history for held, history in _lasting if held is group]
+    if known or group in _histories:
+        return known[0] if known else _histories[group]
+    compiled = set() if hasattr(group, "group_name") else _compiled_unnamed
+    history = CallHistory(compiled, f"{getattr(group, 'group_name', '')} {next(_numbers)}")
+    finalize(history, forget_records, history.name)
+    try:
+        _histories[group] = history
+    except TypeError:
+        _lasting.append((group, history))
+    return history
 
 
 def _fail_after_fork() -> None:
     """Fails all groups in a child of this process, since only the parent has the threads that their backends run."""
-    for _, history in _histories.values():
+    for _, history in (*_histories.items(), *_lasting):
         history.failure, history.pending = "process that this one was forked from", None
 
 

@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
+from bagua_syncbn.sync.history import history_in
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.own_groups import communicator_of, forget_groups, join, mean_over
@@ -345,6 +347,51 @@ def test_a_backend_that_gathers_into_lists_only_is_asked_once():
             total = communicator.all_reduce(torch.arange(2.0) + 10 * communicator.rank)
             assert total.tolist() == [10, 12]
     assert len(calls) == 1  # asked once, then known
+
+
+class Equal:
+    """Ranks in one process, of a class that defines equality; its objects cannot be hashed."""
+
+    size, rank = 2, 0
+
+    def __eq__(self, other):
+        return type(other) is type(self)
+
+    def all_gather(self, packed):
+        return packed.expand(2, -1)
+
+    def all_reduce(self, packed):
+        return 2 * packed
+
+
+class Pair(NamedTuple):
+    """The same, of a class without weak references."""
+
+    size: int = 2
+    rank: int = 0
+    all_gather, all_reduce = Equal.all_gather, Equal.all_reduce
+
+
+@pytest.mark.parametrize("make", [Equal, Pair])
+def test_equal_communicators_count_their_calls_apart(make):
+    first, second = make(), make()
+    assert first == second
+    assert isinstance(first, Communicator)
+    for communicator, calls in ((first, 1), (second, 2), (first, 3)):
+        layer = SyncBatchNorm(3, process_group=communicator)
+        for _ in range(calls):
+            layer(torch.randn(4, 3))
+    assert [history_in(communicator).calls for communicator in (first, second)] == [4, 2]
+
+
+def test_a_communicator_that_ends_takes_its_history_along():
+    communicator = Equal()
+    SyncBatchNorm(3, process_group=communicator)(torch.randn(4, 3))
+    alive = weakref.ref(history_in(communicator))
+    assert alive()
+    del communicator
+    gc.collect()
+    assert alive() is None
 
 
 class DeviceGroup:
