@@ -3,7 +3,6 @@
 Ctrl-C can end a wait of the host for a collective, and so can a rank that leaves.
 """
 
-import ctypes
 import os
 from collections import deque
 from contextlib import suppress
@@ -30,17 +29,14 @@ class AsyncCollective:
 
     def __init__(self, group: Any, result: Tensor, work: Any, adds_up: bool = False) -> None:
         self._group, self._result, self._work, self._adds_up = ref(group), result, work, adds_up
-        if result.is_cpu:
-            _keep_to_the_end(group)
-            _keep_to_the_end(work)
+        self._kept = _keep_to_the_end(group, work) if result.is_cpu else None
 
     def wait(self) -> Tensor:
         """Waits for the other ranks and returns the result; the sum of its rows with ``adds_up``."""
         group = self._group()
         wait_in_slices(self._work, group)
-        if self._result.is_cpu:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._work))
+        if self._kept is not None:
+            self._kept.set_result(None)
         return self._result.sum(0) if self._adds_up else self._result
 
 
@@ -226,9 +222,7 @@ def wait_in_slices(work: Any, group: Any) -> None:
         work.wait()
         _ended[group].append(work)
     except BaseException:
-        if not work.is_completed():
-            _keep_to_the_end(group)
-        _keep_to_the_end(work)
+        _keep_to_the_end(work, None if work.is_completed() else group)
         raise
 
 
@@ -274,10 +268,13 @@ def raise_if_left(group: Any) -> None:
         raise RuntimeError(why)
 
 
-def _keep_to_the_end(kept: Any) -> None:
-    """Keeps ``kept`` alive beyond the end of the interpreter.
+def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
+    """Keeps objects alive, also beyond the end of the interpreter, until the future that it returns gets a result.
 
     The destructor of a group would wait for a collective that the other ranks never join. For collectives, see the
-    comment at ``_ended``.
+    comment at ``_ended``. Objects that Python holds, as in a list, are destroyed at its end; here a future and its
+    callback hold each other, in C++, where no garbage collector sees it.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.then(lambda _: (future, kept))
+    return future

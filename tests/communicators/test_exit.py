@@ -94,13 +94,15 @@ def send(collective):
 def test_no_thread_of_gloo_is_the_last_to_hold_a_message():
     """A thread that was would ask for the GIL, which aborts a process whose interpreter ends at that time."""
     communicator = TorchCommunicator(communicator_of(None).group)
-    sent = [*map(send, (communicator.all_gather, communicator.all_reduce, communicator.begin_all_gather))]
+    begin = communicator.begin_all_gather
+    sent = [*map(send, (communicator.all_gather, communicator.all_reduce, lambda packed: begin(packed).wait(), begin))]
     time.sleep(0.2)  # in which the threads of gloo let go of them
-    assert [one() is not None for one in sent] == [True] * 3
+    assert [one() is not None for one in sent] == [True] * 4
     for _ in range(5):
         send(communicator.all_gather)
     time.sleep(0.2)
-    assert [one() is not None for one in sent] == [False, False, True]  # only the last that have ended are kept
+    kept = [False] * 3 + [True]  # only the last that have ended, and what has not
+    assert [one() is not None for one in sent] == kept
 
 
 @pytest.mark.ranks(2, new_job=True)

@@ -222,3 +222,41 @@ def test_a_rank_that_leaves_a_call_ends_at_once(context, tmp_path, how):
     other.kill()
     assert {"interrupted": "KeyboardInterrupt", "refused": "expected 2D or 3D input"}[how] in traceback
     assert leaving.returncode == {"interrupted": -signal.SIGINT, "refused": 1}[how]
+
+
+# One of two ranks, in a collective over gloo that the other one does not come to. It calls no layer: a process that has
+# called one ends at once with torch 2.13 even if nothing is kept.
+IN_COLLECTIVE = """
+import signal, sys, torch
+from torch import distributed as dist
+from bagua_syncbn.communicators import TorchCommunicator
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
+communicator = TorchCommunicator(dist.group.WORLD)
+if sys.argv[2] == "begun":
+    communicator.begin_all_gather(torch.ones(3))
+else:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(1)
+    try:
+        communicator.all_gather(torch.ones(3))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def come_to_nothing(store: str) -> None:
+    join_job(1, 2, store)
+    time.sleep(2 * SECONDS)
+
+
+@pytest.mark.parametrize("how", ["begun", "interrupted"])
+def test_the_end_of_a_process_does_not_wait_for_its_collectives(context, tmp_path, how):
+    store = str(tmp_path / "store")
+    other = context.Process(target=come_to_nothing, args=(store,))
+    other.start()
+    arguments = [sys.executable, "-c", IN_COLLECTIVE, store, how]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
+    assert other.is_alive()
+    other.kill()
+    assert ended.returncode == 0, ended.stderr
+    assert ("interrupted" in ended.stdout) == (how == "interrupted")
