@@ -2,6 +2,7 @@
 
 import copy
 import re
+from inspect import signature
 
 import pytest
 import torch
@@ -95,8 +96,28 @@ def test_symbolic_traces_keep_layers_whole(training):
     torch.testing.assert_close(traced(input), twin(input))
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1", "2"]
     torch.testing.assert_close(traced.state_dict(), twin.state_dict())
-    with pytest.raises(torch.fx.proxy.TraceError, match="SyncBatchNorm2d is one node"):
-        torch.fx.symbolic_trace(SyncBatchNorm2d(3))
+
+
+class Own(SyncBatchNorm2d):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+class ManyArguments(SyncBatchNorm2d):
+    def forward(self, input, a=1, b=2, c=3, d=4, e=5, f=6, *, g=7):
+        return super().forward(input) * a
+
+
+@pytest.mark.parametrize("kind", [SyncBatchNorm2d, Own, ManyArguments])
+def test_a_trace_of_a_layer_alone_is_refused_by_name(kind):
+    with pytest.raises(torch.fx.proxy.TraceError, match=f"{kind.__name__} is one node"):
+        torch.fx.symbolic_trace(kind(3))
+
+
+def test_a_forward_has_the_signature_that_its_class_wrote():
+    """Tools call layers by it, and read it in help()."""
+    assert [*signature(ManyArguments.forward).parameters] == ["self", "input", *"abcdefg"]
+    assert [*signature(SyncBatchNorm2d(3).forward).parameters][:2] == ["input", "residual"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
