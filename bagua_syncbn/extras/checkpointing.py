@@ -191,6 +191,8 @@ class _CheckpointRegion(Repeatable):
         return False
 
 
+# At import, not when the first layer is made: sync_batch_norm needs no layer, and its first call may be in a
+# checkpoint that has begun.
 observe_checkpoints(_CheckpointRegion)
 if not has_known_checkpoints:  # each call looks whether it is under one
     type(this_thread).hooks = Hooks(_prepare_in_run)

@@ -1,6 +1,8 @@
 """Activation checkpointing: each call that is repeated in backward takes what that very call gathered."""
 
 import gc
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -340,6 +342,22 @@ def test_nothing_is_held_beyond_the_graph(how):
     outputs.clear()
     assert regions_alive() == before
     assert checkpointing._local.runs == []
+
+
+# A process that makes no layer.
+FIRST_CALL = """
+import torch, bagua_syncbn
+from torch.utils.checkpoint import checkpoint
+for use_reentrant in (False, True):
+    x, mean, var = torch.randn(6, 3, requires_grad=True), torch.zeros(3), torch.ones(3)
+    call = lambda x: bagua_syncbn.sync_batch_norm(x, mean, var, training=True)
+    checkpoint(call, x, use_reentrant=use_reentrant).sum().backward()
+    torch.testing.assert_close(mean, 0.1 * x.detach().mean(0))
+"""
+
+
+def test_the_first_call_of_a_process_may_be_in_a_checkpoint():
+    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, timeout=120)
 
 
 def by_function(layer):
