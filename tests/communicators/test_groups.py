@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
+from bagua_syncbn.sync.faults import RECORDS
 from bagua_syncbn.sync.history import history_in
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
@@ -384,14 +385,20 @@ def test_equal_communicators_count_their_calls_apart(make):
     assert [history_in(communicator).calls for communicator in (first, second)] == [4, 2]
 
 
-def test_a_communicator_that_ends_takes_its_history_along():
+def test_a_communicator_keeps_no_layer_and_takes_its_history_along():
     communicator = Equal()
-    SyncBatchNorm(3, process_group=communicator)(torch.randn(4, 3))
-    alive = weakref.ref(history_in(communicator))
-    assert alive()
-    del communicator
+    layer = SyncBatchNorm(3, process_group=communicator)
+    layer(torch.randn(4, 3))
+    history, alive = history_in(communicator), weakref.ref(layer)
+    del layer
     gc.collect()
     assert alive() is None
+    name, alive = history.name, weakref.ref(history)
+    assert (name, "cpu") in RECORDS
+    del communicator, history
+    gc.collect()
+    assert alive() is None
+    assert (name, "cpu") not in RECORDS
 
 
 class DeviceGroup:
