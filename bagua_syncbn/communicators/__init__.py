@@ -7,7 +7,7 @@ processes of a job is a communicator in a file of its own.
 from .c10d import AsyncCollective, TorchCommunicator, is_large
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .group_spec import EVERYONE, GroupSpec, spec_of, sync_group
-from .groups import RankGroup
+from .groups import RankGroup, said_by, text_of_ranks
 from .shared import SharedCommunicator, communicator_of
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "TorchCommunicator",
     "communicator_of",
     "is_large",
+    "said_by",
     "spec_of",
     "sync_group",
+    "text_of_ranks",
 ]

@@ -5,12 +5,14 @@ saved. In a job it stands for the ranks of this rank's own group, determined onc
 rank, it stands for this process alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeGuard
 
 NODE = "node"
+
+_MOST = 8  # texts in a message, and runs of ranks in a text
 
 Ranks: TypeAlias = tuple[int, ...]
 
@@ -61,6 +63,37 @@ def described(rule: Rule) -> Any:
 def text_of(rule: Rule) -> str:
     """Returns ``rule`` as it stands in messages."""
     return f"process_group={described(rule)!r}"
+
+
+def text_of_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks in ascending order as in "rank 3", "ranks 0, 1" or "ranks 0-511, 513-1023".
+
+    It names at most eight runs of ranks, and counts the ranks of all further ones.
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if not runs or rank != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(rank)
+    named = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST]]
+    more = sum(map(len, runs[_MOST:]))
+    several = "s" * (len(runs) > 1 or len(runs[0]) > 1)
+    return f"rank{several} {', '.join(named)}{f' and {more} more' * (more > 0)}"
+
+
+def said_by(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+    """Returns which ranks say a text, and the text, from pairs of a rank and its text, in ascending order.
+
+    Of more than eight texts it has the first seven.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks.setdefault(text, []).append(rank)
+    said = list(ranks.items())
+    if len(said) > _MOST:
+        others = sorted(rank for _, which in said[_MOST - 1 :] for rank in which)
+        said = [*said[: _MOST - 1], ("others", others)]
+    return [(text_of_ranks(which), text) for text, which in said]
 
 
 def is_ranks(rule: Rule) -> TypeGuard[Ranks]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .. import torch_internals
 from .c10d import is_alive
-from .groups import NODE, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, text_of
+from .groups import NODE, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, said_by, text_of, text_of_ranks
 
 _Made = TypeVar("_Made")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -72,7 +72,7 @@ def meet(
     value: Any,
     seconds: float,
     decide: Callable[[list[Any]], Any] = list,
-    tell: Callable[[list[str]], str] = lambda missing: "",
+    tell: Callable[[list[int]], str] = lambda missing: "",
 ) -> Any:
     """Returns what ``decide`` makes, on the first of ``ranks``, of the values that they bring, in their order.
 
@@ -97,8 +97,8 @@ def meet(
             elif rank == ranks[0] and arrived(ranks):
                 outcome = _settle(store, {"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
             elif time.monotonic() > deadline:
-                missing = [str(other) for other in ranks if not arrived([other])]
-                who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "an answer"
+                missing = [other for other in ranks if not arrived([other])]
+                who = text_of_ranks(missing) if missing else "an answer"
                 outcome = _settle(store, {"failed": f"rank {rank} waited for {who} for {seconds:g} s{tell(missing)}"})
             else:  # polls, because a blocking wait would keep other threads from the store, and ignore Ctrl-C
                 time.sleep(pause)
@@ -196,7 +196,7 @@ class Job:
         """
         ranks = self.ranks_of(rule)
         if given is not None:
-            what = f"group {given.group_name!r} of ranks {ranks}"
+            what = f"group {given.group_name!r} of {text_of_ranks(ranks)}"
             return self._made_once("layers", ranks, given, what, named_after=given.group_name)
         return self._made_once("layers", ranks, _alive(self._given.get(rule)) or self._world(), text_of(rule))
 
@@ -223,10 +223,11 @@ class Job:
         # Holds for each rank the first use that it waits in.
         doing = torch_internals.prefix_store("bagua_syncbn/doing", self._store)
 
-        def tell(missing: list[str]) -> str:
-            does = {rank: doing.get(rank).decode() for rank in missing if doing.check([rank])}
-            uses = (f"; rank {rank} waits in the first use of {what}" for rank, what in does.items() if what)
-            return f", the job's time-out{''.join(uses)}"
+        def tell(missing: list[int]) -> str:
+            does = [(rank, doing.get(str(rank)).decode()) for rank in missing if doing.check([str(rank)])]
+            uses = said_by((rank, what) for rank, what in does if what)
+            waits = (f"; {who} wait{'s' * who.startswith('rank ')} in the first use of {what}" for who, what in uses)
+            return f", the job's time-out{''.join(waits)}"
 
         store, seconds = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store), self._timeout.total_seconds()
         try:
@@ -235,7 +236,7 @@ class Job:
             doing.set(str(self.rank), "")
         except MeetingError as error:
             raise RuntimeError(
-                f"process_group: expected {_ranks(ranks)} to make the first use of {what} together, got that "
+                f"process_group: expected {text_of_ranks(ranks)} to make the first use of {what} together, got that "
                 f"{error}; sync_group makes a description's groups beforehand"
             ) from None
         except RuntimeError as error:
@@ -295,7 +296,7 @@ class Job:
             return torch_internals.make_group(self._world(), ranks, model, store, name, self._device, splits)
         except RuntimeError as error:
             raise RuntimeError(
-                f"process_group: expected {_ranks(ranks)} to connect in the first use of {what}, got on rank "
+                f"process_group: expected {text_of_ranks(ranks)} to connect in the first use of {what}, got on rank "
                 f"{self.rank} {type(error).__name__}: {error}; another rank may have ended"
             ) from error
 
@@ -308,10 +309,6 @@ def _alive(group: "ref[Any] | None") -> Any:
 def _host() -> tuple[str, str]:
     # Host names alone are ambiguous: machines started from one image may share a name.
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 _jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
 from .c10d import DESTROYED, AsyncCollective, TorchCommunicator, leave, leave_through
+from .groups import text_of_ranks
 from .jobs import MeetingError, leave_meeting, meet
 
 _log = logging.getLogger("bagua_syncbn")
@@ -136,10 +137,10 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
             begun.wait()
         return communicator._exchange(_SUM if sums else _GATHER, packed, target)
     except RuntimeError as error:  # named here, because compiled code calls this without its layer
-        members = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))
+        members = text_of_ranks(sorted(dist.get_process_group_ranks(communicator.group)))
         what = "sum" if sums else "gather"
         raise RuntimeError(
-            f"sync_batch_norm: expected ranks {members} to meet in compiled code, to {what} {packed.numel()} values "
+            f"sync_batch_norm: expected {members} to meet in compiled code, to {what} {packed.numel()} values "
             f"each, got on rank {communicator.rank} of them {type(error).__name__}: {error}. Another rank has ended, "
             "raised an error, is in other code until the time-out, or was late; the group cannot be used any more"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from contextlib import suppress
@@ -132,15 +133,16 @@ def resume(history: CallHistory) -> None:
         )
     try:
         answer = pending.answer.wait()
-        said = [describe(header) for header in pending.probe.headers_in(answer)]
         if pending.texts is not None:
-            said = by_text(pending.texts.wait())
+            said = texts_in(pending.texts.wait())
+        else:
+            said = [describe(header) for header in pending.probe.headers_in(answer)]
     except RuntimeError as error:
         raise RuntimeError(
             f"process_group: expected one that works, got one that failed before, in the {history.failure}; {error}"
         ) from error
     if not pending.probe.is_unanimous(answer):
-        raise RuntimeError(differ_text(said))
+        raise RuntimeError(differ_text(history.failure or "", enumerate(said)))
     history.failure = None
 
 
@@ -152,9 +154,8 @@ def codes_of(text: str) -> Tensor:
     return torch.tensor(list(said), dtype=torch.float32, device="cpu")
 
 
-def by_text(gathered: Tensor) -> list[str]:
-    """Returns what the ranks say, each text with the ranks that say it."""
-    ranks: dict[str, list[str]] = {}
-    for rank, row in enumerate(gathered.to(torch.uint8).tolist()):
-        ranks.setdefault(bytes(row).decode().rstrip(), []).append(str(rank))
-    return [f"rank{'s' * (len(which) > 1)} {', '.join(which)}: {said}" for said, which in ranks.items()]
+def texts_in(gathered: Tensor) -> list[str]:
+    """Returns the texts in the messages of all ranks."""
+    codes = gathered.to(torch.uint8)
+    said = ctypes.string_at(codes.data_ptr(), codes.numel()).decode()
+    return [said[start : start + _TEXT].rstrip() for start in range(0, len(said), _TEXT)]

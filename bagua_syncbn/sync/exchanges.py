@@ -186,5 +186,5 @@ def sum_over_ranks(
     total = RankExchange(Agreement(signature, None, communicator, history, exact_bits(size))).total(counted)
     total, ranks = total.tensor_split([-1])
     if ranks.item() != size:  # where nothing waited for the comparison of headers, as on CUDA
-        raise RuntimeError(differ_text([f"this rank: {what}", "another rank: another call"]))
+        raise RuntimeError(differ_text(what))
     return total

@@ -3,12 +3,13 @@
 import ctypes
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import Thread
 
 import torch
 
 from .. import ops
+from ..communicators import said_by
 from ..torch_internals import outside_of_modes
 from .signatures import CallSignature, describe
 
@@ -100,11 +101,12 @@ def check_ranks() -> None:
         record.raise_if_found()
 
 
-def differ_text(calls: Sequence[str]) -> str:
-    """Returns the message for ranks that made different ``calls``."""
+def differ_text(own: str, calls: Iterable[tuple[int, str]] = (), other: str = "another call") -> str:
+    """Returns the message for ranks that differ: their ``calls``, by rank; if none are known, this rank's ``own``."""
+    said = said_by(calls) or [("this rank", own), ("another rank", other)]
     return (
         "sync_batch_norm: expected all ranks of a group to call the same layers in the same order with the same "
-        f"options, got {'; '.join(calls)}"
+        f"options, got {'; '.join(f'{ranks}: {call}' for ranks, call in said)}"
     )
 
 
@@ -112,8 +114,9 @@ def found_text(record: Sequence[int], own_sums: str = "") -> str:
     """Returns the message for what an op wrote to a record; ``own_sums`` says which sums these are, if any."""
     kind, where, *headers = record
     if kind == 3:
-        return differ_text([f"this rank: {own_sums}", "another rank: another call"])
-    said = [f"rank 0: {describe(headers[:3])}", f"rank {where}: {describe(headers[3:])}"]
+        return differ_text(own_sums)
+    first, other = describe(headers[:3]), describe(headers[3:])
     if kind == 1:
-        return differ_text(said)
-    return f"sync_batch_norm: expected from each rank a count of values, from 0 to 2**53, got none from {said[1]}"
+        return differ_text(first, [(0, first), (where, other)])
+    expected = "expected from each rank a count of values, from 0 to 2**53"
+    return f"sync_batch_norm: {expected}, got none from rank {where}: {other}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators import Communicator
-from .errors import by_text, codes_of, leave, resume
+from .errors import codes_of, leave, resume, texts_in
 from .faults import FaultRecord, differ_text, found_text
 from .history import CallHistory, Probe, can_probe
 from .signatures import ALL_BITS, CallSignature, checksum, describe
@@ -183,20 +183,19 @@ class RankExchange:
         """
         self._history.failure = own
         all_come = all(header[-1] for header in headers) if headers else not self._history.compiled
+        said, other = [], "another call"
         if device.type == "cpu" and all_come:
             try:
-                said = by_text(self.communicator.all_gather(codes_of(own)))
+                said = texts_in(self.communicator.all_gather(codes_of(own)))
             except BaseException as error:
                 leave(self.communicator, own, error)
                 if not isinstance(error, RuntimeError):
                     raise
-                said = [f"this rank: {own}", f"another rank: no text, since {error}"]
+                other = f"no text, since {error}"
         elif headers:
-            said = [f"rank {rank}: {describe(header)}" for rank, header in enumerate(headers)]
-            said[self.communicator.rank] = f"rank {self.communicator.rank}: {own}"
-        else:
-            said = ["this rank: " + own, "another rank: another call"]
-        raise RuntimeError(differ_text(said))
+            said = [describe(header) for header in headers]
+            said[self.communicator.rank] = own
+        raise RuntimeError(differ_text(own, enumerate(said), other))
 
     def _say(self, signature: CallSignature, call: int) -> str:
         """Returns what this rank does in a call, for people."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communicators import spec_of
+from ..communicators import said_by, spec_of
 from ..torch_internals import pytree
 
 _T = TypeVar("_T")
@@ -47,10 +47,12 @@ class Ranks:
             dist.all_gather_object(gathered, (what, error, packed), group=self.group)
         if cause is not None and all(own == error for _, own, _ in gathered):
             raise cause
-        places = [f"rank {rank} in {where}" for rank, (where, _, _) in enumerate(gathered)]
-        errors = "; ".join(f"{place}: {own}" for place, (_, own, _) in zip(places, gathered, strict=True) if own)
+        said = [(rank, f"{where}: {own}") for rank, (where, own, _) in enumerate(gathered) if own]
+        errors = "; ".join(f"{ranks} in {text}" for ranks, text in said_by(said))
         if not errors and any(where != what for where, _, _ in gathered):
-            errors = f"expected all ranks to call the same layers, got {'; '.join(places)}"
+            places = said_by((rank, where) for rank, (where, _, _) in enumerate(gathered))
+            got = "; ".join(f"{ranks} in {where}" for ranks, where in places)
+            errors = f"expected all ranks to call the same layers, got {got}"
         if errors:
             raise RankError(f"{self._caller}: {errors}") from cause
         return [pickle.loads(packed) for _, _, packed in gathered]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
+from ..communicators import text_of_ranks
 from ..extras.unchanged import digest, unchanged
 from ..models import check_module, is_data_parallel
 from .causes import CAUSES, LayerChecks
@@ -195,10 +196,10 @@ def _unused(found: Comparison, raises: bool) -> list[str]:
     """Returns notes on parameters that only some ranks use, or none if DistributedDataParallel ``raises`` for it."""
     notes, of_ranks = [], found.ranks.together("the gradients", lambda: found.actual.unused)
     for name in dict.fromkeys(name for names in of_ranks for name in names):
-        which = [str(rank) for rank, names in enumerate(of_ranks) if name in names]
+        which = [rank for rank, names in enumerate(of_ranks) if name in names]
         if raises or len(which) < len(of_ranks):
             notes.append(
-                f"gradient {name}: none on rank{'s' * (len(which) > 1)} {', '.join(which)}, which do not use it; "
+                f"gradient {name}: none on {text_of_ranks(which)}, which do not use it; "
                 "DistributedDataParallel needs find_unused_parameters=True"
             )
     return notes

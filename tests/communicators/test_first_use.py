@@ -30,7 +30,7 @@ def store(request, tmp_path):
 # A group of both ranks, and what messages call it.
 KINDS = {
     "everyone": (lambda pair: None, "process_group=None"),
-    "given": (lambda pair: pair, "group '1' of ranks (0, 1)"),
+    "given": (lambda pair: pair, "group '1' of ranks 0, 1"),
     "number": (lambda pair: 2, "process_group=2"),
     "ranks": (lambda pair: RankGroup((0, 1)), "process_group=RankGroup(ranks=(0, 1))"),
 }

@@ -289,7 +289,7 @@ def test_a_rank_that_compiles_beside_others_is_named(calls):
     elif is_odd():
         assert "rank 2: compiled forward of a layer of Judge (8 channels" in message
     else:
-        assert "rank 0: forward of SyncBatchNorm1d '0' of Judge (8 channels" in message
+        assert "ranks 0, 1: forward of SyncBatchNorm1d '0' of Judge (8 channels" in message
         assert "rank 2: compiled forward of a layer of Judge" in message or "rank 2: a compiled call" in message
 
 
