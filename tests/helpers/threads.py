@@ -1,0 +1,129 @@
+"""Ranks that are threads of this process: groups of any size on any machine."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_syncbn.communicators import AsyncCollective, TorchCommunicator
+
+_SECONDS = 100  # after which a rank waits no more
+
+
+class _Message:
+    """What all ranks send as their n-th message, and what becomes of it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+        self.kinds: set[Any] = set()
+        self.result: Tensor | None = None
+        self.ended = threading.Event()
+
+
+class Room:
+    """Where the threads of a group meet. If they send messages of different kinds or sizes, all of them raise.
+
+    One of them computes at a time: hundreds that want the interpreter at once would slow each other down.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.turn = threading.Lock()
+        self.size, self.why = size, f"not all ranks came within {_SECONDS} s"
+        self._lock, self._messages = threading.Lock(), defaultdict[int, _Message](_Message)
+
+    def publish(self, number: int, rank: int, packed: Tensor, adds_up: bool) -> _Message:
+        with self._lock:
+            message = self._messages[number]
+            message.rows[rank] = packed.clone()
+            message.kinds.add((adds_up, packed.numel(), packed.dtype))
+            is_last = len(message.rows) == self.size
+            if is_last:
+                del self._messages[number]
+        if is_last and len(message.kinds) == 1:
+            rows = torch.stack([message.rows[rank] for rank in range(self.size)])
+            message.result = rows.sum(0) if adds_up else rows
+        elif is_last:
+            self.why = f"the ranks send {message.kinds}"
+        if is_last:
+            message.ended.set()
+        return message
+
+    def leave(self, why: str) -> None:
+        self.why = why
+        with self._lock:
+            for message in self._messages.values():
+                message.ended.set()
+
+
+class _Sent(AsyncCollective):
+    def __init__(self, room: Room, message: _Message, packed: Tensor | None) -> None:
+        self._room, self._message, self._packed = room, message, packed
+
+    def wait(self) -> Tensor:
+        if not self._message.ended.is_set():
+            self._room.turn.release()
+            self._message.ended.wait(_SECONDS)
+            self._room.turn.acquire()
+        if self._message.result is None:
+            raise RuntimeError(self._room.why)
+        return self._message.result if self._packed is None else self._packed.copy_(self._message.result)
+
+
+class ThreadCommunicator(TorchCommunicator):
+    """One rank of a room; counts what it sends."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room, self.rank, self.size, self.name = room, rank, room.size, f"rank {rank}"
+        self.sent: list[tuple[str, int]] = []  # kind and bytes of each message
+
+    @property
+    def group(self) -> Any:
+        return self
+
+    def _begin(self, packed: Tensor, adds_up: bool) -> _Sent:
+        self.sent.append(("sum" if adds_up else "gather", packed.nbytes))
+        message = self._room.publish(len(self.sent), self.rank, packed, adds_up)
+        return _Sent(self._room, message, packed if adds_up else None)
+
+    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
+        return self._begin(packed, False)
+
+    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
+        return self._begin(packed, True)
+
+    def all_gather(self, packed: Tensor) -> Tensor:
+        return self._begin(packed, False).wait()
+
+    def all_reduce(self, packed: Tensor) -> Tensor:
+        return self._begin(packed, True).wait()
+
+    def leave(self, why: str) -> None:
+        self._room.leave(why)
+
+    def __repr__(self) -> str:
+        return f"ThreadCommunicator(rank {self.rank} of {self.size})"
+
+
+def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+    """Returns what ``function`` returns for the communicator of each rank."""
+    room, results, errors = Room(size), [None] * size, []  # type: ignore[var-annotated]
+
+    def run(rank: int) -> None:
+        try:
+            with room.turn:
+                results[rank] = function(ThreadCommunicator(room, rank))
+        except BaseException as error:
+            errors.append(error)
+            room.leave(f"rank {rank} raised {error!r}")
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
