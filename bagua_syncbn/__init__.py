@@ -18,6 +18,7 @@ from .extras.loss import mean_over_ranks
 from .extras.masks import masked
 from .extras.merging import merge_statistics
 from .extras.recalibration import recalibrate_statistics
+from .extras.report import groups_report
 from .functional import sync_batch_norm
 from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
@@ -38,6 +39,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "freeze_statistics",
     "fuse_activations",
+    "groups_report",
     "masked",
     "mean_over_ranks",
     "measure_batch_noise",

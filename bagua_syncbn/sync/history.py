@@ -32,6 +32,7 @@ class CallHistory:
 
     def __init__(self, compiled: set[int], name: str) -> None:
         self.name = name  # under which its fault records are kept; another one for each history
+        self.rank = self.size = 0  # this rank's number in the group; both 0 before the first eager call
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, which stands for compiled code
         self.device: torch.device | None = None  # device of the messages; None before the first one
@@ -52,9 +53,10 @@ class CallHistory:
 
     def expected(self) -> CallSignature | None:
         """Predicts the next call: from the calls of this step, else from the last call."""
-        if self.next is not None:
-            return self.next[0]
-        return None if self.last is None else self._after_call.get(self.last.key)
+        known, last = self.next, self.last  # read once: reports read while the group goes on
+        if known is not None:
+            return known[0]
+        return None if last is None else self._after_call.get(last.key)
 
     def add(self, signature: CallSignature) -> None:
         """Adds a call that all ranks have made, and expects it next in this place of a step."""
@@ -135,7 +137,15 @@ _numbers = itertools.count()
 
 def history_in(communicator: Communicator) -> CallHistory:
     """Returns the history of the group of ``communicator``."""
-    return _history_of(getattr(communicator, "group", communicator))
+    history = _history_of(getattr(communicator, "group", communicator))
+    history.rank, history.size = communicator.rank, communicator.size
+    return history
+
+
+def histories() -> list[CallHistory]:
+    """Returns the histories of all groups that live, in any thread."""
+    groups = [group for held in _histories.keyrefs() if (group := held()) is not None]
+    return [*(_histories[group] for group in groups), *(history for _, history in _lasting)]
 
 
 def _history_of(group: Any) -> CallHistory:
@@ -154,7 +164,7 @@ def _history_of(group: Any) -> CallHistory:
 
 def _fail_after_fork() -> None:
     """Fails all groups in a child of this process, since only the parent has the threads that their backends run."""
-    for _, history in (*_histories.items(), *_lasting):
+    for history in histories():
         history.failure, history.pending = "process that this one was forked from", None
 
 

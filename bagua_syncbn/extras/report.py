@@ -1,0 +1,33 @@
+"""Report on the groups of synchronized layers: what this rank does in each, for jobs that hang."""
+
+from ..sync.history import CallHistory, histories
+
+
+def groups_report() -> str:
+    """Returns what this rank does in each group of synchronized layers, as text for people.
+
+    For each group: the number of calls so far, forward and backward passes counted one by one; the last of them; the
+    call that this rank has begun and not ended; the call that all ranks expect next, from those so far; and the call
+    that failed. The texts of two ranks show which layer one waits in and where the other is. On CUDA the host does not
+    wait: its calls are ahead of those of the device.
+
+    It sends nothing and waits for nothing, so it may be called in any thread. In a job that goes on, facts are read one
+    after another; in one that hangs they belong together. Compiled calls are not counted.
+
+    Example::
+
+        >>> print(bagua_syncbn.groups_report())
+        rank 0 of 2: 8 calls
+            last: backward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1)
+            begun: forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1)
+            expected next: forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1)
+    """
+    return "\n".join(map(_report, histories())) or "no calls of synchronized layers over several ranks"
+
+
+def _report(history: CallHistory) -> str:
+    calls = {"last": history.last, "begun": history.sending, "expected next": history.expected()}
+    facts = [f"{name}: {call.text}" for name, call in calls.items() if call is not None]
+    failure = history.failure
+    facts += [] if failure is None else [f"failed in: {failure}"]
+    return "\n    ".join([f"rank {history.rank} of {history.size}: {history.calls} calls", *facts])
