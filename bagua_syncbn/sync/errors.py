@@ -15,7 +15,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
 from ..torch_internals import NO_ERRORS, unseen_by_selective_checkpointing
-from .faults import differ_text
+from .faults import differ_text, is_checked_at_once, record_of
 from .history import CallHistory, Probe, can_probe, history_in
 from .signatures import RAISED, describe, kind_of, name_of, word_of
 
@@ -99,6 +99,10 @@ def _tell(communicator: TorchCommunicator, history: CallHistory, name: str, erro
     device = history.device
     if device is None or history.failure is not None or not can_probe(device):
         return
+    record = record_of(history.name, device.type)
+    at_once = is_checked_at_once(record, device)
+    if record is not None and record.kind.value and not at_once:  # other ranks may send nothing any more
+        return
     what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
     history.failure = what  # first, because an interrupt may end what follows
     if history.sending is not None:  # so that it is not known what the others expect
@@ -108,7 +112,7 @@ def _tell(communicator: TorchCommunicator, history: CallHistory, name: str, erro
         probe = Probe(history.expected(), RAISED, history.number, communicator, device)
         answer = probe.begin(communicator)
         said = f"{what}: {str(error).removeprefix(f'{name}: ')}"
-        texts = communicator.begin_all_gather(codes_of(said)) if device.type == "cpu" else None
+        texts = communicator.begin_all_gather(codes_of(said)) if at_once else None
         history.pending = PendingError(probe, answer, texts)
     except BaseException as interrupt:
         leave(communicator, what, interrupt)

@@ -183,7 +183,8 @@ def sum_over_ranks(
         what = f"{what} #{number}" if number > 1 else what
     kind, text, numel = word_of(what), f"{what} ({details})", counted.numel() + ops.PARTS
     signature = CallSignature((kind, word_of(text)), kind, text, (True, numel, torch.float64), False)
-    total = RankExchange(Agreement(signature, None, communicator, history, exact_bits(size))).total(counted)
+    record = record_of(history.name, packed.device.type) if type(packed) is Tensor else None
+    total = RankExchange(Agreement(signature, record, communicator, history, exact_bits(size))).total(counted)
     total, ranks = total.tensor_split([-1])
     if ranks.item() != size:  # where nothing waited for the comparison of headers, as on CUDA
         raise RuntimeError(differ_text(what))

@@ -29,6 +29,7 @@ class FaultRecord:
         thread.start()
         thread.join()
         (self.tensor,) = made
+        self.is_told = False  # whether an error has told what is in it
         # Read without an op: every call looks at it.
         self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())
         # Sums that this rank has sent where no host waits, by number: for those found wrong later.
@@ -42,20 +43,21 @@ class FaultRecord:
         return number
 
     def take(self) -> list[int]:
-        """Returns what was written, and clears the record.
+        """Returns what was written, and clears the record on CPU. Elsewhere it stays, so that each further call raises.
 
         Clears only the kind. An op writes it last and does not overwrite an earlier fault. A fault in between is not
         recorded, but its results are NaN too.
         """
         with outside_of_modes():
             record: list[int] = self.tensor.tolist()
-        self.kind.value = 0
+        if self.is_on_cpu:
+            self.kind.value = 0
         return record
 
     def raise_if_found(self) -> None:
         """Raises for what an op has written. Waits for no device."""
         if self.kind.value:
-            written = self.take()
+            written, self.is_told = self.take(), True
             own = [f"{signature.text}, call {call}" for number, signature, call in self._sums if number == written[1]]
             if written[1] < 0:  # of compiled code, which has no numbers
                 own = [describe((*divmod(-written[1], ops.WORD), 0))]
@@ -74,6 +76,11 @@ def record_of(history: str, device_type: str) -> FaultRecord | None:
     if key not in RECORDS and device_type in ("cpu", "cuda"):
         return RECORDS.setdefault(key, FaultRecord(device_type))
     return RECORDS.get(key)
+
+
+def is_checked_at_once(record: FaultRecord | None, device: torch.device) -> bool:
+    """Whether the host looks at ``record`` after each op, so that all ranks find out in one call that they differ."""
+    return device.type == "cpu" if record is None else record.is_on_cpu
 
 
 def forget_records(history: str) -> None:
@@ -98,7 +105,8 @@ def check_ranks() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for record in list(RECORDS.values()):
-        record.raise_if_found()
+        if record.is_on_cpu or not record.is_told:
+            record.raise_if_found()
 
 
 def differ_text(own: str, calls: Iterable[tuple[int, str]] = (), other: str = "another call") -> str:

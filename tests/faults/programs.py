@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.communicators import communicator_of
+from bagua_syncbn.sync import faults
 from bagua_syncbn.sync.history import CallHistory, history_in
 from tests.helpers.observed import collectives
 
@@ -106,10 +107,18 @@ def message_of(function: Callable[[], Any]) -> str:
     return "finished"
 
 
-def run(base: str, program: str, change: Change | None, when: int, timeout: float, prepare: Change | None) -> str:
+def run(
+    base: str,
+    program: str,
+    change: Change | None,
+    when: int,
+    timeout: float,
+    prepare: Change | None,
+    see_end: Change | None = None,
+) -> str:
     """Runs ``base`` for three steps; on the last rank, from step ``when`` on, ``program``, after ``change``.
 
-    All of them begin with ``prepare``.
+    All of them begin with ``prepare``, and end with ``see_end``.
     """
     torch.manual_seed(dist.get_rank())
 
@@ -124,7 +133,53 @@ def run(base: str, program: str, change: Change | None, when: int, timeout: floa
     with own_model(timeout) as model:
         if prepare is not None:
             prepare(model)
-        return message_of(run_steps)
+        message = message_of(run_steps)
+        if see_end is not None:
+            see_end(model)
+        return message
+
+
+class Late:
+    """The kind in a fault record, which the host does not see the first times: the device is behind."""
+
+    def __init__(self, kind: Any, times: int) -> None:
+        self._kind, self._times = kind, times
+
+    @property
+    def value(self) -> int:
+        if not self._kind.value or not self._times:
+            return int(self._kind.value)
+        self._times -= 1
+        return 0
+
+
+def run_where_no_host_looks(
+    base: str, program: str, change: Change | None, prepare: Change | None, late: int, timeout: float
+) -> tuple[str, str, int]:
+    """Runs as :func:`run` does, from the second step on, with hosts that look for faults before each call, as on CUDA.
+
+    They do not see a fault the first ``late`` times. Returns what tells of the divergence, then the error of one more
+    step, and how many collectives that step sent.
+    """
+    later: list[Any] = []
+
+    def prepare_model(model: Any) -> None:
+        history = history_in(model.a.process_group)
+        record = faults.RECORDS[history.name, "cpu"] = faults.FaultRecord("cpu")
+        record.is_on_cpu = False
+        record.kind = Late(record.kind, late)  # type: ignore[assignment]
+        if prepare is not None:
+            prepare(model)
+
+    def see_end(model: Any) -> None:
+        later.append(message_of(bagua_syncbn.check_ranks))
+        with collectives() as counted:
+            later.append(message_of(lambda: model.run("abc<")))
+        later.append(counted.total())
+
+    message = run(base, program, change, 1, timeout, prepare_model, see_end)
+    found, again, sent = later
+    return found if message == "finished" else message, again, sent
 
 
 def _with(name: str, value: object) -> Callable[[Any, Tensor], Tensor]:

@@ -199,6 +199,27 @@ def test_a_divergence_is_named_on_all_ranks(groups, name, ranks, when):
             assert told in message
 
 
+def run_row_where_no_host_looks(name, late=0, timeout=20.0):
+    row = NAMED[name]
+    return programs.run_where_no_host_looks(row.base, row.program, row.change, row.prepare, late, timeout)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_where_no_host_looks_a_divergence_is_named_and_the_group_sends_no_more(groups, name):
+    for message, again, sent in groups.run(run_row_where_no_host_looks, 2, name):
+        assert "expected all ranks of a group to call the same layers" in message
+        assert "expected all ranks of a group" in again or "got one that failed before" in again
+        assert sent == 0
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_ranks_that_find_out_late_send_no_messages_of_other_sizes(groups, name):
+    """Another backend may end the process then, where shared memory raises."""
+    for message, again, _ in groups.run(run_row_where_no_host_looks, 2, name, 4, 1.0):
+        assert "to send alike" not in message + again
+        assert again != "finished"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ABSENT)
 def test_ranks_that_wait_for_one_say_where(pool, name):

@@ -284,15 +284,50 @@ def train_on_own_gpu(shares):
     return train_with_ddp(dist.get_rank(), group)
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_ddp_over_nccl_on_two_gpus(shares):
+@pytest.fixture
+def two_gpus():
+    """Two ranks over NCCL, each with a GPU of its own."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     ranks = WorkerPool(join_nccl)
-    try:
-        check_trained(ranks.run(train_on_own_gpu, 2, shares))
-    finally:
-        ranks.close()
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_ddp_over_nccl_on_two_gpus(two_gpus, shares):
+    check_trained(two_gpus.run(train_on_own_gpu, 2, shares))
+
+
+def differ_late(change):
+    """Steps of two layers, which on rank 1 are others from the fourth on; returns what two more calls raise."""
+    torch.manual_seed(0)
+    first, second = (bagua_syncbn.SyncBatchNorm2d(5, device="cuda") for _ in range(2))
+    input = torch.randn(3, 5, 6, 7, device="cuda", requires_grad=True)
+    messages = []
+    for step in range(8):
+        if step == 4 and dist.get_rank() == 1:
+            if change == "eps":
+                second.eps = 1e-3
+            if change == "order":
+                first, second = second, first
+        try:
+            output = first(input) if change == "skip" and step >= 4 and dist.get_rank() == 1 else second(first(input))
+            output.sum().backward()
+        except RuntimeError as error:  # without a wait for the device: rank 0 may have sent what rank 1 does not answer
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("change", ["eps", "order", "skip"])
+def test_ranks_that_differ_late_raise_by_name_in_each_further_call(two_gpus, change):
+    for first, *further in two_gpus.run(differ_late, 2, change):
+        assert "expected all ranks of a group to call the same layers" in first
+        assert "call 18" in first or "call 17" in first
+        assert further
+        for message in further:
+            # In the call itself: an error that this rank told the other one of would be a message more.
+            assert message == first or "got one that failed before, in the forward of" in message
 
 
 def test_the_layers_own_group_of_one_rank(nccl):
