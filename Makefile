@@ -82,6 +82,7 @@ bench-results: $(VENV)/installed-bench ## measures what docs/benchmarks.md shows
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json
 	$(BIN)/python -m benchmarks --sections anew --output $(RESULTS)/anew.json
+	$(BIN)/python -m benchmarks --sections large --output $(RESULTS)/large.json
 	$(BIN)/python -m benchmarks --sections compiled --ranks 2 --seconds 40 --output $(RESULTS)/compiled.json
 	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import anew, compiled, exchange, gpu, host, layers, local, ops, stored, training
+from . import anew, compiled, exchange, gpu, host, large, layers, local, ops, stored, training
 
 IN_ONE_PROCESS: dict[str, Any] = {
     "ops": ops,
@@ -10,6 +10,7 @@ IN_ONE_PROCESS: dict[str, Any] = {
     "host": host,
     "stored": stored,
     "anew": anew,
+    "large": large,
     "gpu": gpu,
 }
 ON_RANKS: dict[str, Any] = {"exchange": exchange, "compiled": compiled, "layers": layers, "training": training}

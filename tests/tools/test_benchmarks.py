@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib", reason="charts need matplotlib: pip install -e
 import benchmarks.__main__
 from benchmarks import charts, noise, peers, recorded, report
 from benchmarks.recorded import of_section
-from benchmarks.sections import SECTIONS, stored
+from benchmarks.sections import SECTIONS, large, stored
 from benchmarks.sections.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def assert_alike(drawn, kept):
 def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     output, threads = tmp_path / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "host", "stored", "anew", "gpu", "exchange", "layers"]
+    arguments += ["--sections", "ops", "local", "host", "stored", "anew", "large", "gpu", "exchange", "layers"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments, "--output", str(output)])
         benchmarks.__main__.main()
@@ -63,6 +63,27 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     assert list(report.tables(results)) == names
     assert all(f"## {name}\n" in shown.getvalue() for name in names)
     assert [path.stem for path in charts.draw_all(results, tmp_path)] == list(charts.CHARTS)
+
+
+def test_each_rule_of_a_large_group_computes_the_step_of_the_layer():
+    for ranks in (8, 128):
+        steps, _, messages = large.make(ranks)
+        assert steps.keys() == messages.keys() == large.RULES.keys()
+        expected = steps["ours"]()
+        for name, step in steps.items():
+            torch.testing.assert_close(
+                step(), expected, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        assert [kind for kind, _ in messages["ours"]] == ["sum" if ranks > 31 else "gather", "sum"]
+        assert messages["torch"] == [("gather", 4 * 513), ("sum", 4 * 512)]
+
+
+def test_messages_take_what_their_latencies_and_bytes_add_up_to():
+    message = 25_000  # bytes, a microsecond
+    assert large.on_wire([("gather", message)], 8) == pytest.approx(6.6 + 7 * 0.6 + 7)
+    assert large.on_wire([("gather", message)], 64) == pytest.approx(6.6 + 56 * 1.0 + 7 * 2.7 + 63)
+    assert large.on_wire([("sum", message), ("sum", 0)], 64) == pytest.approx(2 * (6.8 + 14 * 0.6 + 6 * 5.0) + 2)
+    assert large.received([("gather", 100), ("sum", 100)], 4) == 300 + 150
 
 
 @pytest.mark.parametrize(("network", "share"), [
