@@ -266,7 +266,7 @@ def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
         if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
         return Known(facts, options, None)
-    if call.masks is not NO_MASKS and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and call.masks is not NO_MASKS:
         masking_of(input, call.masks)  # raises before this rank waits for others, to make the group
     check_tracer(call.process_group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
@@ -290,7 +290,8 @@ def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
     input, buffers = call.input, call.buffers
     try:
         known = _examined(call, None) if is_compiling else known_of(call)
-        masking = None if call.masks is NO_MASKS else masking_of(input, call.masks)
+        # The compiler of torch 2.12 cannot trace whether two tuples are one.
+        masking = masking_of(input, call.masks) if is_compiling or call.masks is not NO_MASKS else None
         if known.is_local:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
