@@ -22,8 +22,10 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 KINDS = ("python", "cpu", "cuda")
 CUDA_ARCHS = "75;80;86;90;100;120"
-# LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after.
-STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
+# LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary for these and all that come after. A
+# free-threaded CPython has none: the binary is for that version alone.
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", *["-DPy_LIMITED_API=0x030a0000"] * LIMITED]
 # Without contraction to fused multiply-adds, all instruction sets give the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 # Nothing here reads errno, for which a square root has to be a call.
@@ -165,7 +167,7 @@ patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchan
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 setup(
-    ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
+    ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=LIMITED)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources else {},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources and LIMITED else {},
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import warnings
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -64,6 +65,12 @@ def _warn_without_library(folder: Path) -> None:
 KERNELS, LIBRARY_HAS_CUDA = _load()
 """Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, followed by
 ``", cuda"`` if the library has CUDA kernels too, and they are wanted."""
+
+
+# Groups and the exchange read and write their state under the GIL. The library, which does not say that it can do
+# without, has a free-threaded Python turn it on, unless that was told to leave it off.
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError("bagua_syncbn: expected Python to run with the GIL, got one without it; set PYTHON_GIL=1")
 
 
 def hold_buffers(held: bool) -> None:

@@ -158,6 +158,24 @@ def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(checkout,
         assert f"for compute capability {', '.join(archs)} and PTX for later ones" in output.splitlines()[0]
 
 
+@pytest.mark.parametrize("free_threaded", [False, True])
+def test_only_a_python_with_the_gil_has_the_stable_abi(checkout, tmp_path, free_threaded):
+    log = tmp_path / "log"
+    write_tool(tmp_path / "bin" / "g++", f'echo "$@" | tee -a {log}; for target; do :; done; touch -- "$target"')
+    code = ON_PLATFORM.replace("get_config_vars()", f"get_config_vars()['Py_GIL_DISABLED'] = {int(free_threaded)}", 1)
+    command = [sys.executable, "-c", code, sys.platform, "", "setup.py", "build_ext", "--build-lib", "lib"]
+    environment = os.environ | {"CXX": str(tmp_path / "bin" / "g++"), "BAGUA_SYNCBN_BUILD": "cpu"}
+    subprocess.run(command, cwd=checkout, env=environment, check=True)
+    (library,) = checkout.rglob("_C.*so")
+    assert (library.name == "_C.abi3.so") == ("Py_LIMITED_API" in log.read_text()) == (not free_threaded)
+
+
+def test_a_python_without_the_gil_is_refused():
+    code = "import sys; sys._is_gil_enabled = lambda: False; import bagua_syncbn"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: bagua_syncbn: expected Python to run with the GIL" in done.stderr
+
+
 def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
     package = checkout / "bagua_syncbn"
     (package / "_C.abi3.so").touch()
