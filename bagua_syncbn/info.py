@@ -20,7 +20,7 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 def collect_info() -> dict[str, Any]:
     """Returns versions, kernels, devices and engines, as printed by ``python -m bagua_syncbn --json``.
 
-    With CUDA, native kernels are compared with ATen's on each device.
+    With CUDA, native kernels are compared with plain torch on each device.
     """
     devices = range(torch.cuda.device_count())
     for index, dtype in product(devices, DTYPES):

@@ -1,10 +1,12 @@
 """Which kernels compute CUDA tensors: the native ones, else ATen's, else plain torch.
 
-The native library asks once for each device whether its kernels run there. Where they do not, or were found to differ
-from ATen's (``agreement.py``), it calls the op of this name in ``torch.ops.bagua_syncbn_fallback``: that warns once and
-computes by ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
+The native library asks once for each device whether its kernels run there. Where they do not, or were found wrong
+(``agreement.py``), it calls the op of this name in ``torch.ops.bagua_syncbn_fallback``: that warns once and computes by
+ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
 """
 
+import re
+import threading
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -21,13 +23,16 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 EXPERIMENTAL = (
-    "experimental: never run on a GPU, compared with ATen's at first use; BAGUA_SYNCBN_KERNELS=aten takes those"
+    "experimental: never run on a GPU, compared with plain torch at first use; BAGUA_SYNCBN_KERNELS=aten takes ATen's"
 )
 
 _HAS_NATIVE = KERNELS.endswith("cuda")
 _RUNS, _OLD_DRIVER, _NO_IMAGE, _TURNED_OFF = range(4)
 # The first driver for each major version of CUDA.
 _DRIVERS = {11: 450, 12: 525, 13: 580}
+
+_NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
+_FAILED = re.compile(r"bagua_syncbn_fallback::\w+: expected success")  # csrc/cuda/torch/register.cpp
 
 _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
 _warned: set[int | None] = set()
@@ -40,6 +45,11 @@ def cuda_kernels(device: int) -> str:
     if problem is None:
         return f"native, {EXPERIMENTAL}"
     return f"{'plain torch' if WANTED == 'reference' else 'ATen'}, because {problem}"
+
+
+def serves(device: int | None) -> bool:
+    """Whether native kernels may compute on the CUDA device ``device``: as far as known without asking the driver."""
+    return _HAS_NATIVE and (device or 0) not in _turned_off
 
 
 def turn_off(device: int, problem: str) -> None:
@@ -79,11 +89,42 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _warning(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``kernel`` with a warning before its first call on each device."""
+class _Thread(threading.local):
+    """``failure``: the last error of an op of ``bagua_syncbn_fallback`` in this thread."""
+
+    failure: BaseException | None = None
+
+
+_this_thread = _Thread()
+
+
+def raise_torchs(error: Exception) -> None:
+    """Raises torch's own error in place of ``error``, if a kernel got no memory or ATen's kernels failed.
+
+    Callers handle torch's error by its class and text, but it cannot cross the stable ABI. So the error of the fallback
+    is kept, and an allocation is made again. If memory has become free since, the error has torch's class for that
+    device.
+    """
+    failure, _this_thread.failure = _this_thread.failure, None
+    if failure is not None and _FAILED.match(str(error)):
+        raise failure from None
+    found = _NO_MEMORY.match(str(error))
+    if found is None:
+        return
+    values, itemsize, device = found.groups()
+    try:
+        torch.empty(int(values), int(itemsize), dtype=torch.uint8, device=device)
+    except RuntimeError as torchs:
+        raise torchs from None
+    if device != "cpu":
+        raise torch.OutOfMemoryError(str(error)) from None
+
+
+def _called_natively(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``kernel`` with a warning before its first call on each device, and whose errors are kept."""
 
     @wraps(kernel)
-    def warning_kernel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def kernel_for_native(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         input = args[0]
         assert isinstance(input, torch.Tensor)
         if WANTED == "native" and input.device.index not in _warned:
@@ -92,14 +133,18 @@ def _warning(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
             warnings.warn(
                 f"bagua_syncbn has ATen's kernels compute on {input.device}: {problem}", RuntimeWarning, stacklevel=2
             )
-        return kernel(*args, **kwargs)
+        try:
+            return kernel(*args, **kwargs)
+        except BaseException as error:
+            _this_thread.failure = error
+            raise
 
-    return warning_kernel
+    return kernel_for_native
 
 
 for _name, _schema in SCHEMAS.items():
     _library.define(_schema)
     _kernel = getattr(aten, _name)
-    _library.impl(_name, _warning(_kernel), "CompositeExplicitAutograd")
+    _library.impl(_name, _called_natively(_kernel), "CompositeExplicitAutograd")
     if WANTED != "reference" and not LIBRARY_HAS_CUDA:
         implement(_name, _kernel, "CUDA")

@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import sys
 import warnings
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from .activations import Activation
@@ -23,8 +21,6 @@ WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 # F.batch_norm is fast where channels are innermost, until its outputs leave the caches.
 _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
-
-_NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
 
 
 def _load() -> tuple[str, bool]:
@@ -96,21 +92,3 @@ def recompute_is_cheaper(input: Tensor, activation: Activation) -> bool:
     """
     on_gpu = KERNELS.endswith("cuda") and input.device.type == "cuda"
     return on_gpu or (KERNELS != "reference" and input.device.type == "cpu" and activation.is_cheap)
-
-
-def raise_torchs(error: Exception) -> None:
-    """Raises torch's own out-of-memory error if ``error`` says that a kernel got no memory.
-
-    Callers handle torch's error by its class and text, but it cannot cross the stable ABI, so the same allocation is
-    made again. If memory has become free since, the error has torch's class for that device.
-    """
-    found = _NO_MEMORY.match(str(error))
-    if found is None:
-        return
-    values, itemsize, device = found.groups()
-    try:
-        torch.empty(int(values), int(itemsize), dtype=torch.uint8, device=device)
-    except RuntimeError as torchs:
-        raise torchs from None
-    if device != "cpu":
-        raise torch.OutOfMemoryError(str(error)) from None

@@ -14,6 +14,8 @@ namespace bagua_syncbn::cuda {
 
 using Stream = CUstream_st*;
 
+constexpr int64_t kTickets = 1024;
+
 // Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
 void set_device(int32_t device);
 
@@ -44,6 +46,10 @@ struct StreamState {
 };
 StreamState state_of(Stream stream);
 
+// `kTickets` counters on the current device, which are zero for work on `stream`. They are never freed. Null: there is
+// no memory.
+uint32_t* make_tickets(Stream stream);
+
 // Where an op runs: a stream, and memory for reductions that are split over blocks, which only those ask for.
 class Device {
  public:
@@ -56,7 +62,6 @@ class Device {
  protected:
   ~Device() = default;
 };
-constexpr int64_t kTickets = 1024;
 
 // `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. `mask`, in memory of the
 // device, says which positions count; null: all do.

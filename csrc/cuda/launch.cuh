@@ -55,7 +55,7 @@ struct Kernel<kKernel> {
  private:
   static void run(dim3 blocks, dim3 threads, Stream stream, Parameters... arguments) {
 #if defined(BAGUA_SYNCBN_EMULATOR)
-    const char* problem = emulator::launch(blocks, threads, [=] { kKernel(arguments...); });
+    const char* problem = emulator::launch(__PRETTY_FUNCTION__, blocks, threads, [=] { kKernel(arguments...); });
     expect(problem == nullptr, problem);
 #else
     void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua_syncbn import ops
+from bagua_syncbn import SyncBatchNorm1d, ops
 from bagua_syncbn.ops import activation_of, agreement, aten
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
@@ -178,6 +178,29 @@ def test_a_stream_that_takes_the_handle_of_another(reductions):
         with foreign_stream() as stream, torch.cuda.stream(stream):
             results += [reduce(), reduce()]
     check_all(results, expected)
+
+
+def test_nothing_stays_in_a_pool_of_torchs(reductions):
+    """Graph trees of torch.compile take back all memory of theirs, also from the first reduction on a stream."""
+    reduce, expected = reductions
+    pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        results = [reduce()]
+    check_all(results, expected)
+    blocks = [block["state"] for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks.count("active_allocated") == len(results[0])
+    results.clear()
+    assert "active_allocated" not in [block["state"] for segment in pool.snapshot() for block in segment["blocks"]]
+
+
+def test_a_first_call_in_a_capture_is_refused(monkeypatch):
+    monkeypatch.setattr(agreement, "_checked", set())
+    layer, input = SyncBatchNorm1d(3).cuda(), torch.randn(8, 3).cuda()
+    with pytest.raises(RuntimeError, match="before a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(input)
+    layer(input)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(input)
 
 
 def test_graphs_replay_beside_eager_work(reductions):

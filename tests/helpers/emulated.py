@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -88,14 +89,19 @@ class Library(NamedTuple):
         ops: all by name, which are torch.ops.bagua_syncbn_emulated.
         emulate_stream: sets handle and id of the stream, and whether a graph is captured on it.
         emulate_support: sets whether the kernels run on the device: 0, or what ``_C.cuda_support`` gives besides.
-        count_launches: returns how many kernels were launched since the last call of it.
+        count_kernels: returns how many kernels there are.
+        count_made_tickets: returns how many sets of counters were made for streams since the last call of it.
+        launches: returns the names of the kernels that were launched since the last call of it, with "in parts" after
+            those whose grid has parts.
         definitions: the ops last as long as this.
     """
 
     ops: SimpleNamespace
     emulate_stream: Callable[[int, int, bool], None]
     emulate_support: Callable[[int], None]
-    count_launches: Callable[[], int]
+    count_kernels: Callable[[], int]
+    count_made_tickets: Callable[[], int]
+    launches: Callable[[], list[str]]
     definitions: torch.library.Library
 
 
@@ -108,5 +114,12 @@ def load_library(path: Path) -> Library:
     library.emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
     library.emulate_support.argtypes = (ctypes.c_int32,)
     library.emulate_stream.restype = library.emulate_support.restype = None
+    library.forget_launches.restype = ctypes.c_char_p
     ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in SCHEMAS})
-    return Library(ops, library.emulate_stream, library.emulate_support, library.count_launches, definitions)
+
+    def launches() -> list[str]:
+        lines = library.forget_launches().decode().splitlines()
+        return [re.sub(r".*::(\w+<[^;]*>);.*\]", r"\1", line).replace("bagua_syncbn::cuda::", "") for line in lines]
+
+    counts = library.count_kernels, library.count_made_tickets
+    return Library(ops, library.emulate_stream, library.emulate_support, *counts, launches, definitions)

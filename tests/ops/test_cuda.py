@@ -152,23 +152,26 @@ def test_each_op_is_one_kernel_and_nothing_is_copied_filled_or_read_in_between(e
             (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, None, c, 1, 0.0)),
         ]
         for op, arguments in calls:
-            library.count_launches()
+            library.launches()
             assert aten_calls(op, *arguments) == []
-            assert library.count_launches() == 1
+            assert len(library.launches()) == 1
     # An empty copy launches nothing.
     assert set(aten_calls(emulated.batch_norm_stats, torch.ones(0, 3, 4), 7, 9)) <= {"aten::copy_"}
 
 
-def test_each_stream_has_counters_of_its_own_which_are_made_once(emulated, library):
+def test_each_stream_has_counters_of_its_own_which_are_made_once_and_not_by_torch(emulated, library):
     input = torch.randn(SPLIT)
     expected = emulated.batch_norm_stats(input)
 
     def sets_made(handle, id, capturing=False):
         library.emulate_stream(handle, id, capturing)
         results = []
-        made = aten_calls(lambda: results.append(emulated.batch_norm_stats(input))).count("aten::new_zeros")
+        library.count_made_tickets()
+        of_torch = aten_calls(lambda: results.append(emulated.batch_norm_stats(input))).count("aten::new_zeros")
         assert torch.equal(results[0], expected)
-        return made
+        own = library.count_made_tickets()
+        assert own == 0 if capturing else of_torch == 0
+        return own + of_torch
 
     assert [sets_made(100, 7) for _ in range(3)] == [1, 0, 0]
     assert [sets_made(200, 8) for _ in range(2)] == [1, 0]
@@ -182,7 +185,8 @@ def test_each_stream_has_counters_of_its_own_which_are_made_once(emulated, libra
     assert [sets_made(300, 10) for _ in range(2)] == [1, 0]
     # Where nothing is split there is nothing to count.
     library.emulate_stream(400, 11, False)
-    assert aten_calls(lambda: emulated.batch_norm_stats(torch.randn(2, 3, 4))).count("aten::new_zeros") == 0
+    emulated.batch_norm_stats(torch.randn(2, 3, 4))
+    assert library.count_made_tickets() == 0
     assert sets_made(400, 11) == 1
 
 
@@ -210,3 +214,20 @@ def test_where_the_kernels_do_not_run_atens_compute_and_say_so_once(emulated, li
     finally:
         library.emulate_support(0)
     assert aten_calls(emulated.batch_norm_stats, input) == []
+
+
+def test_an_error_of_atens_kernels_keeps_its_class_and_text(emulated, library, monkeypatch):
+    def refuse(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(fallback, "_warned", {None})
+    monkeypatch.setattr(torch, "batch_norm_update_stats", refuse)
+    library.emulate_support(1)
+    try:
+        with pytest.raises(RuntimeError, match=r"^bagua_syncbn_fallback::batch_norm_stats: expected success") as raised:
+            emulated.batch_norm_stats(torch.randn(2, 3, 4))
+    finally:
+        library.emulate_support(0)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB$"):
+        ops.raise_torchs(raised.value)
+    ops.raise_torchs(raised.value)  # it was raised, and is kept no longer

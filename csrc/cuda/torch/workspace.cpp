@@ -17,9 +17,9 @@ double* Context::partials(int64_t count) {
 //
 // A new stream may get the handle of a destroyed one, and its work does not wait for what that one still runs; and the
 // handle of the per-thread default stream stands for as many streams as there are threads. So a set belongs to the id
-// of a stream, which is never used again. Sets are kept by handle all the same, so that there are no more of them than
-// handles: a new id under an old handle takes the old one's place. The memory of the old set then goes back to torch's
-// allocator, which knows it by the handle alone.
+// of a stream, which is never used again. A set is never given back, since nobody can tell when the last work of a
+// destroyed stream is done: such a stream leaves 4 KiB. A set is not torch's memory: the current pool may be that of
+// graphs, as with torch.compile(mode="reduce-overhead"), which take all of it back.
 //
 // A graph gets a set of its own: it may be replayed beside the stream that it was captured on, and a set that was made
 // during capture is zero in replay only. It is cleared by a node of the graph before each replay's use, lies in the
@@ -28,23 +28,19 @@ double* Context::partials(int64_t count) {
 uint32_t* Context::tickets() {
   struct Sets {
     std::mutex mutex;
-    std::map<std::pair<int32_t, Stream>, std::pair<uint64_t, Tensor>> by_handle;
+    std::map<std::pair<int32_t, uint64_t>, uint32_t*> by_stream;  // its device and id
   };
-  static auto* const sets = new Sets;  // never destroyed: at exit, torch may be gone first
-  const auto make = [&] { return torch::stable::new_zeros(input_, {&kTickets, 1}, ScalarType::Int); };
+  static auto* const sets = new Sets;  // never destroyed: at exit, other threads may still run
   const StreamState now = state();
   if (now.capturing) {
-    tickets_ = make();
-  } else {
-    const std::lock_guard<std::mutex> lock(sets->mutex);
-    const auto key = std::make_pair(input_.get_device_index(), stream);
-    auto found = sets->by_handle.find(key);
-    if (found == sets->by_handle.end() || found->second.first != now.id) {
-      found = sets->by_handle.insert_or_assign(key, std::make_pair(now.id, make())).first;
-    }
-    tickets_ = found->second.second;
+    tickets_ = torch::stable::new_zeros(input_, {&kTickets, 1}, ScalarType::Int);
+    return static_cast<uint32_t*>(tickets_->mutable_data_ptr());
   }
-  return static_cast<uint32_t*>(tickets_->mutable_data_ptr());
+  const std::lock_guard<std::mutex> lock(sets->mutex);
+  uint32_t*& set = sets->by_stream[{input_.get_device_index(), now.id}];
+  if (set == nullptr) set = make_tickets(stream);
+  if (set == nullptr) refuse_memory({&kTickets, 1}, ScalarType::Int, input_);
+  return set;
 }
 
 }  // namespace bagua_syncbn::cuda

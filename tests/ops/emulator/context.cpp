@@ -5,6 +5,9 @@
 
 #include <malloc.h>
 
+#include <cstdlib>
+#include <utility>
+
 namespace {
 
 // Memory that nobody has written to holds 0xfe in all bytes, a large number of any type: what is read from there shows.
@@ -13,6 +16,7 @@ namespace {
 bagua_syncbn::cuda::Stream stream = nullptr;
 bagua_syncbn::cuda::StreamState stream_state{};
 bagua_syncbn::cuda::Support support = bagua_syncbn::cuda::Support::kRuns;
+int made_tickets = 0;
 
 }  // namespace
 
@@ -21,11 +25,20 @@ extern "C" void emulate_stream(uint64_t handle, uint64_t id, bool capturing) {
   stream_state = {capturing, id};
 }
 
+extern "C" int count_made_tickets() {
+  return std::exchange(made_tickets, 0);
+}
+
 extern "C" void emulate_support(int32_t value) {
   support = static_cast<bagua_syncbn::cuda::Support>(value);
 }
 
 namespace bagua_syncbn::cuda {
+
+uint32_t* make_tickets(Stream) {
+  ++made_tickets;
+  return static_cast<uint32_t*>(std::calloc(kTickets, sizeof(uint32_t)));
+}
 
 Support support_of(int32_t) {
   return support;

@@ -32,8 +32,8 @@ struct Place {
 extern thread_local Place place;
 extern dim3 grid_size, block_size;
 
-// Returns nullptr, or what a thread did wrong.
-const char* launch(dim3 blocks, dim3 threads, const std::function<void()>& kernel);
+// Runs `kernel`, which has this name. Returns nullptr, or what a thread did wrong.
+const char* launch(const char* name, dim3 blocks, dim3 threads, const std::function<void()>& kernel);
 
 void wait_at_barrier();
 void let_others_run();
