@@ -28,6 +28,8 @@ the cell ``forward_call`` of                 recompute_outputs as a context    `
                                                                                next one of the same ranks finds stale
                                                                                addresses in the store
 options, backends, timeouts of a group       other time-outs than the user's   none
+``_dump_nccl_trace_json``, ``uid``           the log names no call that a      none
+                                             device waits in
 ``_c10d_functional``, names of groups        graphs would keep groups alive    ``torch.distributed.nn``, which does
 ``_allgather_base`` before torch 2.13        two more calls for a gather       ``all_gather_into_tensor``
 ``_composable.replicate``                    with_bagua needs a wrapper        ``DistributedDataParallel``
@@ -38,6 +40,7 @@ options, backends, timeouts of a group       other time-outs than the user's   n
 
 import copy
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -306,6 +309,27 @@ def timeout_of(group: Any) -> timedelta:
     """Returns the time-out of collectives of ``group``; for a backend that has none, the time-out of its store."""
     timeouts = (options._timeout for options in _all_options(group))
     return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
+
+
+def nccl_id(group: Any) -> str:
+    """Returns the number of NCCL's part of ``group`` in torch's flight recorder; "" without NCCL."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() == "nccl":
+            return str(getattr(backend, "uid", ""))
+    return ""
+
+
+def nccl_progress(number: str) -> tuple[int, int]:
+    """Returns how many collectives of the group with this :func:`nccl_id` were begun, and have ended, outside of CUDA
+    graphs; zeros where torch does not know.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if not number or dump is None:
+        return 0, 0
+    status = json.loads(dump(False, False)).get("pg_status", {}).get(number, {})
+    enqueued, completed = (int(status.get(f"last_{what}_collective", 0)) for what in ("enqueued", "completed"))
+    return enqueued, max(completed, 0)
 
 
 def is_gloo_on_cpu(group: Any) -> bool:

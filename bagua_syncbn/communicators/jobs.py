@@ -192,7 +192,8 @@ class Job:
         else from the job.
 
         Raises:
-            ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the job's time-out.
+            ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the time-out of the
+                job, or of the ``given`` group if it is less.
         """
         ranks = self.ranks_of(rule)
         if given is not None:
@@ -210,13 +211,13 @@ class Job:
             return given or self._world()
         return self._made_once("user", ranks, self._world(), text_of(rule))
 
-    def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str) -> list[Any]:
+    def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str, limit: timedelta | None = None) -> list[Any]:
         """Returns the values that ``ranks`` bring to the meeting ``key``, in which they make the first use of ``what``.
 
         The meeting is in the job's store, because in the middle of a trace no tensor can be sent.
 
         Raises:
-            RuntimeError: some ranks did not arrive within the job's time-out.
+            RuntimeError: some ranks did not arrive within the job's time-out, or the ``limit`` of the group if less.
         """
         if str(self._backend) == "fake":  # torch's backend without other processes
             return [value] * len(ranks)
@@ -227,9 +228,12 @@ class Job:
             does = [(rank, doing.get(str(rank)).decode()) for rank in missing if doing.check([str(rank)])]
             uses = said_by((rank, what) for rank, what in does if what)
             waits = (f"; {who} wait{'s' * who.startswith('rank ')} in the first use of {what}" for who, what in uses)
-            return f", the job's time-out{''.join(waits)}"
+            return f", the {whose} time-out{''.join(waits)}"
 
-        store, seconds = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store), self._timeout.total_seconds()
+        timeout, whose = self._timeout, "job's"
+        if limit is not None and limit < timeout:
+            timeout, whose = limit, "group's"
+        store, seconds = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store), timeout.total_seconds()
         try:
             doing.set(str(self.rank), what)
             brought: list[Any] = meet(store, self.rank, ranks, value, seconds, tell=tell)
@@ -285,7 +289,7 @@ class Job:
         ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
         different numbers of other groups wait for each other forever.
         """
-        self._meet(name, ranks, None, what)
+        self._meet(name, ranks, None, what, torch_internals.timeout_of(model))
         store = self._store
         if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
             with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 from weakref import finalize
 
@@ -44,6 +44,8 @@ class CallHistory:
         # Kinds that made compiled calls here: their eager calls too send only their options, as compiled code does.
         self.compiled = compiled
         self.last: CallSignature | None = None
+        self.recent: deque[CallSignature] = deque(maxlen=2**12)
+        self.probes = 0  # that this rank has sent
         self.step = 0  # checksum of the calls of this step
         self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the checksum with it
         self.next: tuple[CallSignature, int] | None = None  # entry of after_step for this place of a step
@@ -65,6 +67,7 @@ class CallHistory:
             known = self._learn(signature)
         self.step, self.last = known[1], signature
         self.next = self.after_step.get(self.step)
+        self.recent.append(signature)
         self.calls += 1
         self.number = self.calls % (ops.WORD - 1) + 1
 

@@ -19,6 +19,7 @@ from .errors import codes_of, leave, resume, texts_in
 from .faults import FaultRecord, differ_text, found_text, is_checked_at_once
 from .history import CallHistory, Probe, can_probe
 from .signatures import ALL_BITS, CallSignature, checksum, describe
+from .watch import watch
 
 
 class Agreement(NamedTuple):
@@ -151,6 +152,9 @@ class RankExchange:
             is_expected = is_checked_at_once(self._record, device)
         if is_expected or type(packed) is not Tensor or not can_probe(device):
             return
+        if history.device is None:  # the first message in the group
+            watch(history, self.communicator)
+        history.probes += 1
         probe = Probe(expected, signature.caller, history.number, self.communicator, device)
         answer = probe.collective(probe.packed)
         if not probe.is_unanimous(answer):

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -75,6 +76,27 @@ def test_ranks_that_make_other_groups_or_stay_away_end_in_time_and_are_named(poo
         assert group in message
     waited = [f"; rank {1 - rank} waits in the first use of {told[1 - rank]}" in messages[rank] for rank in range(2)]
     assert any(waited)
+
+
+def first_use_of_a_group_with_less_time(store):
+    rank = dist.get_rank()
+    join(store, 2, rank, seconds=60)
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    message = ""
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            mean_over(pair)
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_first_use_lasts_no_longer_than_the_time_out_of_its_group(pool, store):
+    pool.forget_job()
+    message, _ = pool.run(first_use_of_a_group_with_less_time, 2, store, timeout=30)
+    pool.forget_job()
+    assert "rank 0 waited for rank 1 for 1 s, the group's time-out" in message
 
 
 def test_whoever_leaves_a_meeting_ends_it_for_all():

@@ -1,5 +1,7 @@
 """Whole layers on a CUDA device, over a group of one rank and over several ranks that share it."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_syncbn
-from bagua_syncbn.communicators import TorchCommunicator, jobs
+from bagua_syncbn import torch_internals
+from bagua_syncbn.communicators import TorchCommunicator, jobs, spec_of
+from bagua_syncbn.sync.history import history_in
 from benchmarks.one_rank import OneRankGroup
 from tests.helpers.cases import laid_out
 from tests.helpers.tolerances import DTYPES, assert_close
@@ -328,6 +332,25 @@ def test_ranks_that_differ_late_raise_by_name_in_each_further_call(two_gpus, cha
         for message in further:
             # In the call itself: an error that this rank told the other one of would be a message more.
             assert message == first or "got one that failed before, in the forward of" in message
+
+
+def train_and_count():
+    """Returns how many collectives of the layers' group NCCL has begun and ended; and how many this package counts."""
+    layer = bagua_syncbn.SyncBatchNorm2d(5, device="cuda")
+    for _ in range(3):
+        layer(torch.randn(3, 5, 6, 7, device="cuda", requires_grad=True)).sum().backward()
+    torch.cuda.synchronize()
+    communicator = spec_of(None).communicator()
+    history, number = history_in(communicator), torch_internals.nccl_id(communicator.group)
+    sent, deadline = history.calls + history.probes, time.monotonic() + 10
+    while torch_internals.nccl_progress(number) != (sent, sent) and time.monotonic() < deadline:
+        time.sleep(0.1)  # torch's watchdog notes ends
+    return torch_internals.nccl_progress(number), (sent, sent)
+
+
+def test_the_watch_over_groups_knows_what_nccl_has_ended(two_gpus):
+    for by_nccl, by_us in two_gpus.run(train_and_count, 2):
+        assert by_nccl == by_us
 
 
 def test_the_layers_own_group_of_one_rank(nccl):

@@ -1,0 +1,88 @@
+"""A rank that waits in a group for half of its time-out says in its log what it waits in."""
+
+import logging
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from bagua_syncbn.sync import watch
+from bagua_syncbn.sync.history import history_in
+from tests.faults.programs import message_of, own_model
+
+SECONDS = 2.0
+
+
+@contextmanager
+def logged():
+    """Collects what the package logs from level WARNING on."""
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("bagua_syncbn")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def stay_away(kind):
+    """After two steps all ranks pause between calls; then rank 1 does not come."""
+    with logged() as messages, own_model(SECONDS) as model:
+        if kind == "later":
+            for _ in range(2):
+                model.run("abc<")
+            time.sleep(SECONDS)
+        in_pause = len(messages)
+        error = message_of(lambda: model.run("abc<")) if dist.get_rank() == 0 else ""
+        dist.barrier()
+        return in_pause, messages, error, model.a.process_group.name
+
+
+@pytest.mark.parametrize(("kind", "call"), [("first", 1), ("later", 13)])
+def test_a_rank_that_waits_says_in_time_in_which_call_of_which_group(pool, kind, call):
+    (in_pause, messages, error, group), (_, none, _, _) = pool.run(stay_away, 2, kind)
+    assert in_pause == 0
+    assert not none
+    (message,) = messages
+    what = f"forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), call {call}"
+    assert message.startswith("sync_batch_norm: rank 0 of 2 has waited for 1")
+    assert f"in the {what}. " in message
+    assert f"(group {group})" in message
+    assert f"collective failed in the {what}, on rank 0" in error
+
+
+def look_with(monkeypatch, history, enqueued, completed):
+    """Looks once, when half of the time-out is over, with these numbers of collectives from NCCL."""
+    monkeypatch.setattr(watch, "nccl_progress", lambda _: (enqueued, completed))
+    (watched,) = (watched for held, watched in watch._watches if held() is history)
+    watched.seconds, watched.has_told, watched.seen = 0.0, False, None
+    with logged() as messages:
+        watched.look(history)
+    watched.seconds = 300.0
+    return messages
+
+
+@pytest.mark.ranks(2)
+def test_what_a_device_waits_in_is_found_by_its_number():
+    with own_model() as model, pytest.MonkeyPatch.context() as patch:
+        for _ in range(3):
+            model.run("abc<")
+        history = history_in(model.a.process_group)
+        sent = history.calls + history.probes
+        (message,) = look_with(patch, history, sent, sent - 5)
+        assert "in the forward of SyncBatchNorm1d 'b' of Model (8" in message
+        assert "call 14, which is on the device. " in message
+        assert not look_with(patch, history, sent, sent)
+        assert not look_with(patch, history, sent + 1, sent), "collectives of others are among them"
+
+
+@pytest.mark.ranks(2)
+def test_groups_that_have_ended_are_watched_no_more():
+    with own_model() as model:
+        model.run("a<")
+    del model
+    watch._look_at_all()
+    assert all(history() is not None for history, _ in watch._watches)
