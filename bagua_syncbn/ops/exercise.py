@@ -86,6 +86,8 @@ class Exercise:
 
         for where in (None, mask):
             yield "batch_norm_stats", ops.batch_norm_stats(x, _CALLER, _CALL, where)
+            if self.dtype != torch.float64:
+                yield "batch_norm_stats", self._of(ops.batch_norm_stats(x, _FINGERPRINT, 0, where, True))
 
         factors = x, weight, bias, mean, invstd
         for after in ((), (residual, *_activation(number))):
@@ -121,16 +123,18 @@ class Exercise:
         wrong, infinite = few.clone(), few.clone()
         wrong[20, -1] += 1
         infinite[20, 2] = torch.inf
-        for rows, momentum, skips in (
-            (few, 0.7, False),
-            (many, None, False),
-            (wrong, 0.7, False),
-            (infinite, 0.7, True),
-        ):
+        given = [(few, 0.7, False), (many, None, False), (wrong, 0.7, False), (infinite, 0.7, True)]
+        if self.dtype != torch.float64:
+            mean, square = moments[0].chunk(2)
+            sums = torch.cat([300 * mean, 300 * (square + mean.square()), low.new_full((1,), 300), ranks * self._parts])
+            wrong = sums.clone()
+            wrong[-2] += 1
+            given += [(sums, 0.7, False), (wrong, None, True)]
+        for rows, momentum, skips in given:
             running_mean, running_var = self._of(self._some(2, channels, skip=99) + 0.5, self.dtype).unbind()
             batches = torch.full((), 3, device=self.device)
             buffers = running_mean, running_var, batches
-            merged = ops.batch_norm_gather_stats(rows, *buffers, momentum, 0.5, None, skips)
+            merged = ops.batch_norm_gather_stats(rows, *buffers, momentum, 0.5, None, skips, ranks)
             for result in (*merged, *buffers):
                 result = result if result.is_floating_point() else result.double()
                 yield "batch_norm_gather_stats", result.nan_to_num(-1, -2)
