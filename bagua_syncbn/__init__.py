@@ -11,6 +11,7 @@ from .conversion import (
     revert_sync_batchnorm,
 )
 from .extras import sharded as _sharded  # noqa: F401  # has calls with DTensors computed
+from .extras import watch as _watch  # noqa: F401  # looks at each group from its first message on
 from .extras.accumulation import accumulate_statistics
 from .extras.checkpointing import Repeatable
 from .extras.freezing import freeze_statistics, unfreeze_statistics

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
@@ -136,6 +137,10 @@ _histories = WeakIdKeyDictionary()
 _lasting: list[tuple[Any, CallHistory]] = []  # of communicators of classes without weak references
 _compiled_unnamed: set[int] = set()  # compiled kinds of all communicators without a group
 _numbers = itertools.count()
+
+
+# Called with the history of a group, and with the communicator, at the first message there: set by extras.
+at_first_message: list[Callable[[CallHistory, Communicator], None]] = []
 
 
 def history_in(communicator: Communicator) -> CallHistory:

@@ -17,9 +17,8 @@ from .. import ops
 from ..communicators import Communicator
 from .errors import codes_of, leave, resume, texts_in
 from .faults import FaultRecord, differ_text, found_text, is_checked_at_once
-from .history import CallHistory, Probe, can_probe
+from .history import CallHistory, Probe, at_first_message, can_probe
 from .signatures import ALL_BITS, CallSignature, checksum, describe
-from .watch import watch
 
 
 class Agreement(NamedTuple):
@@ -153,7 +152,8 @@ class RankExchange:
         if is_expected or type(packed) is not Tensor or not can_probe(device):
             return
         if history.device is None:  # the first message in the group
-            watch(history, self.communicator)
+            for see in at_first_message:
+                see(history, self.communicator)
         history.probes += 1
         probe = Probe(expected, signature.caller, history.number, self.communicator, device)
         answer = probe.collective(probe.packed)

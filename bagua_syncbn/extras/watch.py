@@ -11,8 +11,8 @@ import time
 from weakref import ref
 
 from ..communicators import TorchCommunicator
+from ..sync.history import CallHistory, at_first_message
 from ..torch_internals import nccl_id, nccl_progress, timeout_of
-from .history import CallHistory
 
 _log = logging.getLogger("bagua_syncbn")
 
@@ -75,6 +75,9 @@ def watch(history: CallHistory, communicator: object) -> None:
     if _thread is None or not _thread.is_alive():  # none yet, or none in a forked child
         _thread = threading.Thread(target=_look_on, name="bagua_syncbn watch", daemon=True)
         _thread.start()
+
+
+at_first_message.append(watch)
 
 
 def _look_on() -> None:
