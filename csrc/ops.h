@@ -62,8 +62,6 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int6
   check_input(input);
   const std::optional<Mask> where = mask_of(mask, input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
-  check(!adds_up || accumulate == ScalarType::Float, "adds_up", "false for float64, which no dtype is wider than",
-        "true");
   const Words words = adds_up ? words_of_sums(caller.value_or(0)) : words_of_row(caller, call);
   const Laid laid = lay_out(input);
   const int64_t size = adds_up ? summed_size(laid.geometry.channels) : packed_size(laid.geometry.channels, words.count);

@@ -54,8 +54,8 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_right_kernels_agree_with_plain_torch(ops, dtype, monkeypatch):
-    """With room for the rounding of others: of some arithmetic in the accumulate dtype a fifth is enough."""
-    monkeypatch.setattr(agreement, "_ROUNDING", {of: rounding / 5 for of, rounding in agreement._ROUNDING.items()})
+    """With room for the rounding of others: of some arithmetic in the accumulate dtype a third is enough."""
+    monkeypatch.setattr(agreement, "_ROUNDING", {of: rounding / 3 for of, rounding in agreement._ROUNDING.items()})
     assert agreement.find_difference(ops, CPU, dtype) is None
 
 
@@ -67,7 +67,7 @@ def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
         launched = set(library.launches())
         kernels = {name.removesuffix(" in parts") for name in launched}
         undivided = {name for name in kernels if name.startswith(("merge_ranks<", "write_zeros<"))}
-        assert len(undivided) == 2
+        assert len(undivided) == (2 if dtype == torch.float64 else 3)  # only narrower statistics add up in float64
         assert launched == kernels | {f"{name} in parts" for name in kernels - undivided}
         everything |= kernels
     assert len(everything) == library.count_kernels() > 100
