@@ -53,9 +53,10 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_right_kernels_agree_with_plain_torch(ops, dtype, monkeypatch):
-    """With room for the rounding of others: of some arithmetic in the accumulate dtype a third is enough."""
-    monkeypatch.setattr(agreement, "_ROUNDING", {of: rounding / 3 for of, rounding in agreement._ROUNDING.items()})
+def test_right_kernels_agree_with_plain_torch(ops, dtype, implementation, monkeypatch):
+    """With room for the rounding of others: CUDA's kernels need a fifth of it, those of the CPU for half more."""
+    needed = 1 if implementation[0] == "here" else 1 / 5
+    monkeypatch.setattr(agreement, "_ROUNDING", {of: needed * most for of, most in agreement._ROUNDING.items()})
     assert agreement.find_difference(ops, CPU, dtype) is None
 
 
