@@ -21,7 +21,7 @@ _LONGEST_PAUSE = 60.0
 
 
 class _Watch:
-    """What the watch knows of one group."""
+    """State of the watch over one group."""
 
     def __init__(self, communicator: TorchCommunicator) -> None:
         group = communicator.group

@@ -6,9 +6,9 @@ float64 input and float32 for all others; ``mean``, ``invstd`` and everything th
 ==============================  =====================================================================================
 ``batch_norm_stats``            ``input`` to one contiguous tensor of 2C + 2 + K values,
                                 ``[mean (C) | var (C) | count (2) | words (K)]``: mean and biased variance of each
-                                channel, and the number of values per channel. With ``adds_up``, for float32 statistics
-                                only, to 2C + 1 + 6 values of float64 that add up over ranks, with ``caller`` as the
-                                fingerprint: ``[n * mean (C) | n * (var + mean**2) (C) | n | words (6)]``
+                                channel, and the number of values per channel. With ``adds_up``, to 2C + 1 + 6 values
+                                of float64 that add up over ranks, with ``caller`` as the fingerprint:
+                                ``[n * mean (C) | n * (var + mean**2) (C) | n | words (6)]``
 ``batch_norm_gather_stats``     ``gathered`` (W, 2C + 2 + K), one row per rank, or (2C + 1 + 6), the sum of those of all
                                 ``ranks``, to ``mean`` (C), ``invstd`` (C) and ``count`` (int64 scalar) of all ranks
                                 together; updates the running statistics in place, with ``skip_nonfinite`` only if they

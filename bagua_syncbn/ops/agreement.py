@@ -52,7 +52,7 @@ def check_kernels_on(device: torch.device, dtype: torch.dtype) -> None:
     compared = ""
     if dtype in DTYPES and cuda_problem(index) is None:
         with _synchronization_allowed():
-            _wait_for(device)  # what fails here is another kernel
+            _wait_for(device)  # errors of earlier kernels are raised here, not while these are compared
             try:
                 difference = find_difference(torch.ops.bagua_syncbn, device, dtype)
             except RuntimeError as error:

@@ -79,7 +79,7 @@ class Exercise:
         if given.has_lengths:
             mask = (self._some(shape[0], skip=99) * (shape[-1] + 1)).long()
         mean, invstd = self._of(center - 2.1 * deviation), self._of(0.43 / deviation)
-        # Of either dtype that parameters have, or none.
+        # Parameters have the accumulate dtype or that of the input, or there are none.
         dtype = accumulate_dtype(self.dtype) if number % 2 else self.dtype
         weight = None if number % 4 == 2 else self._of(self._some(channels, skip=7) + 0.5, dtype)
         bias = None if number % 4 == 3 else self._of(self._some(channels, skip=77) - 1.5, dtype)

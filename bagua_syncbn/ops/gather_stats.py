@@ -29,11 +29,15 @@ def _average_factor(momentum: float | None, num_batches_tracked: Tensor | None, 
     return 1 / num_batches_tracked.clamp(min=1).to(like.dtype)
 
 
+def _is_integer(values: Tensor, most: int) -> Tensor:
+    """Returns which of ``values`` are integers from 0 to ``most``; NaN is none."""
+    return (values == values.floor()) & (values >= 0) & (values <= most)
+
+
 def _faults_of_rows(low: Tensor, high: Tensor, words: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns whether something is wrong with a row, and what, as ``fault`` has it."""
     differs = (words != words[0]).any(1)
-    is_count = (low == low.floor()) & (low >= 0) & (low < WORD)
-    is_count &= (high == high.floor()) & (high >= 0) & (high <= _MAX_HIGH)
+    is_count = _is_integer(low, WORD - 1) & _is_integer(high, _MAX_HIGH)
     wrong = differs | ~is_count.squeeze(1)
     rank = (2 * differs + wrong).argmax().view(1)
     kind = torch.where(differs.any(), 1, 2)
@@ -61,8 +65,7 @@ def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) 
     """Returns what :func:`_merge_rows` returns, for what ``ranks`` have added up."""
     sums, said = sums.tensor_split([-PARTS])
     count = sums[-1]
-    is_count = (count == count.floor()) & (count >= 0) & (count <= WORD * _MAX_HIGH)
-    differ = parts_differ(said, ranks) | ~is_count
+    differ = parts_differ(said, ranks) | ~_is_integer(count, WORD * _MAX_HIGH)
     record_sums(fault, differ, call)
     mean, var, _ = Moments.of_sums(sums)
     mean, var = (moment.masked_fill(differ, torch.nan) for moment in (mean, var))

@@ -59,7 +59,7 @@ class FaultRecord:
         if self.kind.value:
             written, self.is_told = self.take(), True
             own = [f"{signature.text}, call {call}" for number, signature, call in self._sums if number == written[1]]
-            if written[1] < 0:  # of compiled code, which has no numbers
+            if written[1] < 0:  # compiled code has no numbers, and writes its caller, negated
                 own = [describe((*divmod(-written[1], ops.WORD), 0))]
             raise RuntimeError(found_text(written, own[0] if own else "a call long ago"))
 

@@ -134,10 +134,9 @@ class Probe:
 
 # By the group, or by a communicator that has none. Compared by identity: communicators may define equality.
 _histories = WeakIdKeyDictionary()
-_lasting: list[tuple[Any, CallHistory]] = []  # of communicators of classes without weak references
+_lasting: list[tuple[Any, CallHistory]] = []  # histories of communicators that allow no weak reference
 _compiled_unnamed: set[int] = set()  # compiled kinds of all communicators without a group
 _numbers = itertools.count()
-
 
 # Called with the history of a group, and with the communicator, at the first message there: set by extras.
 at_first_message: list[Callable[[CallHistory, Communicator], None]] = []

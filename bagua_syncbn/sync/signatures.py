@@ -68,7 +68,7 @@ def word_of(text: str) -> int:
     return zlib.crc32(text.encode()) % (ops.WORD - 1) + 1
 
 
-ALL_BITS = 2**36 - 1  # of a fingerprint: float64 leaves the sums of its words exact in any job
+ALL_BITS = 2**36 - 1  # a whole fingerprint: float64 leaves the sums of its words exact in any job
 
 
 def exact_bits(ranks: int) -> int:
