@@ -1,7 +1,6 @@
 """Groups of many ranks add statistics up, in float64, where smaller ones gather them; here also with a lower limit."""
 
 import math
-import threading
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from bagua_syncbn import SyncBatchNorm, ops
 from tests.contract.test_contract import GRID, OPTIONS, SPLITS
 from tests.helpers.cases import Case, check, compare, run_rank
+from tests.helpers.threads import run_threads
 
 MORE = [*OPTIONS, {"options": {"momentum": None}, "way": "compiled"}, {"order": 2}, {"way": "accumulated"}]
 MORE.append({"masks": "random"})
@@ -107,42 +107,17 @@ class Alike:
         return packed * self.size
 
 
-class Threaded(Alike):
-    """One of many ranks, each a thread."""
-
-    def _meet(self, packed):
-        self.sent[self.rank] = packed.clone()
-        self.barrier.wait()
-        gathered = torch.stack(self.sent)
-        self.barrier.wait()
-        return gathered
-
-    def all_gather(self, packed):
-        super().all_gather(packed)
-        return self._meet(packed)
-
-    def all_reduce(self, packed):
-        super().all_reduce(packed)
-        return self._meet(packed).sum(0)
-
-
 @pytest.mark.parametrize("ranks", [64, 256])
 def test_many_ranks_equal_one_process(ranks, single_threaded):
     case = Case(tuple(index % 3 for index in range(ranks)), (3, 2), mean=5.0)
-    shared = {"sent": [None] * ranks, "barrier": threading.Barrier(ranks, timeout=60)}
-    communicators, results = [Threaded(ranks, rank=rank, **shared) for rank in range(ranks)], [None] * ranks
 
-    def run(rank):
-        results[rank] = run_rank(case, communicators[rank], rank)
+    def run(communicator):
+        return run_rank(case, communicator, communicator.rank), communicator.sent
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    results, sent = zip(*run_threads(ranks, run), strict=True)
     compare(case, results)
-    for communicator in communicators:
-        assert communicator.messages[-2:] == [("sum", 8 * (2 * 3 + 7)), ("sum", 4 * (2 * 3 + 6))]
+    for messages in sent:
+        assert messages[-2:] == [("sum", 8 * (2 * 3 + 7)), ("sum", 4 * (2 * 3 + 6))]
 
 
 def forward_message(ranks, dtype=torch.float32, **attributes):

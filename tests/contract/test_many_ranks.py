@@ -27,12 +27,6 @@ CASES = {
 MOST = ("masks", "float64", "a mean of 1e4 deviations")  # with 1,024 ranks, some seconds each
 
 
-@pytest.fixture(autouse=True)
-def unwatched(monkeypatch):
-    """Groups of threads have no time-out of torch's, at half of which a rank would say where it waits."""
-    monkeypatch.setattr("bagua_syncbn.sync.protocol.at_first_message", [])
-
-
 def sized(names_of):
     """All names with 64 ranks; slow ones with 256 and 1,024."""
     every = [(size, name) for size, names in names_of.items() for name in names]
