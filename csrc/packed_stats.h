@@ -80,6 +80,15 @@ BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64
   }
 }
 
+// Sets mean and variance of channel `c`, given what ranks have added up, and the inverse of their count. Subtraction
+// may leave a variance below 0, which NaN is not.
+BAGUA_SYNCBN_HOST_DEVICE inline void unpack_moments(const double* sums, int64_t channels, int64_t c, double inverse,
+                                                    double& mean, double& var) {
+  mean = sums[c] * inverse;
+  const double difference = sums[channels + c] * inverse - mean * mean;
+  var = difference < 0 ? 0 : difference;
+}
+
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE int64_t unpack_count(const A* packed, int64_t channels) {
   return static_cast<int64_t>(packed[2 * channels]) + static_cast<int64_t>(packed[2 * channels + 1]) * kWord;

@@ -32,14 +32,10 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t 
   return total;
 }
 
-// The same of what `ranks` have added up. Subtraction may leave a variance below 0, which NaN is not.
+// The same of what the ranks have added up.
 int64_t divide_sums(const double* sums, int64_t channels, std::vector<double>& mean, std::vector<double>& var) {
   const double count = sums[2 * channels], inverse = 1 / std::max(count, 1.0);
-  for (int64_t c = 0; c < channels; ++c) {
-    mean[c] = sums[c] * inverse;
-    const double difference = sums[channels + c] * inverse - mean[c] * mean[c];
-    var[c] = difference < 0 ? 0 : difference;
-  }
+  for (int64_t c = 0; c < channels; ++c) unpack_moments(sums, channels, c, inverse, mean[c], var[c]);
   return static_cast<int64_t>(count);
 }
 

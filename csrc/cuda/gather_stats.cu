@@ -93,7 +93,7 @@ class Ranks {
   }
 };
 
-// What the ranks have added up, in double. Subtraction may leave a variance below 0, which NaN is not.
+// What the ranks have added up, in double.
 class SumOfRanks {
   const double* sums;
   int64_t channels;
@@ -115,10 +115,7 @@ class SumOfRanks {
   }
 
   __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
-    if (c >= channels) return;
-    mean = sums[c] * inverse;
-    const double difference = sums[channels + c] * inverse - mean * mean;
-    var = difference < 0 ? 0 : difference;
+    if (c < channels) unpack_moments(sums, channels, c, inverse, mean, var);
   }
 };
 
