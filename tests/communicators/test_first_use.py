@@ -112,9 +112,18 @@ def test_whoever_leaves_a_meeting_ends_it_for_all():
             other.result(timeout=20)
 
 
+interrupted_main = threading.Event()
+
+
+def note_interrupt(*arguments):
+    interrupted_main.set()
+    signal.default_int_handler(*arguments)
+
+
 def interrupt():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    time.sleep(0.3)  # the main thread may need a moment
+    assert interrupted_main.wait(30)  # on a busy machine the main thread may not run for long
+    time.sleep(0.3)  # in which it leaves the first use
 
 
 def before(function):
@@ -140,11 +149,14 @@ OWNERS = {"make_group": torch_internals, "_meet": jobs.Job}
 def interrupted_first_use(store, when, name):
     owner, rank = OWNERS[name], dist.get_rank()
     join(store, 2, rank, seconds=60)
+    interrupted_main.clear()
+    before_test = signal.signal(signal.SIGINT, note_interrupt)
     begin = time.monotonic()
     with patch.object(owner, name, when(getattr(owner, name)) if rank else getattr(owner, name)):
         with pytest.raises(KeyboardInterrupt if rank else RuntimeError) as caught:
             mean_over(None)
         took = time.monotonic() - begin
+    signal.signal(signal.SIGINT, before_test)
     dist.barrier()
     assert mean_over(None) == 0.5  # the next attempt works
     dist.barrier()
