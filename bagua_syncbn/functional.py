@@ -32,6 +32,9 @@ _PLAIN_CLASSES = Tensor, nn.Parameter
 # Functions for calls whose input is of a class of its own, such as DTensor, each with what tells that it is.
 SPECIAL_INPUTS: list[tuple[Callable[[Any], bool], Callable[[Call], Tensor]]] = []
 
+# Checks that extras make of the input of an eager call with new facts. False if the next call is to be checked again.
+FIRST_CALL_CHECKS: list[Callable[[Tensor], bool]] = []
+
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
     """Returns group and layer of a call of :func:`sync_batch_norm`; its arguments may be wrong."""
@@ -249,8 +252,8 @@ def known_of(call: Call) -> Known:
     except (AttributeError, IndexError, RuntimeError, ValueError):  # a wrong tensor, or an option that is an array
         return _examined(call, None)
     known = _examined(call, facts)
-    # Without a group before, another job's could be made next time; kernels that are not checked are to be next time.
-    if made is not None and (not input.is_cuda or ops.check_kernels(input)):
+    # Without a group before, another job's could be made next time.
+    if made is not None and all(check(input) for check in FIRST_CALL_CHECKS):
         layer.__dict__["_known"] = known
     return known
 
@@ -259,8 +262,9 @@ def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
     """Checks ``call``, and returns what is known of calls with its ``facts``."""
     input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
     check_tensors(call[:4], buffers, training, layer)
-    if input.is_cuda and not torch.compiler.is_compiling():
-        ops.check_kernels(input)
+    if not torch.compiler.is_compiling():
+        for check in FIRST_CALL_CHECKS:
+            check(input)
     options = checked_options(call.options, training)
     if not training:
         if buffers.running_mean is None or buffers.running_var is None:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .communicators import bagua, shared
-from .ops import DTYPES, EXPERIMENTAL, KERNELS, check_kernels_on, cuda_kernels
+from .cuda import EXPERIMENTAL, check_kernels_on, cuda_kernels
+from .ops import DTYPES, KERNELS
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .communicators import GroupSpec, bagua, spec_of
+from .communicators import ENGINES, GroupSpec, bagua, spec_of
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 from .torch_internals import composable_replicate, pytree
+
+ENGINES.append(bagua)
 
 _composable: Any = composable_replicate() if dist.is_available() else None
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from bagua_syncbn.communicators import SharedCommunicator, spec_of
+from bagua_syncbn.communicators import spec_of
+from bagua_syncbn.communicators.shared import SharedCommunicator
 
 Function = Callable[[], object]
 Workload = dict[str, Function]

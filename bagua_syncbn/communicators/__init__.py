@@ -4,13 +4,13 @@ A :class:`Communicator` gathers one small tensor of each rank, or adds these ten
 processes of a job is a communicator in a file of its own.
 """
 
-from .c10d import AsyncCollective, TorchCommunicator, is_large
+from .c10d import AsyncCollective, TorchCommunicator, communicator_of, is_large
 from .communicator import LOCAL, Communicator, LocalCommunicator
-from .group_spec import EVERYONE, GroupSpec, spec_of, sync_group
+from .group_spec import ENGINES, EVERYONE, GroupSpec, spec_of, sync_group
 from .groups import RankGroup, said_by, text_of_ranks
-from .shared import SharedCommunicator, communicator_of
 
 __all__ = [
+    "ENGINES",
     "EVERYONE",
     "LOCAL",
     "AsyncCollective",
@@ -18,7 +18,6 @@ __all__ = [
     "GroupSpec",
     "LocalCommunicator",
     "RankGroup",
-    "SharedCommunicator",
     "TorchCommunicator",
     "communicator_of",
     "is_large",

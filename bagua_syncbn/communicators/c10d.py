@@ -5,8 +5,10 @@ Ctrl-C can end a wait of the host for a collective, and so can a rank that leave
 
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -146,6 +148,25 @@ def _end(work: Any, group: Any, packed: Tensor) -> None:
         wait_in_slices(work, group)
     else:
         work.wait()  # a wait with a time limit would be the host's
+
+
+# Ways for the messages of a group beside its own collectives, set by others. Each returns a communicator of the group,
+# or None if it does not serve it; all ranks of the group call it together.
+WAYS: list[Callable[[Any], TorchCommunicator | None]] = []
+
+# For each group a lock, and the communicator once it is made.
+_made: WeakKeyDictionary[Any, tuple[Lock, list[TorchCommunicator]]] = WeakKeyDictionary()
+_finding = Lock()
+
+
+def communicator_of(group: Any) -> TorchCommunicator:
+    """Returns the communicator of a c10d group, which its ranks make together at their first call."""
+    with _finding:
+        lock, made = _made.setdefault(group, (Lock(), []))
+    with lock:
+        if not made:
+            made.append(next(filter(None, (way(group) for way in WAYS)), None) or TorchCommunicator(group))
+    return made[0]
 
 
 # From this number of ranks on, no message grows with the number of ranks; docs/design.md has the model.

@@ -2,17 +2,43 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from ..torch_internals import untraced
-from . import bagua, c10d, shared
+from . import c10d
 from .communicator import LOCAL, Communicator
-from .groups import NODE, RankGroup, Rule, check_rule, described, is_ranks, ranks_by_rule, rule_of
+from .groups import NODE, RankGroup, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, rule_of
 from .jobs import in_one_piece, job_of
+
+
+class Engine(Protocol):
+    """Runs jobs in place of torch.distributed, with process groups of its own."""
+
+    is_imported: Callable[[], bool]
+    """Whether this process may run a job of the engine. Every call of a layer asks, so it takes no time."""
+
+    def default_group(self) -> Any:
+        """Returns the group of all ranks of the running job; None without one."""
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """Returns the rank of this process in the job, and the number of its ranks."""
+
+    def is_process_group(self, process_group: object) -> bool:
+        """Whether ``process_group`` is a group of the engine; raises RuntimeError if it is, and no job runs."""
+
+    def rule_of(self, group: Any) -> Ranks | None:
+        """Returns the ranks of a group; None for the default group, so that a copy stands for all ranks too."""
+
+    def communicator_among(self, ranks: Ranks) -> Communicator:
+        """Returns the communicator that layers use among these ranks; its members make it together."""
+
+
+# Engines beside torch.distributed, set by others.
+ENGINES: list[Engine] = []
 
 
 class GroupSpec:
@@ -63,14 +89,17 @@ class GroupSpec:
         if self.given_communicator is not None:
             return self.given_communicator
         # As _running_job, without its call.
-        job = (bagua.is_imported() and bagua.default_group()) or (dist.group.WORLD if c10d.IS_AVAILABLE else None)
+        job = dist.group.WORLD if c10d.IS_AVAILABLE else None
+        for engine in ENGINES:
+            if engine.is_imported():
+                job = engine.default_group() or job
         if job is None:
             return LOCAL
         return self._communicator if self._world() is job else None
 
     def _make(self) -> Communicator:
         """Makes the communicator, together with the other ranks of the group, for the rest of the running job."""
-        world, group = _running_job(), None
+        world, group, engine = _running_job(), None, _engine()
         if self._group is not None:
             group = self._group()
             if group is None or not c10d.is_alive(group):
@@ -80,11 +109,11 @@ class GroupSpec:
             ranks = self._ranks()
             if len(ranks) == 1:
                 return LOCAL
-            if _runs_bagua():
-                return bagua.communicator_among(ranks)
-            return shared.communicator_of(job_of(world).layers_group(self.rule, group))
+            if engine is not None:
+                return engine.communicator_among(ranks)
+            return c10d.communicator_of(job_of(world).layers_group(self.rule, group))
 
-        communicator = make() if _runs_bagua() else in_one_piece(make)
+        communicator = in_one_piece(make) if engine is None else make()
 
         def clear(_: Any) -> None:
             self._communicator = None
@@ -100,9 +129,10 @@ class GroupSpec:
 
     def _ranks(self) -> tuple[int, ...]:
         """Returns the ranks of the group that this rank is in, in the running job."""
-        if _runs_bagua() and (self.rule is None or is_ranks(self.rule)):
-            check_rule(self.rule, *bagua.rank_and_size())
-            return ranks_by_rule(self.rule, *bagua.rank_and_size())
+        engine = _engine()
+        if engine is not None and (self.rule is None or is_ranks(self.rule)):
+            check_rule(self.rule, *engine.rank_and_size())
+            return ranks_by_rule(self.rule, *engine.rank_and_size())
         return job_of(c10d.default_group()).ranks_of(self.rule)
 
     def size(self) -> int:
@@ -124,7 +154,7 @@ class GroupSpec:
         world = c10d.default_group()
         if world is None or world.size() == 1:
             return (0,)
-        if self.rule == NODE or _runs_bagua():
+        if self.rule == NODE or _engine() is not None:
             return self._ranks()
         return ranks_by_rule(self.rule, world.rank(), world.size())
 
@@ -149,7 +179,7 @@ class GroupSpec:
             TypeError: the specification stands for no c10d group, as with a Communicator.
         """
         given = self.process_group
-        if self.given_communicator is not None or bagua.is_process_group(given):
+        if self.given_communicator is not None or _engine_of(given) is not None:
             raise TypeError(
                 "process_group: expected None, a torch.distributed.ProcessGroup or a description of one where torch "
                 f"runs the job, got {type(given).__name__}"
@@ -180,12 +210,19 @@ EVERYONE = GroupSpec()
 
 
 def _running_job() -> Any:
-    """Returns the group of all ranks, of Bagua or else of torch.distributed; None where there is no job."""
-    return (bagua.is_imported() and bagua.default_group()) or (dist.group.WORLD if c10d.IS_AVAILABLE else None)
+    """Returns the group of all ranks, of another engine or else of torch.distributed; None where there is no job."""
+    engine = _engine()
+    return c10d.default_group() if engine is None else engine.default_group()
 
 
-def _runs_bagua() -> bool:
-    return bagua.is_imported() and bagua.is_initialized()
+def _engine() -> Engine | None:
+    """Returns the engine that runs the job; None for torch.distributed, or without a job."""
+    return next((engine for engine in ENGINES if engine.is_imported() and engine.default_group() is not None), None)
+
+
+def _engine_of(process_group: object) -> Engine | None:
+    """Returns the engine whose group ``process_group`` is; None for any other object."""
+    return next((engine for engine in ENGINES if engine.is_process_group(process_group)), None)
 
 
 def spec_of(process_group: Any) -> GroupSpec:
@@ -194,15 +231,16 @@ def spec_of(process_group: Any) -> GroupSpec:
     Raises:
         TypeError: ``process_group`` is of no supported kind.
         ValueError: this rank is not a member of the group, or the description fits no job, or not this one.
-        RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
+        RuntimeError: the group is that of an engine which runs no job.
     """
     if process_group is None:
         return EVERYONE
     if isinstance(process_group, GroupSpec):
         return process_group
-    if bagua.is_process_group(process_group):
-        ranks = bagua.rule_of(process_group)
-        check_rule(ranks, *bagua.rank_and_size())
+    engine = _engine_of(process_group)
+    if engine is not None:
+        ranks = engine.rule_of(process_group)
+        check_rule(ranks, *engine.rank_and_size())
         return GroupSpec(ranks, lambda: process_group)
     if c10d.is_process_group(process_group):
         return _spec_of_group(process_group)

@@ -11,16 +11,15 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
-from .c10d import DESTROYED, AsyncCollective, TorchCommunicator, leave, leave_through
+from .c10d import DESTROYED, WAYS, AsyncCollective, TorchCommunicator, leave, leave_through
 from .groups import text_of_ranks
 from .jobs import MeetingError, leave_meeting, meet
 
@@ -149,25 +148,6 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
 _library.impl("exchange", _exchange_by_name, "CPU")
 
 
-# For each group a lock, and the communicator once it is made.
-_made: WeakKeyDictionary[Any, tuple[Lock, list[TorchCommunicator]]] = WeakKeyDictionary()
-_finding = Lock()
-
-
-def communicator_of(group: Any) -> TorchCommunicator:
-    """Returns the communicator of a c10d group, which its ranks make together at their first call.
-
-    Raises:
-        RuntimeError: rank 0 of the group did not answer within the time-out of the group.
-    """
-    with _finding:
-        lock, made = _made.setdefault(group, (Lock(), []))
-    with lock:
-        if not made:
-            made.append(_make(group))
-    return made[0]
-
-
 def problem() -> str:
     """Returns why this process cannot exchange through shared memory, whatever its group; "" where it can."""
     if _WANTED == "collectives":
@@ -175,7 +155,12 @@ def problem() -> str:
     return "" if hasattr(_native(), "exchange") else "no native library, or not on Linux"
 
 
-def _make(group: Any) -> TorchCommunicator:
+def _communicator_of(group: Any) -> SharedCommunicator | None:
+    """Returns a communicator of ``group`` if all its ranks share memory; they make it together.
+
+    Raises:
+        RuntimeError: rank 0 of the group did not answer within the time-out of the group.
+    """
     # Stores of other backends may have no other process behind them.
     if not is_gloo_on_cpu(group):
         reason, segment = "its messages on CPU do not go over gloo", None
@@ -183,7 +168,10 @@ def _make(group: Any) -> TorchCommunicator:
         reason, segment = _agree(group)
     way = f"collectives: {reason}" if reason else "shared memory"
     _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
-    return TorchCommunicator(group) if segment is None else SharedCommunicator(group, _native(), segment)
+    return None if segment is None else SharedCommunicator(group, _native(), segment)
+
+
+WAYS.append(_communicator_of)
 
 
 def _agree(group: Any) -> tuple[str, Any]:

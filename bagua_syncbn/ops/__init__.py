@@ -54,9 +54,8 @@ import torch
 
 from . import reference
 from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
-from .agreement import check_kernels, check_kernels_on
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
-from .fallback import EXPERIMENTAL, cuda_kernels, raise_torchs
+from .failures import raise_torchs
 from .masking import Masking, of_positions
 from .moments import Moments
 from .native import KERNELS, hold_buffers, prefer_native, recompute_is_cheaper

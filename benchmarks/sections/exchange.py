@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua_syncbn.communicators import SharedCommunicator, TorchCommunicator, communicator_of
+from bagua_syncbn.communicators import TorchCommunicator, communicator_of
+from bagua_syncbn.communicators.shared import SharedCommunicator
 
 from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, table

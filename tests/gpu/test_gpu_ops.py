@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from bagua_syncbn import SyncBatchNorm1d, ops
-from bagua_syncbn.ops import activation_of, agreement, aten
+from bagua_syncbn.cuda import aten, comparison
+from bagua_syncbn.ops import activation_of
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
 from tests.helpers.tolerances import DTYPES
@@ -35,21 +36,21 @@ def test_the_library_has_cuda_kernels():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_agree_with_torchs_on_this_device(dtype):
-    assert agreement.find_difference(torch.ops.bagua_syncbn, torch.device("cuda", 0), dtype) is None
+    assert comparison.find_difference(torch.ops.bagua_syncbn, torch.device("cuda", 0), dtype) is None
 
 
 DISAGREE = """
 import torch
 from bagua_syncbn import sync_batch_norm
-from bagua_syncbn.ops import agreement
-find_difference = agreement.find_difference
+from bagua_syncbn.cuda import comparison
+find_difference = comparison.find_difference
 
 class Wrong:
     def __getattr__(self, name):
         op = getattr(torch.ops.bagua_syncbn, name)
         return (lambda *arguments: -op(*arguments)) if name == "batch_norm_elemt" else op
 
-agreement.find_difference = lambda native, *where: find_difference(Wrong(), *where)
+comparison.find_difference = lambda native, *where: find_difference(Wrong(), *where)
 x = torch.randn(8, 4, 9, 9)
 options = {"activation": "silu", "mask": x[:, :1] > 0}
 expected = sync_batch_norm(x, None, None, **options)
@@ -194,7 +195,7 @@ def test_nothing_stays_in_a_pool_of_torchs(reductions):
 
 
 def test_a_first_call_in_a_capture_is_refused(monkeypatch):
-    monkeypatch.setattr(agreement, "_checked", set())
+    monkeypatch.setattr(comparison, "_checked", set())
     layer, input = SyncBatchNorm1d(3).cuda(), torch.randn(8, 3).cuda()
     with pytest.raises(RuntimeError, match="before a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         layer(input)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bagua_syncbn.communicators import SharedCommunicator
+from bagua_syncbn.communicators.shared import SharedCommunicator
 
 # The methods behind torch.distributed's functions, under the names of all versions of torch.
 _METHODS = (

@@ -14,7 +14,10 @@ import bagua_syncbn
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Folders and files that attach to the core from outside.
-OUTSIDE = ("extras", "conversion", "data_parallel", "verification", "contrib", "vacancy", "with_bagua", "models")
+OUTSIDE = (
+    *("communicators.bagua", "communicators.shared", "cuda", "extras", "conversion", "data_parallel"),
+    *("verification", "contrib", "vacancy", "with_bagua", "models"),
+)
 
 
 def imported_by(module):

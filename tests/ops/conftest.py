@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bagua_syncbn.ops
-from bagua_syncbn.ops import aten
+from bagua_syncbn.cuda import aten
 from tests.helpers.aten_functions import ATEN
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bagua_syncbn import ops
-from bagua_syncbn.ops import aten, reference
+from bagua_syncbn.cuda import aten
+from bagua_syncbn.ops import reference
 from bagua_syncbn.ops.definition import SCHEMAS
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import Case, compare, run_ranks

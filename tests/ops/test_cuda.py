@@ -14,7 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import ops
-from bagua_syncbn.ops import activation_of, fallback, reference
+from bagua_syncbn.cuda import fallback
+from bagua_syncbn.ops import activation_of, reference
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_merge

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import DTYPES, accumulate_dtype, raise_torchs, reduced_dims, reference
 from ..torch_internals import is_capturing, is_transforming, outside_of_modes
-from . import reference
-from .definition import DTYPES, accumulate_dtype, reduced_dims
 from .exercise import Exercise
-from .fallback import cuda_kernels, cuda_problem, raise_torchs, serves, turn_off
+from .fallback import cuda_kernels, cuda_problem, serves, turn_off
 
 # By how much results may differ that are computed in an accumulate dtype, relative to the largest of a channel.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}

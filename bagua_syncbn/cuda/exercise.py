@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .activations import ACTIVATIONS, activation_of
-from .definition import accumulate_dtype, per_channel
-from .words import parts_of
+from ..ops.activations import ACTIVATIONS, activation_of
+from ..ops.definition import accumulate_dtype, per_channel
+from ..ops.words import parts_of
 
 _PRIME = 2**16 + 1
 _CALLER, _CALL, _FINGERPRINT = 7 * 2**24 + 5, 9, 3 + 5 * 2**12 + 7 * 2**24

@@ -1,12 +1,10 @@
 """Which kernels compute CUDA tensors: the native ones, else ATen's, else plain torch.
 
-The native library asks once for each device whether its kernels run there. Where they do not, or were found wrong
-(``agreement.py``), it calls the op of this name in ``torch.ops.bagua_syncbn_fallback``: that warns once and computes by
+The native library asks once for each device whether its kernels run there. Where they do not, or ``comparison.py``
+found them wrong, it calls the op of this name in ``torch.ops.bagua_syncbn_fallback``, which warns once and computes by
 ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
 """
 
-import re
-import threading
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -15,9 +13,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ..ops.definition import SCHEMAS, implement
+from ..ops.failures import this_thread
+from ..ops.native import KERNELS, LIBRARY_HAS_CUDA, WANTED
 from . import aten
-from .definition import SCHEMAS, implement
-from .native import KERNELS, LIBRARY_HAS_CUDA, WANTED
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -30,9 +29,6 @@ _HAS_NATIVE = KERNELS.endswith("cuda")
 _RUNS, _OLD_DRIVER, _NO_IMAGE, _TURNED_OFF = range(4)
 # The first driver for each major version of CUDA.
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-
-_NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
-_FAILED = re.compile(r"bagua_syncbn_fallback::\w+: expected success")  # csrc/cuda/torch/register.cpp
 
 _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
 _warned: set[int | None] = set()
@@ -89,37 +85,6 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-class _Thread(threading.local):
-    """``failure``: the last error of an op of ``bagua_syncbn_fallback`` in this thread."""
-
-    failure: BaseException | None = None
-
-
-_this_thread = _Thread()
-
-
-def raise_torchs(error: Exception) -> None:
-    """Raises torch's own error in place of ``error``, if a kernel got no memory or ATen's kernels failed.
-
-    Callers handle torch's error by its class and text, but it cannot cross the stable ABI. So the error of the fallback
-    is kept, and an allocation is made again. If memory has become free since, the error has torch's class for that
-    device.
-    """
-    failure, _this_thread.failure = _this_thread.failure, None
-    if failure is not None and _FAILED.match(str(error)):
-        raise failure from None
-    found = _NO_MEMORY.match(str(error))
-    if found is None:
-        return
-    values, itemsize, device = found.groups()
-    try:
-        torch.empty(int(values), int(itemsize), dtype=torch.uint8, device=device)
-    except RuntimeError as torchs:
-        raise torchs from None
-    if device != "cpu":
-        raise torch.OutOfMemoryError(str(error)) from None
-
-
 def _called_natively(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
     """Returns ``kernel`` with a warning before its first call on each device, and whose errors are kept."""
 
@@ -136,7 +101,7 @@ def _called_natively(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return kernel(*args, **kwargs)
         except BaseException as error:
-            _this_thread.failure = error
+            this_thread.failure = error
             raise
 
     return kernel_for_native

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from .backward_elemt import means_of_sums
-from .definition import DTYPES, laid_out_as
-from .reference import batch_norm_gather_stats
-from .stats import added_up
-from .words import WORD, fill, parts_of, words_of_row
+from ..ops import reference
+from ..ops.backward_elemt import means_of_sums
+from ..ops.definition import DTYPES, laid_out_as
+from ..ops.reference import batch_norm_gather_stats
+from ..ops.stats import added_up
+from ..ops.words import WORD, fill, parts_of, words_of_row
 
 
 def _takes(input: Tensor, *values: Tensor | None) -> bool:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from bagua_syncbn import SyncBatchNorm1d
-from bagua_syncbn.ops import activations, agreement, fallback, reference
+from bagua_syncbn.cuda import comparison, fallback
+from bagua_syncbn.cuda.exercise import Exercise
+from bagua_syncbn.ops import activations, reference
 from bagua_syncbn.ops.definition import SCHEMAS
-from bagua_syncbn.ops.exercise import Exercise
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.tolerances import DTYPES
 
@@ -43,7 +44,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(fallback, "WANTED", "native")
     monkeypatch.setattr(fallback, "import_module", lambda name: library)
-    monkeypatch.setattr(agreement, "_checked", set())
+    monkeypatch.setattr(comparison, "_checked", set())
     for name, result in (("get_sync_debug_mode", 0), ("get_device_name", "H100")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
     for name, function in ATEN.items():
@@ -56,15 +57,15 @@ def kernels(monkeypatch):
 def test_right_kernels_agree_with_plain_torch(ops, dtype, implementation, monkeypatch):
     """With room for the rounding of others: CUDA's kernels need a fifth of it, those of the CPU for half more."""
     needed = 1 if implementation[0] == "here" else 1 / 5
-    monkeypatch.setattr(agreement, "_ROUNDING", {of: needed * most for of, most in agreement._ROUNDING.items()})
-    assert agreement.find_difference(ops, CPU, dtype) is None
+    monkeypatch.setattr(comparison, "_ROUNDING", {of: needed * most for of, most in comparison._ROUNDING.items()})
+    assert comparison.find_difference(ops, CPU, dtype) is None
 
 
 def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
     everything = set()
     for dtype in DTYPES:
         library.launches()
-        assert agreement.find_difference(emulated, CPU, dtype) is None
+        assert comparison.find_difference(emulated, CPU, dtype) is None
         launched = set(library.launches())
         kernels = {name.removesuffix(" in parts") for name in launched}
         undivided = {name for name in kernels if name.startswith(("merge_ranks<", "write_zeros<"))}
@@ -107,7 +108,7 @@ def test_a_wrong_kernel_is_named(kernels, name, change, dtype):
     def changed(result):
         return CHANGES[change](result) if result.numel() else result
 
-    difference = agreement.find_difference(ops_with(name, changed), CPU, dtype)
+    difference = comparison.find_difference(ops_with(name, changed), CPU, dtype)
     assert difference.startswith(f"{name} for {dtype} differs from float64 by ")
 
 
@@ -115,15 +116,15 @@ def test_kernels_that_give_zeros_agree_where_zeros_are_right(kernels, monkeypatc
     zeros, tiny = (
         ops_with("batch_norm_elemt", lambda output, value=value: torch.full_like(output, value)) for value in (0, 1e-30)
     )
-    monkeypatch.setattr(agreement, "reference", zeros)
-    assert agreement.find_difference(zeros, CPU, torch.float32) is None
-    assert "differs from float64 by 1e-30, where values reach 0" in agreement.find_difference(tiny, CPU, torch.float32)
+    monkeypatch.setattr(comparison, "reference", zeros)
+    assert comparison.find_difference(zeros, CPU, torch.float32) is None
+    assert "differs from float64 by 1e-30, where values reach 0" in comparison.find_difference(tiny, CPU, torch.float32)
 
 
 def test_kernels_are_compared_once_for_each_dtype_and_right_ones_stay(kernels, caplog):
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
         for dtype in (torch.float32, torch.float32, torch.float16):
-            agreement.check_kernels(torch.ones(2, 3, dtype=dtype))
+            comparison.check_kernels(torch.ones(2, 3, dtype=dtype))
     assert kernels == []
     for message, dtype in zip(caplog.messages, ("float32", "float16"), strict=True):
         assert message.startswith(
@@ -138,29 +139,29 @@ def test_kernels_are_compared_once_for_each_dtype_and_right_ones_stay(kernels, c
 def test_where_kernels_are_wrong_or_fail_atens_compute_and_say_so(kernels, monkeypatch, caplog, change, said):
     monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", change))
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
-        agreement.check_kernels(torch.ones(2, 3))
+        comparison.check_kernels(torch.ones(2, 3))
     assert kernels == [0]
     assert f"ATen, because on H100, {said}" in caplog.text
     with pytest.warns(RuntimeWarning, match=f"ATen's kernels compute on cpu: on H100, {said}"):
         torch.ops.bagua_syncbn_fallback.batch_norm_stats(torch.ones(2, 3))
-    agreement.check_kernels(torch.ones(2, 3, dtype=torch.float64))  # ATen's compute: there is nothing to compare
+    comparison.check_kernels(torch.ones(2, 3, dtype=torch.float64))  # ATen's compute: there is nothing to compare
     assert kernels == [0]
 
 
 def test_a_first_call_in_a_capture_is_refused_where_kernels_would_run_that_are_not_compared(kernels, monkeypatch):
-    monkeypatch.setattr(agreement, "is_capturing", lambda: True)
+    monkeypatch.setattr(comparison, "is_capturing", lambda: True)
     half = torch.ones(2, 3).half()
     with pytest.raises(
         RuntimeError, match=r"input: expected a call with torch.float16 on cpu before a graph is captured"
     ):
-        agreement.check_kernels(half)
-    assert not agreement.check_kernels(half.as_subclass(torch.nn.Parameter))
+        comparison.check_kernels(half)
+    assert not comparison.check_kernels(half.as_subclass(torch.nn.Parameter))
     with monkeypatch.context() as eager:
-        eager.setattr(agreement, "is_capturing", lambda: False)
-        assert agreement.check_kernels(half)
-    assert agreement.check_kernels(half)
+        eager.setattr(comparison, "is_capturing", lambda: False)
+        assert comparison.check_kernels(half)
+    assert comparison.check_kernels(half)
     fallback.turn_off(0, "they are wrong")
-    assert not agreement.check_kernels(torch.ones(2, 3))
+    assert not comparison.check_kernels(torch.ones(2, 3))
 
 
 def test_a_call_without_memory_says_nothing_about_kernels(kernels, monkeypatch):
@@ -170,10 +171,10 @@ def test_a_call_without_memory_says_nothing_about_kernels(kernels, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", refuse))
         with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
-            agreement.check_kernels(torch.ones(2, 3))
+            comparison.check_kernels(torch.ones(2, 3))
     assert kernels == []
     monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", torch.neg))
-    agreement.check_kernels(torch.ones(2, 3))  # compares them now
+    comparison.check_kernels(torch.ones(2, 3))  # compares them now
     assert kernels == [0]
 
 
@@ -190,25 +191,25 @@ def test_a_device_that_computes_nothing_any_more_is_told_from_wrong_kernels(kern
         broken.append(True)
         wait(None)
 
-    monkeypatch.setattr(agreement, "_wait_for", wait)
+    monkeypatch.setattr(comparison, "_wait_for", wait)
     wrong = ops_with("batch_norm_elemt", break_)
     if where == "the kernel":
         monkeypatch.setattr(torch.ops, "bagua_syncbn", wrong)
     else:
-        monkeypatch.setattr(agreement, "reference", wrong)
+        monkeypatch.setattr(comparison, "reference", wrong)
     message = (
         "cpu failed while .* were compared with plain torch for torch.float32, and computes nothing any more .*: CUDA"
     )
     with pytest.raises(RuntimeError, match=rf"{message}.*BAGUA_SYNCBN_KERNELS=aten"):
-        agreement.check_kernels(torch.ones(2, 3))
+        comparison.check_kernels(torch.ones(2, 3))
     assert kernels == []
     with pytest.raises(RuntimeError, match=r"^CUDA error"):  # another one broke it
-        agreement.check_kernels(torch.ones(2, 3))
+        comparison.check_kernels(torch.ones(2, 3))
 
 
 def test_modes_of_the_caller_change_nothing(kernels):
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        assert agreement.find_difference(reference, CPU, torch.float32) is None
+        assert comparison.find_difference(reference, CPU, torch.float32) is None
     generator = torch.get_rng_state()
     SyncBatchNorm1d(3)(torch.ones(2, 3))
     assert torch.equal(torch.get_rng_state(), generator)

@@ -1,0 +1,16 @@
+"""Kernels of a CUDA device: the native ones, once they agree with plain torch there; else those of ATen."""
+
+from torch import Tensor
+
+from ..functional import FIRST_CALL_CHECKS
+from .comparison import check_kernels, check_kernels_on
+from .fallback import EXPERIMENTAL, cuda_kernels
+
+__all__ = ["EXPERIMENTAL", "check_kernels_on", "cuda_kernels"]
+
+
+def _is_checked(input: Tensor) -> bool:
+    return not input.is_cuda or check_kernels(input)
+
+
+FIRST_CALL_CHECKS.append(_is_checked)
