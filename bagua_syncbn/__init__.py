@@ -2,7 +2,6 @@
 
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from .communicators import shared as _shared  # noqa: F401  # carries messages of ranks of one host
-from .communicators import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
@@ -17,13 +16,13 @@ from .extras import watch as _watch  # noqa: F401  # looks at each group from it
 from .extras.accumulation import accumulate_statistics
 from .extras.checkpointing import Repeatable
 from .extras.freezing import freeze_statistics, unfreeze_statistics
+from .extras.groups import sync_group
 from .extras.loss import mean_over_ranks
 from .extras.masks import masked
 from .extras.merging import merge_statistics
 from .extras.recalibration import recalibrate_statistics
-from .extras.report import groups_report
+from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
-from .sync import check_ranks
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .verification import measure_batch_noise, verify_synchronization
 from .version import __version__

@@ -13,7 +13,7 @@ from . import ops
 from .communicators import spec_of
 from .options import EPS_MODES, Options, Tensors
 from .sync import name_of
-from .torch_internals import is_exporting
+from .torch_internals.autograd import is_exporting
 
 _LOCAL_CLASSES = (Tensor, nn.Parameter)
 _Error = TypeVar("_Error", bound=Exception)

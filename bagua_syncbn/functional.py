@@ -25,7 +25,7 @@ from .step.derivatives import differentiable_batch_norm
 from .step.normalize import normalize
 from .step.statistics import batch_statistics
 from .sync import Exchange, exchange_of, name_of, tells_peers
-from .torch_internals import has_transforms, is_transforming, level_of_duals
+from .torch_internals.autograd import has_transforms, is_transforming, level_of_duals
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 

@@ -8,7 +8,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from .checks import check_flag, check_is_tensor
 from .ops import Masking, of_positions
 from .options import GivenMasks
-from .torch_internals import is_transforming
+from .torch_internals.autograd import is_transforming
 
 
 def masking_of(input: Tensor, masks: GivenMasks) -> Masking | None:

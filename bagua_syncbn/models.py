@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicators import bagua
-from .torch_internals import is_replicated_in_place
+from .torch_internals.modules import is_replicated_in_place
 
 Filter = Callable[[str, nn.Module], bool]
 

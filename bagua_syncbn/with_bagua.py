@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .communicators import ENGINES, GroupSpec, bagua, spec_of
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
-from .torch_internals import composable_replicate, pytree
+from .torch_internals.modules import composable_replicate, pytree
 
 ENGINES.append(bagua)
 

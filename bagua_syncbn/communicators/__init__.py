@@ -6,7 +6,7 @@ processes of a job is a communicator in a file of its own.
 
 from .c10d import AsyncCollective, TorchCommunicator, communicator_of, is_large
 from .communicator import LOCAL, Communicator, LocalCommunicator
-from .group_spec import ENGINES, EVERYONE, GroupSpec, spec_of, sync_group
+from .group_spec import ENGINES, EVERYONE, GroupSpec, spec_of
 from .groups import RankGroup, said_by, text_of_ranks
 
 __all__ = [
@@ -23,6 +23,5 @@ __all__ = [
     "is_large",
     "said_by",
     "spec_of",
-    "sync_group",
     "text_of_ranks",
 ]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import torch_internals
+from ..torch_internals import groups as torch_groups
 
 IS_AVAILABLE = dist.is_available()
 
@@ -73,7 +73,7 @@ class TorchCommunicator:
 
     def all_gather(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch_internals.traced_all_gather(packed, self.size, self.name)
+            return torch_groups.traced_all_gather(packed, self.size, self.name)
         group = self._group() or self.group  # the property raises
         gathered, work = self._all_gather(group, packed, packed.is_cpu)
         _end(work, group, packed)
@@ -83,7 +83,7 @@ class TorchCommunicator:
         if _is_gathered(packed, self.size):
             return self.all_gather(packed).sum(0)
         if torch.compiler.is_compiling():
-            return torch_internals.traced_all_reduce(packed, self.name)
+            return torch_groups.traced_all_reduce(packed, self.name)
         group = self.group
         work = group.allreduce([packed]) if packed.is_cpu else group.allreduce([packed], _SUM_IN_STREAM)
         _end(work, group, packed)
@@ -114,7 +114,7 @@ class TorchCommunicator:
         if not self._gathers_lists:
             try:
                 options = () if async_op else (_GATHER_IN_STREAM,)
-                return rows, getattr(group, torch_internals.GATHER_METHOD)(gathered, packed, *options)
+                return rows, getattr(group, torch_groups.GATHER_METHOD)(gathered, packed, *options)
             except RuntimeError as error:
                 if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
                     raise
@@ -136,7 +136,7 @@ class TorchCommunicator:
 
 
 _SUM_IN_STREAM, _GATHER_IN_STREAM = (
-    map(torch_internals.in_stream, ("Allreduce", "Allgather")) if IS_AVAILABLE else (None, None)
+    map(torch_groups.in_stream, ("Allreduce", "Allgather")) if IS_AVAILABLE else (None, None)
 )
 
 

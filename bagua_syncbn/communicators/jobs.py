@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 
-from .. import torch_internals
+from ..torch_internals import groups as torch_groups
 from .c10d import is_alive
 from .groups import NODE, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, said_by, text_of, text_of_ranks
 
@@ -133,9 +133,9 @@ class Job:
         self._world: Callable[[], Any] = ref(world)
         self.rank: int = world.rank()
         self.size: int = world.size()
-        self._backend, self._store = torch_internals.backend_and_store(world)
-        self._device = torch_internals.device_of(world)
-        self._timeout: timedelta = torch_internals.timeout_of(world)
+        self._backend, self._store = torch_groups.backend_and_store(world)
+        self._device = torch_groups.device_of(world)
+        self._timeout: timedelta = torch_groups.timeout_of(world)
         self._agreements = 0
         self._given: dict[Rule, ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
@@ -222,7 +222,7 @@ class Job:
         if str(self._backend) == "fake":  # torch's backend without other processes
             return [value] * len(ranks)
         # Holds for each rank the first use that it waits in.
-        doing = torch_internals.prefix_store("bagua_syncbn/doing", self._store)
+        doing = torch_groups.prefix_store("bagua_syncbn/doing", self._store)
 
         def tell(missing: list[int]) -> str:
             does = [(rank, doing.get(str(rank)).decode()) for rank in missing if doing.check([str(rank)])]
@@ -233,7 +233,7 @@ class Job:
         timeout, whose = self._timeout, "job's"
         if limit is not None and limit < timeout:
             timeout, whose = limit, "group's"
-        store, seconds = torch_internals.prefix_store(f"bagua_syncbn/{key}", self._store), timeout.total_seconds()
+        store, seconds = torch_groups.prefix_store(f"bagua_syncbn/{key}", self._store), timeout.total_seconds()
         try:
             doing.set(str(self.rank), what)
             brought: list[Any] = meet(store, self.rank, ranks, value, seconds, tell=tell)
@@ -253,7 +253,7 @@ class Job:
     def _made_once(
         self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
     ) -> Any:
-        backend, _ = torch_internals.backend_and_store(model)
+        backend, _ = torch_groups.backend_and_store(model)
         key = f"{backend} {ranks}" if named_after is None else f"{backend} {ranks} {named_after}"
         name = f"bagua_syncbn:{whose}:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
         with self._making.setdefault(name, Lock()):
@@ -289,7 +289,7 @@ class Job:
         ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
         different numbers of other groups wait for each other forever.
         """
-        self._meet(name, ranks, None, what, torch_internals.timeout_of(model))
+        self._meet(name, ranks, None, what, torch_groups.timeout_of(model))
         store = self._store
         if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
             with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
@@ -297,7 +297,7 @@ class Job:
         # To split an NCCL communicator off the job's takes all ranks of the job, in one order.
         splits = not is_given and len(ranks) == self.size
         try:
-            return torch_internals.make_group(self._world(), ranks, model, store, name, self._device, splits)
+            return torch_groups.make_group(self._world(), ranks, model, store, name, self._device, splits)
         except RuntimeError as error:
             raise RuntimeError(
                 f"process_group: expected {text_of_ranks(ranks)} to connect in the first use of {what}, got on rank "

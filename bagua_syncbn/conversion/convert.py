@@ -20,7 +20,7 @@ from ..models import Filter, check_module
 from ..ops.activations import Activation
 from ..sync import ConvertedModel, Origin, name_of
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals import forget_compiled_code
+from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .findings import BY_ITSELF, examine
 from .fusing import FusedActivation, unfuse

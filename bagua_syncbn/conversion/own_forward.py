@@ -25,7 +25,7 @@ from ..extras.checkpointing import is_repetition
 from ..extras.masks import is_masked
 from ..step.call import Call, this_thread
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
-from ..torch_internals import unseen_by_selective_checkpointing
+from ..torch_internals.autograd import unseen_by_selective_checkpointing
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..extras.recomputation import Recomputed
-from ..torch_internals import in_place_of_forward
+from ..torch_internals.modules import in_place_of_forward
 
 _Module = TypeVar("_Module", bound=nn.Module)
 # A name, because torch numbers hooks, and another hook may have the number that a copy or file holds.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops import DTYPES, accumulate_dtype, raise_torchs, reduced_dims, reference
-from ..torch_internals import is_capturing, is_transforming, outside_of_modes
+from ..torch_internals.autograd import is_capturing, is_transforming, outside_of_modes
 from .exercise import Exercise
 from .fallback import cuda_kernels, cuda_problem, serves, turn_off
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import pytree
+from ..torch_internals.modules import pytree
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -20,7 +20,7 @@ from ..step.call import Call, Normalization, Statistics, this_thread
 from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.normalize import after, through_activation
 from ..sync import LOCAL_EXCHANGE
-from ..torch_internals import is_batched, is_transforming
+from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, Tensors, in_streams
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..torch_internals import device_index
+from ..torch_internals.modules import device_index
 from . import shared_device
 from .callbacks import execute_replication_callbacks, first_error
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .. import ops
 from ..checks import named
 from ..models import check_module
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals import is_capturing
+from ..torch_internals.autograd import is_capturing
+from .accumulator import StatisticsAccumulator
 from .attaching import attached, replace_attached
 
 
@@ -21,7 +21,7 @@ class Accumulation:
 
     def __init__(self, layer: SyncBatchNorm) -> None:
         device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
-        self.statistics = ops.StatisticsAccumulator(layer.num_features, device)
+        self.statistics = StatisticsAccumulator(layer.num_features, device)
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         buffers = call.buffers
@@ -43,7 +43,7 @@ class Accumulation:
         return go(call._replace(buffers=buffers._replace(accumulator=self.statistics)))
 
 
-def accumulation_of(layer: SyncBatchNorm) -> ops.StatisticsAccumulator | None:
+def accumulation_of(layer: SyncBatchNorm) -> StatisticsAccumulator | None:
     """Returns what takes the statistics of ``layer`` within :func:`accumulate_statistics`; None outside of it."""
     found = attached(layer, Accumulation)
     return None if found is None else found.statistics

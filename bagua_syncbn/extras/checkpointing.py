@@ -21,12 +21,12 @@ from torch import nn
 from .. import ops
 from ..checks import check_tensors, named
 from ..step.call import Call, Hooks, set_hook, this_thread
-from ..torch_internals import (
+from ..torch_internals.autograd import unseen_by_selective_checkpointing
+from ..torch_internals.checkpoints import (
     has_known_checkpoints,
     is_in_backward,
     observe_checkpoints,
     raise_if_under_unknown_checkpoint,
-    unseen_by_selective_checkpointing,
 )
 from .recomputation import depth, set_depth
 

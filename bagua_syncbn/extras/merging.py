@@ -15,8 +15,9 @@ from ..checks import check_number
 from ..communicators import spec_of
 from ..models import check_module
 from ..ops import Moments
-from ..sync import sum_over_ranks, tells_peers
+from ..sync import tells_peers
 from .freezing import is_frozen
+from .sums import sum_over_ranks
 
 # Weight of a rank that has counted no batch: negligible next to one batch, and equal on all ranks if none has any.
 _NO_BATCH = 2.0**-600

@@ -14,10 +14,12 @@ from ..checks import named
 from ..communicators import spec_of
 from ..masks import masking_of
 from ..models import check_module
-from ..sync import name_of, sum_over_ranks, tells_peers
+from ..sync import name_of, tells_peers
 from ..sync_batchnorm import SyncBatchNorm
+from .accumulator import StatisticsAccumulator
 from .masks import masks_of
 from .merging import layers_with_statistics, merged_over_ranks
+from .sums import sum_over_ranks
 from .unchanged import forward_of, observe
 
 _NAME = "recalibrate_statistics"
@@ -98,7 +100,7 @@ def recalibrate_statistics(
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
     shown = _with_progress(batches) if communicator.rank == 0 else batches
     accumulators = {
-        name: ops.StatisticsAccumulator(layer.running_mean.numel(), layer.running_mean.device)
+        name: StatisticsAccumulator(layer.running_mean.numel(), layer.running_mean.device)
         for name, layer in layers.items()
     }
     observe(module, layers, partial(_add, Lock(), accumulators), shown, run, training=True)
@@ -117,7 +119,7 @@ def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
 
 def _add(
     lock: Lock,  # replicas of a layer run in threads
-    accumulators: dict[str, ops.StatisticsAccumulator],
+    accumulators: dict[str, StatisticsAccumulator],
     name: str,
     layer: Any,
     args: tuple[Any, ...],

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +21,24 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from .. import ops
 from ..step.call import Normalization, set_hook
 from ..sync import name_of
-from ..torch_internals import saving_hooks, takes_saving_hooks
+from ..torch_internals.modules import saving_hooks, takes_saving_hooks
+
+# By the name of the node that autograd has for an operation, without its last digit: for some, the operation in place
+# has a node of its own. Names of nodes for functions that are written in Python end in no digit.
+_NODES: dict[str, Callable[[Any], str | tuple[str, float] | None]] = {
+    "CloneBackward": lambda node: "identity",  # which some activations in place store
+    "ReluBackward": lambda node: "relu",
+    "HardtanhBackward": lambda node: "relu6" if (node._saved_min_val, node._saved_max_val) == (0, 6) else None,
+    "LeakyReluBackward": lambda node: ("leaky_relu", node._saved_negative_slope),
+    "EluBackward": lambda node: (
+        ("elu", node._saved_alpha) if node._saved_scale == node._saved_input_scale == 1 else None
+    ),
+    "SiluBackward": lambda node: "silu",
+    "GeluBackward": lambda node: "gelu" if node._saved_approximate == "none" else "gelu_tanh",
+    "HardswishBackward": lambda node: "hardswish",
+    "SigmoidBackward": lambda node: "sigmoid",
+    "TanhBackward": lambda node: "tanh",
+}
 
 
 class _Depth(threading.local):
@@ -182,7 +200,7 @@ def _recipe_of(tensor: Tensor) -> _Remade | None:
     recipe = _recipe_at(node, whole.output_nr)
     if recipe is not None:
         return recipe.of_output(whole)
-    activation = None if node is None else ops.activation_recorded_by(node)
+    activation = None if node is None else _activation_recorded_by(node)
     if node is None or activation is None:
         return None
     recipe = _recipe_at(*node.next_functions[0])
@@ -214,3 +232,12 @@ def _kept(tensor: Tensor, version: int) -> Tensor:
             "instead. torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
         )
     return tensor
+
+
+def _activation_recorded_by(node: Any) -> ops.Activation | None:
+    """Returns the activation that a node of autograd was made for; None for any other node."""
+    recorded = _NODES.get(node.name()[:-1])
+    found = None if recorded is None else recorded(node)
+    if found is None:
+        return None
+    return ops.IDENTITY if found == "identity" else ops.activation_of(found)

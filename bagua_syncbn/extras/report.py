@@ -1,6 +1,30 @@
-"""Report on the groups of synchronized layers: what this rank does in each, for jobs that hang."""
+"""Questions about the groups of synchronized layers: do their ranks agree, and what is this rank doing in each."""
 
+import torch
+
+from ..sync.faults import RECORDS
 from ..sync.history import CallHistory, histories
+
+
+def check_ranks() -> None:
+    """Waits for the devices, and raises if ranks made different calls without an error so far.
+
+    In eager mode on CPU they raise at once. On CUDA no host waits: where ranks differ the output or gradient is NaN,
+    running statistics stay as they are, and the first call that finds out raises. This one finds out for certain, for
+    example at the end of an epoch. So it does for compiled calls on CPU; those on CUDA give NaN and are not named.
+
+    Raises:
+        RuntimeError: ranks made different calls. It names them.
+
+    Example::
+
+        >>> bagua_syncbn.check_ranks()
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for record in list(RECORDS.values()):
+        if record.is_on_cpu or not record.is_told:
+            record.raise_if_found()
 
 
 def groups_report() -> str:

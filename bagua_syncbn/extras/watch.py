@@ -12,7 +12,8 @@ from weakref import ref
 
 from ..communicators import TorchCommunicator
 from ..sync.history import CallHistory, at_first_message
-from ..torch_internals import nccl_id, nccl_progress, timeout_of
+from ..torch_internals.groups import timeout_of
+from ..torch_internals.nccl import nccl_id, nccl_progress
 
 _log = logging.getLogger("bagua_syncbn")
 

@@ -53,7 +53,7 @@ fault stays until the host clears it:
 import torch
 
 from . import reference
-from .activations import IDENTITY, Activation, activation_of, activation_recorded_by
+from .activations import IDENTITY, Activation, activation_of
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .failures import raise_torchs
 from .masking import Masking, of_positions
@@ -62,7 +62,6 @@ from .native import KERNELS, hold_buffers, prefer_native, recompute_is_cheaper
 from .running_stats import (
     NO_BUFFERS,
     Buffers,
-    StatisticsAccumulator,
     clear_clamped,
     inverse_deviation,
     is_clamped,

@@ -55,23 +55,6 @@ MODULES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
 }
 """Activations that torch's modules compute."""
 
-# By the name of the node that autograd has for an operation, without its last digit: for some, the operation in place
-# has a node of its own. Names of nodes for functions that are written in Python end in no digit.
-_NODES: dict[str, Callable[[Any], str | tuple[str, float] | None]] = {
-    "CloneBackward": lambda node: "identity",  # which some activations in place store
-    "ReluBackward": lambda node: "relu",
-    "HardtanhBackward": lambda node: "relu6" if (node._saved_min_val, node._saved_max_val) == (0, 6) else None,
-    "LeakyReluBackward": lambda node: ("leaky_relu", node._saved_negative_slope),
-    "EluBackward": lambda node: (
-        ("elu", node._saved_alpha) if node._saved_scale == node._saved_input_scale == 1 else None
-    ),
-    "SiluBackward": lambda node: "silu",
-    "GeluBackward": lambda node: "gelu" if node._saved_approximate == "none" else "gelu_tanh",
-    "HardswishBackward": lambda node: "hardswish",
-    "SigmoidBackward": lambda node: "sigmoid",
-    "TanhBackward": lambda node: "tanh",
-}
-
 
 class Activation(NamedTuple):
     """An activation, and its parameter: the slope of ``leaky_relu``, the alpha of ``elu``; 0 for any other."""
@@ -130,15 +113,6 @@ def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Act
     if not math.isfinite(parameter):
         raise ValueError(f"activation: expected a finite parameter for {name}, got {parameter}")
     return Activation(name, parameter)
-
-
-def activation_recorded_by(node: Any) -> Activation | None:
-    """Returns the activation that a node of autograd was made for; None for any other node."""
-    recorded = _NODES.get(node.name()[:-1])
-    found = None if recorded is None else recorded(node)
-    if found is None:
-        return None
-    return IDENTITY if found == "identity" else activation_of(found)
 
 
 def value(z: Tensor, code: int, parameter: float) -> Tensor:

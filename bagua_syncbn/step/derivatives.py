@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..options import Options
 from ..sync import tell_peers, tells_peers
-from ..torch_internals import is_batched
+from ..torch_internals.autograd import is_batched
 from .call import Normalization, Statistics, follow
 
 

@@ -1,8 +1,7 @@
 """Messages of ranks in a call, and how ranks find out that they differ. Read ``protocol`` first."""
 
 from .errors import raise_for_all, tell_peers, tells_peers
-from .exchanges import LOCAL_EXCHANGE, Exchange, exchange_of, sum_over_ranks
-from .faults import check_ranks
+from .exchanges import LOCAL_EXCHANGE, Exchange, exchange_of
 from .signatures import ConvertedModel, Origin, name_of
 
 __all__ = [
@@ -10,11 +9,9 @@ __all__ = [
     "ConvertedModel",
     "Exchange",
     "Origin",
-    "check_ranks",
     "exchange_of",
     "name_of",
     "raise_for_all",
-    "sum_over_ranks",
     "tell_peers",
     "tells_peers",
 ]

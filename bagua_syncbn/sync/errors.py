@@ -14,7 +14,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
-from ..torch_internals import NO_ERRORS, unseen_by_selective_checkpointing
+from ..torch_internals.autograd import NO_ERRORS, unseen_by_selective_checkpointing
 from .faults import differ_text, is_checked_at_once, record_of
 from .history import CallHistory, Probe, can_probe, history_in
 from .signatures import RAISED, describe, kind_of, name_of, word_of

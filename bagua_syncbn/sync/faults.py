@@ -10,7 +10,7 @@ import torch
 
 from .. import ops
 from ..communicators import said_by
-from ..torch_internals import outside_of_modes
+from ..torch_internals.autograd import outside_of_modes
 from .signatures import CallSignature, describe
 
 
@@ -86,27 +86,6 @@ def is_checked_at_once(record: FaultRecord | None, device: torch.device) -> bool
 def forget_records(history: str) -> None:
     for device_type in ("cpu", "cuda"):
         RECORDS.pop((history, device_type), None)
-
-
-def check_ranks() -> None:
-    """Waits for the devices, and raises if ranks made different calls without an error so far.
-
-    In eager mode on CPU they raise at once. On CUDA no host waits: where ranks differ the output or gradient is NaN,
-    running statistics stay as they are, and the first call that finds out raises. This one finds out for certain, for
-    example at the end of an epoch. So it does for compiled calls on CPU; those on CUDA give NaN and are not named.
-
-    Raises:
-        RuntimeError: ranks made different calls. It names them.
-
-    Example::
-
-        >>> bagua_syncbn.check_ranks()
-    """
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    for record in list(RECORDS.values()):
-        if record.is_on_cpu or not record.is_told:
-            record.raise_if_found()
 
 
 def differ_text(own: str, calls: Iterable[tuple[int, str]] = (), other: str = "another call") -> str:

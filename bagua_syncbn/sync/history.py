@@ -18,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator
-from ..torch_internals import group_named, is_capturing, untraced
+from ..torch_internals.autograd import is_capturing, untraced
+from ..torch_internals.groups import group_named
 from .faults import forget_records, record_of
 from .signatures import CallSignature, checksum, describe_compiled, exact_bits, word_of
 

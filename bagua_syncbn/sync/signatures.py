@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicators import Communicator, is_large
 from ..options import Options
-from ..torch_internals import untraced
+from ..torch_internals.autograd import untraced
 
 # Values that all ranks have in common in a call: number of channels, whether it is in float64, what becomes of the
 # running statistics (a key of _TRACKING), and the options but the activation. Flat, as torch.compile hands values to a

@@ -17,7 +17,7 @@ from ..extras.masks import is_masked
 from ..extras.unchanged import digest
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals import pytree
+from ..torch_internals.modules import pytree
 from .ranks import Ranks, in_float64, joined, tensors_in
 from .steps import (
     Comparison,

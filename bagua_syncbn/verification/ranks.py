@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communicators import said_by, spec_of
-from ..torch_internals import pytree
+from ..torch_internals.modules import pytree
 
 _T = TypeVar("_T")
 

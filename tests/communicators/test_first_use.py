@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagua_syncbn import convert_sync_batchnorm, torch_internals
+from bagua_syncbn import convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup, jobs
 from bagua_syncbn.communicators.jobs import MeetingError, meet
+from bagua_syncbn.torch_internals import groups as torch_groups
 from tests.helpers.own_groups import SECONDS, join, mean_over
 
 
@@ -143,7 +144,7 @@ def behind(function):
     return interrupted
 
 
-OWNERS = {"make_group": torch_internals, "_meet": jobs.Job}
+OWNERS = {"make_group": torch_groups, "_meet": jobs.Job}
 
 
 def interrupted_first_use(store, when, name):

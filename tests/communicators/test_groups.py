@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group, torch_internals
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
 from bagua_syncbn.sync.faults import RECORDS
 from bagua_syncbn.sync.history import history_in
+from bagua_syncbn.torch_internals.groups import GATHER_METHOD
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.own_groups import communicator_of, forget_groups, join, mean_over
@@ -341,7 +342,7 @@ def test_a_backend_that_gathers_into_lists_only_is_asked_once():
         raise RuntimeError("Backend dummy does not support allgather_into_tensor")
 
     communicator = TorchCommunicator(dist.new_group([0, 1]))
-    with patch.object(type(communicator.group), torch_internals.GATHER_METHOD, unsupported):
+    with patch.object(type(communicator.group), GATHER_METHOD, unsupported):
         for _ in range(2):
             rows = communicator.all_gather(torch.arange(2.0) + 10 * communicator.rank)
             assert rows.tolist() == [[0, 1], [10, 11]]

@@ -18,6 +18,7 @@ from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batc
 from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.extras import accumulation
 from bagua_syncbn.extras.accumulation import accumulation_of
+from bagua_syncbn.extras.accumulator import StatisticsAccumulator
 from bagua_syncbn.options import Options
 from benchmarks.one_rank import Twin
 from tests.helpers.observed import collectives
@@ -226,10 +227,10 @@ def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("differ", [False, True])
 def test_ranks_that_differed_where_no_host_waits(differ):
     running_mean, running_var, count = torch.zeros(1), torch.ones(1), torch.tensor(0)
-    accumulator = ops.StatisticsAccumulator(1, torch.device("cpu"))
+    accumulator = StatisticsAccumulator(1, torch.device("cpu"))
     for call in range(2):
         words = [[1, 2, call], [1, 2, call + differ * call]]
-        accumulator.add(torch.tensor([[3.0, 1, 2, 0, *said] for said in words]))
-    accumulator.move_later(ops.Buffers(running_mean, running_var, count), Options())
+        rows = torch.tensor([[3.0, 1, 2, 0, *said] for said in words])
+        accumulator.take(rows, 1, ops.Buffers(running_mean, running_var, count), Options())
     accumulator.move()
     assert [*running_mean.tolist(), count.item()] == ([0, 0] if differ else [pytest.approx(0.3), 1])

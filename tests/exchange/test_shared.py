@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import TorchCommunicator, communicator_of, shared
 from bagua_syncbn.communicators.shared import SharedCommunicator
-from bagua_syncbn.torch_internals import backend_and_store
+from bagua_syncbn.torch_internals.groups import backend_and_store
 from tests.helpers.observed import collectives
 from tests.helpers.own_groups import communicator_of as layers_communicator
 

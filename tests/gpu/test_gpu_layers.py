@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_syncbn
-from bagua_syncbn import torch_internals
 from bagua_syncbn.communicators import TorchCommunicator, jobs, spec_of
 from bagua_syncbn.sync.history import history_in
+from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
 from benchmarks.one_rank import OneRankGroup
 from tests.helpers.cases import laid_out
 from tests.helpers.tolerances import DTYPES, assert_close
@@ -458,11 +458,11 @@ def train_and_count():
         layer(torch.randn(3, 5, 6, 7, device="cuda", requires_grad=True)).sum().backward()
     torch.cuda.synchronize()
     communicator = spec_of(None).communicator()
-    history, number = history_in(communicator), torch_internals.nccl_id(communicator.group)
+    history, number = history_in(communicator), nccl_id(communicator.group)
     sent, deadline = history.calls + history.probes, time.monotonic() + 10
-    while torch_internals.nccl_progress(number) != (sent, sent) and time.monotonic() < deadline:
+    while nccl_progress(number) != (sent, sent) and time.monotonic() < deadline:
         time.sleep(0.1)  # torch's watchdog notes ends
-    return torch_internals.nccl_progress(number), (sent, sent)
+    return nccl_progress(number), (sent, sent)
 
 
 def test_the_watch_over_groups_knows_what_nccl_has_ended(two_gpus):

@@ -22,10 +22,10 @@ from bagua_syncbn import (
     freeze_statistics,
     masked,
     sync_batch_norm,
-    torch_internals,
 )
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.extras import checkpointing
+from bagua_syncbn.torch_internals import checkpoints
 from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
 from tests.helpers.observed import collectives
 from tests.helpers.user_layers import BatchNormAct1d
@@ -461,11 +461,11 @@ class UnknownFrame(torch_checkpoint._CheckpointFrame):
 
 
 def test_a_torch_with_other_checkpoints_is_refused_by_name(monkeypatch):
-    assert torch_internals._knows_checkpoints()
+    assert checkpoints._knows_checkpoints()
     monkeypatch.setattr(torch_checkpoint, "_CheckpointFrame", UnknownFrame)
-    monkeypatch.setattr(torch_internals, "has_known_checkpoints", torch_internals._knows_checkpoints())
+    monkeypatch.setattr(checkpoints, "has_known_checkpoints", checkpoints._knows_checkpoints())
     hook = torch_checkpoint._checkpoint_hook
-    torch_internals.observe_checkpoints(Repeatable)
+    checkpoints.observe_checkpoints(Repeatable)
     assert torch_checkpoint._checkpoint_hook is hook
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     layer(input).sum().backward()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.extras.recomputation import depth
 from bagua_syncbn.ops import activations
-from bagua_syncbn.torch_internals import saving_hooks
+from bagua_syncbn.torch_internals.modules import saving_hooks
 from benchmarks.sections.stored import Storages
 from tests.helpers.replicated import PAIRS, inputs_of, parallel
 from tests.helpers.user_layers import BatchNormAct

@@ -1,0 +1,80 @@
+"""torch.utils.checkpoint, in both of its forms."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+
+def _knows_checkpoints() -> bool:
+    """Whether torch.utils.checkpoint has the structure of torch 2.10 to 2.14, which this file relies on."""
+    parts = (
+        ("_checkpoint_hook", "__init__", ["self", "frame"]),
+        ("_CheckpointFrame", "__init__", ["self", "recompute_fn"]),
+        ("CheckpointFunction", "forward", ["ctx", "run_function", "preserve_rng_state"]),
+    )
+    for cls, method, expected in parts:
+        function = getattr(getattr(checkpoint, cls, None), method, None)
+        if function is None or list(inspect.signature(function).parameters)[: len(expected)] != expected:
+            return False
+    return True
+
+
+has_known_checkpoints = _knows_checkpoints()
+
+
+def observe_checkpoints(region: Callable[[], Any]) -> None:
+    """Makes torch.utils.checkpoint, in both of its forms, enter a region of ``region()`` around functions that it runs.
+
+    Each checkpoint has one region, for the first run and all repetitions, and holds it as long as it can repeat.
+    """
+    if not has_known_checkpoints:
+        return
+
+    class ObservedHook(checkpoint._checkpoint_hook):
+        """Context around the first run with use_reentrant=False."""
+
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            self.region = region()
+            repeat = frame.recompute_fn
+            frame.recompute_fn = self.region(repeat)
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.region.__enter__()
+
+        def __exit__(self, *args: object) -> None:
+            self.region.__exit__(*args)
+            super().__exit__(*args)
+
+    forward = checkpoint.CheckpointFunction.forward
+
+    def observed_forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Runs the function with use_reentrant=True; backward calls the same wrapped function again."""
+        return forward(ctx, region()(run_function), preserve_rng_state, *args)
+
+    checkpoint._checkpoint_hook = ObservedHook  # type: ignore[misc]
+    checkpoint.CheckpointFunction.forward = staticmethod(observed_forward)  # type: ignore[method-assign]
+
+
+def raise_if_under_unknown_checkpoint() -> None:
+    """Raises RuntimeError within a torch.utils.checkpoint that :func:`observe_checkpoints` does not know."""
+    if has_known_checkpoints:
+        return
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_globals is vars(checkpoint):
+            raise RuntimeError(
+                "torch.utils.checkpoint: expected the one of torch 2.10 to 2.14, in which synchronized layers can tell "
+                f"what is repeated; got torch {torch.__version__}. Use a bagua_syncbn for this torch, or no activation "
+                "checkpointing around synchronized layers"
+            )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1

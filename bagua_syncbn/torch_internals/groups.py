@@ -1,0 +1,131 @@
+"""Groups of torch.distributed, as in torch 2.13; parts that differ in torch 2.10 as there."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed this method of groups.
+GATHER_METHOD = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+
+
+def in_stream(kind: str) -> Any:
+    """Returns options of kind ``"Allreduce"`` or ``"Allgather"`` by which NCCL takes the current stream, not its own.
+
+    The functions of torch.distributed give the same ones, unless called with ``async_op``.
+    """
+    options = getattr(dist.distributed_c10d, f"{kind}Options")()
+    options.asyncOp = False
+    return options
+
+
+def traced_all_gather(packed: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
+    """Returns the rows of all ranks, in a graph of torch.compile, which holds the group's name and not the group."""
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, size, group_name)
+    rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered).view(size, -1)
+    return rows
+
+
+def traced_all_reduce(packed: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Returns the sum over ranks, in a graph of torch.compile, see :func:`traced_all_gather`."""
+    reduced = torch.ops._c10d_functional.all_reduce(packed, "sum", group_name)
+    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
+    return total
+
+
+def group_named(name: str) -> Any:
+    """Returns the process group named ``name``; compiled code holds names of groups."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._resolve_process_group(name)
+
+
+def prefix_store(prefix: str, store: Any) -> Any:
+    """Returns ``store`` with ``prefix`` before each key."""
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def backend_and_store(group: Any) -> tuple[Any, Any]:
+    """Returns the backend's name and the store of a live group."""
+    return dist.distributed_c10d._world.pg_map[group]
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Returns the time-out of collectives of ``group``; for a backend that has none, the time-out of its store."""
+    timeouts = (options._timeout for options in _all_options(group))
+    return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
+
+
+def is_gloo_on_cpu(group: Any) -> bool:
+    """Whether gloo carries the CPU tensors of ``group``."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except (AttributeError, RuntimeError):  # no backend for CPU tensors, or a stand-in for a group
+        return False
+
+
+def device_of(world: Any) -> Any:
+    """Returns the device that NCCL is bound to in the job with the default group ``world``; None for none."""
+    return world.bound_device_id
+
+
+def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: str, device: Any, splits: bool) -> Any:
+    """Returns a group that its ``ranks`` make, with the backend, options and time-out of the group ``model``.
+
+    ``world`` is the default group of the job. If NCCL is bound to a ``device`` in it, and with ``splits``, the
+    communicator is split off the job's communicator; otherwise a new one is made.
+    """
+    with _splitting(world, device, splits):
+        group, _ = dist.distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(world.rank()),
+            list(ranks),
+            backend_and_store(model)[0],
+            store,
+            name,  # type: ignore[arg-type]
+            backend_options=_nccl_options(model),
+            timeout=timeout_of(model),
+            device_id=device if splits else None,
+            group_desc="bagua_syncbn",
+        )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+_binding = Lock()
+
+
+@contextmanager
+def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
+    """Context in which torch splits new communicators off the job's if ``splits``, by binding the job to a device."""
+    if device is None:
+        yield
+        return
+    with _binding:
+        world.bound_device_id = device if splits else None
+        try:
+            yield
+        finally:
+            world.bound_device_id = device
+
+
+def _all_options(group: Any) -> list[Any]:
+    backends = (group._get_backend(device) for device in group._device_types)
+    options = (getattr(backend, "options", None) for backend in backends)  # some backends have none
+    return [one for one in options if one is not None]
+
+
+def _nccl_options(group: Any) -> Any:
+    """Returns a copy of the options of NCCL in ``group``; None if ``group`` has no NCCL."""
+    if not dist.is_nccl_available():
+        return None
+    for options in _all_options(group):
+        if isinstance(options, dist.ProcessGroupNCCL.Options):
+            options = copy.deepcopy(options)
+            options.split_from = None  # type: ignore[assignment]
+            return options
+    return None

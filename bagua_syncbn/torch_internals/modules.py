@@ -1,0 +1,63 @@
+"""Calls of modules, compiled and replicated ones, and what they save."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._utils import _get_device_index
+from torch.utils import _pytree
+
+pytree: Any = _pytree
+
+# The number of a device; the CPU is -1.
+device_index: Callable[..., int] = _get_device_index
+
+
+def composable_replicate() -> Any:
+    """Returns the module of torch's data parallelism in place, which a function of the same name hides."""
+    return import_module("torch.distributed._composable.replicate")
+
+
+def is_replicated_in_place(module: torch.nn.Module) -> bool:
+    """Whether torch has made ``module`` data parallel in place."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")  # absent if never used
+    return composable is not None and isinstance(module, composable.DDP)
+
+
+def forget_compiled_code(module: torch.nn.Module) -> None:
+    """Makes the next call of a compiled model compile it anew, with its layers as they are now."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second
+    if dynamo is not None and any(
+        part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
+    ):
+        # torch's guards would see that a layer has changed, but options of torch.compile can leave them out.
+        torch.compiler.reset()
+
+
+def in_place_of_forward(hook: FrameType, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has the call of a module, in which a forward pre-hook runs in the frame ``hook``, call ``wrap(forward)``.
+
+    A forward hook cannot end what a pre-hook began: torch runs none if Ctrl-C ends the forward. An attribute of the
+    module cannot stand for its forward either: copies and replicas of the module would call the first one's.
+    """
+    calls = hook.f_back and hook.f_back.f_back
+    inner = calls and calls.f_locals.get("inner")  # in Module._call_impl, of torch 2.10 to 2.14
+    cells = {} if inner is None else dict(zip(inner.__code__.co_freevars, inner.__closure__, strict=True))
+    if "forward_call" not in cells:
+        raise RuntimeError(
+            "recompute_outputs: expected modules that are called as in torch 2.10 to 2.14, got torch "
+            f"{torch.__version__}; enter recompute_outputs() as a context"
+        )
+    cells["forward_call"].cell_contents = wrap(cells["forward_call"].cell_contents)
+
+
+# Whether torch allows hooks for saved tensors here.
+takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
+
+
+def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Returns the pack and unpack hooks for saved tensors in force here; None if tensors are saved unchanged."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
