@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..ops import NO_BUFFERS, Buffers, merge_stats
-from ..ops.moments import Moments, merge_dtype, merge_rows
-from ..ops.words import PARTS, parts_differ, words_in
+from ..ops.moments import Moments, merge_dtype, mixture
+from ..ops.words import PARTS, WORD, parts_differ, words_in
 from ..options import Options
 
 
@@ -36,7 +36,7 @@ class StatisticsAccumulator:
         rows = (_checked(gathered) if gathered.dim() > 1 else _row_of(gathered, ranks)).to(merge_dtype(gathered.device))
         if self.row.size(1) == rows.size(1):  # else the first batch of a layer that was lazy
             rows = torch.cat([self.row.to(rows), rows])
-        self.row = merge_rows(rows)
+        self.row = _merge_rows(rows)
 
     def moments(self) -> Moments:
         """Returns the moments of all batches so far."""
@@ -67,3 +67,15 @@ def _row_of(sums: Tensor, ranks: int) -> Tensor:
     sums, said = sums.tensor_split([-PARTS])
     moments = Moments.of_sums(sums)
     return moments._replace(weight=moments.weight.masked_fill(parts_differ(said, ranks), torch.nan)).as_row()
+
+
+def _merge_rows(rows: Tensor) -> Tensor:
+    """Returns (1, 2C + 2), the moments of all sets together, given those of each set in a row of ``rows`` (R, 2C + 2).
+
+    A NaN count makes the count of the result NaN.
+    """
+    channels = rows.size(1) // 2 - 1
+    means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
+    counts = low + high * WORD
+    total = counts.sum().view(1)
+    return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()

@@ -28,7 +28,6 @@ from ..torch_internals.checkpoints import (
     observe_checkpoints,
     raise_if_under_unknown_checkpoint,
 )
-from .recomputation import depth, set_depth
 
 _Result = TypeVar("_Result")
 
@@ -57,7 +56,6 @@ class Repeatable:
     def __init__(self) -> None:
         self._calls: _Calls = {}
         self._first_runs = 0
-        self._depth = 0
         self._had_grad = False
 
     def __enter__(self) -> Repeatable:
@@ -71,9 +69,8 @@ class Repeatable:
             )
         if is_first:
             self._first_runs += 1
-            self._calls, self._depth, self._had_grad = {}, depth(), torch.is_grad_enabled()
+            self._calls, self._had_grad = {}, torch.is_grad_enabled()
         _local.runs.append(_Run(self._calls, not is_first))
-        set_depth(self._depth)
         _note_runs()
         return self
 
@@ -82,7 +79,7 @@ class Repeatable:
         return not is_in_backward() and (self._had_grad or not torch.is_grad_enabled())
 
     def __exit__(self, *_: Any) -> None:
-        set_depth(_local.runs.pop().depth_around)
+        _local.runs.pop()
         _note_runs()
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -110,7 +107,6 @@ class _Run:
 
     def __init__(self, calls: _Calls, repeats: bool) -> None:
         self.calls, self.repeats = calls, repeats
-        self.depth_around = depth()
         self._repeated: Counter[nn.Module | None] = Counter()
 
     def recall(self, layer: nn.Module | None) -> _Made | None:

@@ -42,7 +42,7 @@ _NODES: dict[str, Callable[[Any], str | tuple[str, float] | None]] = {
 
 
 class _Depth(threading.local):
-    entered = 0  # number of entered recompute_outputs contexts; a repetition has the first run's
+    entered = 0  # number of entered recompute_outputs contexts
 
 
 _depth = _Depth()
@@ -53,8 +53,7 @@ def depth() -> int:
     return _depth.entered
 
 
-def set_depth(entered: int) -> None:
-    """Has this thread be in as many :class:`Recomputed` contexts."""
+def _set_depth(entered: int) -> None:
     _depth.entered = entered
     set_hook("see_output", _note_output if entered else None)
 
@@ -73,12 +72,12 @@ class Recomputed(AbstractContextManager[None]):
         if hooks is not None:
             hooks.__enter__()
         self._hooks.append(hooks)
-        set_depth(depth() + 1)
+        _set_depth(depth() + 1)
 
     def __exit__(self, *error: object) -> None:
         if not self._hooks:  # torch.compile has traced the entry
             return
-        set_depth(depth() - 1)
+        _set_depth(depth() - 1)
         hooks = self._hooks.pop()
         if hooks is not None:
             hooks.__exit__(*error)

@@ -51,15 +51,3 @@ class Moments(NamedTuple):
         """Returns (1, 2C + 2), as ``batch_norm_stats`` has it. A weight that is not a number gives none."""
         mean, var, count = self
         return torch.cat([mean, var, count % WORD, count.div(WORD, rounding_mode="floor")]).unsqueeze(0)
-
-
-def merge_rows(rows: Tensor) -> Tensor:
-    """Returns (1, 2C + 2), the moments of all sets together, given those of each set in a row of ``rows`` (R, 2C + 2).
-
-    A NaN count makes the count of the result NaN.
-    """
-    channels = rows.size(1) // 2 - 1
-    means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
-    counts = low + high * WORD
-    total = counts.sum().view(1)
-    return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()
