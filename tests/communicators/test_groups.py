@@ -180,6 +180,18 @@ def test_a_group_that_was_destroyed_is_made_again_and_not_kept_alive(kept):
     assert mean_over(2) == dist.get_rank() // 2 * 2 + 0.5
 
 
+@pytest.mark.ranks(2)
+def test_a_layer_goes_on_alone_after_the_end_of_its_group_of_one():
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    layer = SyncBatchNorm(1, momentum=1.0, process_group=own)
+    layer(torch.randn(4, 1))
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    layer(torch.full((2, 1, 3), float(dist.get_rank())))  # with another number of dimensions: it is checked again
+    assert layer.running_mean.item() == dist.get_rank()
+
+
 @pytest.mark.ranks(4)
 def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks():
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))

@@ -50,6 +50,20 @@ def test_deployed_models_give_the_same_output_by_torchs_operations_alone(how):
     assert not re.search(r"ops\.bagua_syncbn|bagua_syncbn::", str(graph))
 
 
+@pytest.mark.filterwarnings("ignore", "error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", [how for how in DEPLOYED if how != "fuse_conv_bn_eval"])
+def test_deployed_layers_keep_their_options(how):
+    layer = SyncBatchNorm2d(3, eps=0.5, eps_mode="clamp", activation=("leaky_relu", 0.25)).eval()
+    mean, var = torch.tensor([[0.5, -1.0, 2.0], [0.25, 0.5, 2.0]])
+    layer.load_state_dict({"running_mean": mean, "running_var": var}, strict=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([2.0, -1.0, 0.5]))
+    input = torch.randn(2, 3, 4, 5) * 2
+    expected = (input - mean.view(3, 1, 1)) / var.clamp(min=0.5).sqrt().view(3, 1, 1) * layer.weight.view(3, 1, 1)
+    deployed = DEPLOYED[how](nn.Sequential(layer), input)
+    torch.testing.assert_close(deployed(input), nn.functional.leaky_relu(expected, 0.25), rtol=1e-4, atol=1e-5)
+
+
 def traced_in_training(how, size):
     """A layer in training, traced with an input of ``size`` samples so that it takes others."""
     layer, input = SyncBatchNorm2d(8), torch.randn(size, 8, 8, 8)
