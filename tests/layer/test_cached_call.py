@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import bagua_syncbn
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, functional
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel.step import Replica
 from bagua_syncbn.sync import ConvertedModel, Origin
@@ -323,6 +323,23 @@ def test_a_class_that_gives_parts_of_its_tensors_is_asked_in_each_call():
         torch.testing.assert_close(layer(input), part(input), rtol=0, atol=0)
         for name, value in part.named_buffers():
             torch.testing.assert_close(getattr(layer, name), value, rtol=0, atol=0)
+
+
+def test_checks_of_others_see_inputs_with_new_facts_until_they_are_content(monkeypatch):
+    seen, answers = [], {torch.float32: [False, False, True, True], torch.float64: [True, True]}
+
+    def check(input):
+        seen.append(input)
+        return answers[input.dtype].pop(0)
+
+    monkeypatch.setattr(functional, "FIRST_CALL_CHECKS", [check])
+    layer, input = SyncBatchNorm1d(CHANNELS, process_group=LOCAL), torch.randn(SHAPE)
+    wide = input.double()
+    for given, is_seen in [(input, True), (input, True), (input, False), (wide, True), (wide, False)]:
+        seen.clear()
+        layer(given)
+        assert all(one is given for one in seen)
+        assert bool(seen) == is_seen
 
 
 def test_revert_forgets_what_is_known():
