@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-Tensors: TypeAlias = Sequence[Tensor | None]
-Compute: TypeAlias = Callable[[list[Tensors]], Sequence[Sequence[Tensor]]]
+TensorSequence: TypeAlias = Sequence[Tensor | None]
+Compute: TypeAlias = Callable[[list[TensorSequence]], Sequence[Sequence[Tensor]]]
 
 TIMEOUT = 1800.0
 """Seconds that a replica waits for one that neither arrives nor ends: gloo's default time-out in torch.distributed."""
@@ -28,11 +28,11 @@ class ReplicaError(RuntimeError):
 class _Sent(NamedTuple):
     """Tensors of one device that are passed to another thread, their CUDA stream, and the event that ends its work."""
 
-    tensors: Tensors
+    tensors: TensorSequence
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
 
-    def receive(self) -> Tensors:
+    def receive(self) -> TensorSequence:
         """Returns the tensors, for use in this thread's streams."""
         for tensor in self.tensors:
             if self.event is not None and tensor is not None:
@@ -44,7 +44,7 @@ class _Sent(NamedTuple):
         return self.tensors
 
 
-def _send(tensors: Tensors) -> _Sent:
+def _send(tensors: TensorSequence) -> _Sent:
     first = tensors[0]
     if first is None or not first.is_cuda:
         return _Sent(tensors, None, None)
@@ -104,7 +104,7 @@ class Replicas:
                 self._ended[rank] += not nested
                 self._changed.notify_all()
 
-    def meet(self, rank: int, layer: str, tensors: Tensors, compute: Compute) -> Any:
+    def meet(self, rank: int, layer: str, tensors: TensorSequence, compute: Compute) -> Any:
         """Waits until every replica has made this call; returns the results of ``compute`` for this replica.
 
         Args:

@@ -21,7 +21,7 @@ from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.normalize import after, through_activation
 from ..sync import LOCAL_EXCHANGE
 from ..torch_internals.autograd import is_batched, is_transforming
-from .replicas import Replicas, Tensors, in_streams
+from .replicas import Replicas, TensorSequence, in_streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Replica:
     def _normalize(self, call: Call, by: Normalization) -> Tensor:
         """Computes ``call`` with the other replicas. Only replica 0 updates its buffers."""
 
-        def compute(rows: list[Tensors]) -> list[list[Tensor]]:
+        def compute(rows: list[TensorSequence]) -> list[list[Tensor]]:
             tensors = [tensor for *row, _ in rows for tensor in row]
             moments: list[list[Tensor]] = []
             # Replica 0 may run without gradients while another replica needs them.

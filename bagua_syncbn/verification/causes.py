@@ -18,7 +18,7 @@ from ..extras.unchanged import digest
 from ..sync import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import pytree
-from .ranks import Ranks, in_float64, joined, tensors_in
+from .ranks import Peers, in_float64, joined, tensors_in
 from .steps import (
     Comparison,
     Loss,
@@ -123,7 +123,7 @@ def _outside_layers(found: Comparison, model: nn.Module, known: Container[nn.Mod
 class LayerChecks:
     """Comparisons of batch normalization layers one by one, on the inputs that they get in a forward pass."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Peers) -> None:
         self._ranks = ranks
         self.compared = 0
         self.differ: dict[nn.Module, str] = {}

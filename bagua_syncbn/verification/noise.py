@@ -16,7 +16,7 @@ from ..extras.masks import is_masked
 from ..extras.unchanged import forward_of, observe
 from ..models import check_module
 from ..sync_batchnorm import SyncBatchNorm
-from .ranks import Ranks
+from .ranks import Peers
 from .verify import unwrapped
 
 _NAME = "measure_batch_noise"
@@ -170,7 +170,7 @@ def measure_batch_noise(
         >>> print(noise.at(2).verdict)
         at 2 samples a rank, batch noise is 52% of the deviation in '8': synchronize; over 10% in 2 of 3 layers
     """
-    ranks = Ranks(_NAME, process_group)
+    ranks = Peers(_NAME, process_group)
 
     def measure() -> dict[str, dict[str, Any]]:
         check_module(module)

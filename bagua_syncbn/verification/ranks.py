@@ -18,7 +18,7 @@ class RankError(RuntimeError):
     """An error of some ranks, raised on all."""
 
 
-class Ranks:
+class Peers:
     """Ranks of a group; this process alone where there is no job."""
 
     def __init__(self, caller: str, process_group: Any) -> None:

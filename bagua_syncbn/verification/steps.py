@@ -17,7 +17,7 @@ from ..conversion import convert_sync_batchnorm
 from ..extras import loss as loss_over_ranks
 from ..sync import tell_peers
 from ..sync_batchnorm import SyncBatchNorm
-from .ranks import Ranks, in_float64, share_of, tensors_in
+from .ranks import Peers, in_float64, share_of, tensors_in
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -45,7 +45,7 @@ class Comparison:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Peers,
         copy: Callable[[], nn.Module],
         batch: Any,
         loss: Loss,
@@ -94,7 +94,7 @@ class Comparison:
         return first_difference(self.ranks, self.pairs(actual))
 
 
-def first_difference(ranks: Ranks, pairs: dict[str, tuple[Tensor, Tensor]]) -> str | None:
+def first_difference(ranks: Peers, pairs: dict[str, tuple[Tensor, Tensor]]) -> str | None:
     """Describes the first pair that differs on a rank by more than rounding; returns None if all are equal on all."""
     found = ranks.together("the comparison", lambda: _differences(pairs, ranks.rank))
     return min((own for of_rank in found for own in of_rank), default=(0, 0.0, None))[2]

@@ -19,7 +19,7 @@ from ..communicators import text_of_ranks
 from ..extras.unchanged import digest, unchanged
 from ..models import check_module, is_data_parallel
 from .causes import CAUSES, LayerChecks
-from .ranks import Ranks, in_float64, joined
+from .ranks import Peers, in_float64, joined
 from .steps import Comparison, Loss, copied, first_difference, kind_of, tensors_of, try_out, with_values
 
 # Set by torchrun, by Open MPI's mpirun and by MPICH's for each process that they start.
@@ -108,7 +108,7 @@ def verify_synchronization(
         >>> print(verdict)
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
-    ranks = Ranks("verify_synchronization", process_group)
+    ranks = Peers("verify_synchronization", process_group)
     ranks.each("the check of the model", lambda: _check(model, loss, merge))
     started = {} if ranks.in_job else {name: int(os.environ.get(name) or 1) for name in _WORLD_SIZES}
     for name, number in started.items():
@@ -157,7 +157,7 @@ def _state_of(model: nn.Module, broadcast: Container[str], by_layer: bool) -> di
     return facts
 
 
-def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Ranks) -> Verdict:
+def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Peers) -> Verdict:
     checks = LayerChecks(ranks)
     checks.run(model, batch, loss)
     if not checks.compared:
