@@ -4,13 +4,12 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -20,7 +19,8 @@ from .checks import check_flag, check_local_count, check_tensors, check_tracer, 
 from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
 from .masks import masking_of
 from .options import NO_MASKS, Options
-from .step.call import Call, Normalization, Statistics, follow, this_thread
+from .step.by_torch import ByTorch, in_evaluation, suits_torch
+from .step.call import Call, Normalization, Statistics, this_thread
 from .step.derivatives import differentiable_batch_norm
 from .step.normalize import normalize
 from .step.statistics import batch_statistics
@@ -184,7 +184,7 @@ def batch_norm(call: Call) -> Tensor:
         by = _prepare(call, is_compiling)
     else:
         by = hooks.prepare(call, partial(_prepare, call, False))
-    if isinstance(by, _ByTorch):
+    if isinstance(by, ByTorch):
         return by.normalize(input, call.weight, call.bias, call.residual)
     if by.statistics is None or (hooks is not None and by.exchange is not None and is_transforming()):
         return _transformed(call, by)
@@ -289,7 +289,7 @@ def moved_by(call: Call) -> ops.Buffers:
     return ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers
 
 
-def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
+def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
     """Returns what ``call`` is normalized by. In training it gathers the statistics and moves the buffers."""
     input, buffers = call.input, call.buffers
     try:
@@ -302,11 +302,11 @@ def _prepare(call: Call, is_compiling: bool) -> "Normalization | _ByTorch":
         raise named(error, call.layer) from None
     options = known.options
     if known.exchange is None:
-        return _in_evaluation(call, options, masking)
+        return in_evaluation(call, options, masking)
     if buffers.running_mean is None:
         buffers = moved_by(call)
-    if known.is_local and masking is None and _suits_torch(call, options):
-        return _ByTorch(options, buffers)
+    if known.is_local and masking is None and suits_torch(call, options):
+        return ByTorch(options, buffers)
     exchange = known.exchange()
     statistics = None
     if is_compiling or not (has_transforms() or level_of_duals() >= 0):
@@ -325,97 +325,3 @@ def _warn_if_launched_with_others() -> None:
             "initialized; call torch.distributed.init_process_group() or bagua.torch_api.init_process_group()",
             stacklevel=2,
         )
-
-
-def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    beside_float32 = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
-    return dtypes <= {input.dtype} or beside_float32
-
-
-_DEFAULTS = Options()[2:-1]  # all but eps, momentum and the activation
-
-
-def _suits_torch(call: Call, options: Options) -> bool:
-    """Whether F.batch_norm computes training on one rank: if it supports the call, is exact enough and is fast.
-
-    It has eps and momentum; all other options, new ones too, must have their defaults. With ``momentum=None`` the host
-    would have to read the factor. torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs
-    are off by several units in the last place.
-    """
-    input, buffers = call.input, call.buffers
-    if options.momentum is None or options[2:-1] != _DEFAULTS or buffers.accumulator is not None:
-        return False
-    if (options.activation is not None or call.residual is not None) and not _is_recorded(input):
-        return False
-    rounds = input.device.type == "cpu" and input.dtype in ops.HALF_DTYPES
-    if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
-        return False
-    if is_tracing():
-        return True
-    # A trace also serves other sizes, so the size must not decide there which is faster.
-    if input.numel() == 0:
-        return False
-    hooks = None if _is_recorded(input) else this_thread.hooks
-    has_recipes = hooks is not None and hooks.see_output is not None
-    return _is_recorded(input) or not (has_recipes or ops.prefer_native(input))
-
-
-def _is_recorded(input: Tensor) -> bool:
-    """Whether a tracer, compiler or transform, and not only autograd, records the call."""
-    is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
-    return is_traced or is_transforming()
-
-
-class _ByTorch(NamedTuple):
-    """Normalization by F.batch_norm: in evaluation, and in training on one rank where it is as exact and faster."""
-
-    options: Options
-    buffers: ops.Buffers
-    training: bool = True
-    masking: ops.Masking | None = None
-
-    def normalize(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        options, (mean, var, batches, _), training, masking = self
-        eps, momentum = options.eps, 0.0
-        if training:
-            assert options.momentum is not None
-            momentum = options.momentum
-            if batches is not None:
-                batches.add_(1)
-        elif mean is not None and var is not None:
-            if options.eps_mode == "clamp":
-                # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
-                var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
-            if not _torch_takes(input, (mean, var, weight, bias)):
-                dtype = ops.accumulate_dtype(input.dtype)
-                mean, var, weight, bias = (None if t is None else t.to(dtype) for t in (mean, var, weight, bias))
-        if masking is not None:
-            input = masking.clear(input)
-        output = F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
-        if residual is None and options.activation is None and masking is None:
-            return output
-        return follow(output, residual, options, masking)
-
-    def again(self) -> "_ByTorch":
-        """Returns the same with copies of the buffers, which the first run has moved."""
-        mean, var, *_ = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
-        return self._replace(buffers=ops.Buffers(mean, var))
-
-
-def _in_evaluation(call: Call, options: Options, masking: ops.Masking | None) -> "Normalization | _ByTorch":
-    """Returns what ``call`` is normalized by in evaluation: by the running statistics, as constants."""
-    mean, var = call.buffers[:2]
-    assert mean is not None
-    assert var is not None
-    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # they may move before a repetition
-        mean, var = mean.clone(), var.clone()
-    masking = masking if masking is not None and masking.zeroes else None
-    follows = options.activation is not None or call.residual is not None or masking is not None
-    if not follows or _is_recorded(call.input):
-        return _ByTorch(options, ops.Buffers(mean, var), False, masking)
-    dtype = ops.accumulate_dtype(call.input.dtype)
-    invstd = ops.inverse_deviation(var.to(dtype), options)
-    count = torch.ones((), dtype=torch.int64, device=mean.device)
-    return Normalization(options, None, call.layer, masking, (mean.to(dtype), invstd, count))

@@ -1,0 +1,110 @@
+"""Normalization by F.batch_norm: in evaluation, and in training on one rank where it is as exact and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+
+from .. import ops
+from ..options import Options
+from ..torch_internals.autograd import is_transforming
+from .call import Call, Normalization, follow, this_thread
+
+
+def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
+    """Whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    beside_float32 = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
+    return dtypes <= {input.dtype} or beside_float32
+
+
+_DEFAULTS = Options()[2:-1]  # all but eps, momentum and the activation
+
+
+def suits_torch(call: Call, options: Options) -> bool:
+    """Whether F.batch_norm computes training on one rank: if it supports the call, is exact enough and is fast.
+
+    It has eps and momentum; all other options, new ones too, must have their defaults. With ``momentum=None`` the host
+    would have to read the factor. torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs
+    are off by several units in the last place.
+    """
+    input, buffers = call.input, call.buffers
+    if options.momentum is None or options[2:-1] != _DEFAULTS or buffers.accumulator is not None:
+        return False
+    if (options.activation is not None or call.residual is not None) and not _is_recorded(input):
+        return False
+    rounds = input.device.type == "cpu" and input.dtype in ops.HALF_DTYPES
+    if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
+        return False
+    if is_tracing():
+        return True
+    # A trace also serves other sizes, so the size must not decide there which is faster.
+    if input.numel() == 0:
+        return False
+    hooks = None if _is_recorded(input) else this_thread.hooks
+    has_recipes = hooks is not None and hooks.see_output is not None
+    return _is_recorded(input) or not (has_recipes or ops.prefer_native(input))
+
+
+def _is_recorded(input: Tensor) -> bool:
+    """Whether a tracer, compiler or transform, and not only autograd, records the call."""
+    is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
+    return is_traced or is_transforming()
+
+
+class ByTorch(NamedTuple):
+    """Options and buffers of a call that F.batch_norm computes."""
+
+    options: Options
+    buffers: ops.Buffers
+    training: bool = True
+    masking: ops.Masking | None = None
+
+    def normalize(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        options, (mean, var, batches, _), training, masking = self
+        eps, momentum = options.eps, 0.0
+        if training:
+            assert options.momentum is not None
+            momentum = options.momentum
+            if batches is not None:
+                batches.add_(1)
+        elif mean is not None and var is not None:
+            if options.eps_mode == "clamp":
+                # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
+                var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
+            if not _torch_takes(input, (mean, var, weight, bias)):
+                dtype = ops.accumulate_dtype(input.dtype)
+                mean, var, weight, bias = (None if t is None else t.to(dtype) for t in (mean, var, weight, bias))
+        if masking is not None:
+            input = masking.clear(input)
+        output = F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+        if residual is None and options.activation is None and masking is None:
+            return output
+        return follow(output, residual, options, masking)
+
+    def again(self) -> ByTorch:
+        """Returns the same with copies of the buffers, which the first run has moved."""
+        mean, var, *_ = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
+        return self._replace(buffers=ops.Buffers(mean, var))
+
+
+def in_evaluation(call: Call, options: Options, masking: ops.Masking | None) -> Normalization | ByTorch:
+    """Returns what ``call`` is normalized by in evaluation: by the running statistics, as constants."""
+    mean, var = call.buffers[:2]
+    assert mean is not None
+    assert var is not None
+    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # they may move before a repetition
+        mean, var = mean.clone(), var.clone()
+    masking = masking if masking is not None and masking.zeroes else None
+    follows = options.activation is not None or call.residual is not None or masking is not None
+    if not follows or _is_recorded(call.input):
+        return ByTorch(options, ops.Buffers(mean, var), False, masking)
+    dtype = ops.accumulate_dtype(call.input.dtype)
+    invstd = ops.inverse_deviation(var.to(dtype), options)
+    count = torch.ones((), dtype=torch.int64, device=mean.device)
+    return Normalization(options, None, call.layer, masking, (mean.to(dtype), invstd, count))
