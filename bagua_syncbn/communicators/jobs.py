@@ -167,14 +167,24 @@ class Job:
     def _agree_on(self, rule: Rule) -> Ranks:
         number = self._agreements
         self._agreements += 1
-        brought = self._meet(f"exchange {number}", range(self.size), [str(described(rule)), *_host()], text_of(rule))
-        rules = [rule for rule, *_ in brought]
-        if len(set(rules)) > 1:
-            what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))
+
+        def compare(brought: list[Any]) -> tuple[dict[str, int], list[int]]:
+            """Returns the first rank with each rule, and for "node" the first rank on the host of each rank."""
+            rules: dict[str, int] = {}
+            hosts: dict[tuple[str, ...], int] = {}
+            of_rank = []
+            for rank, (own, *host) in enumerate(brought):
+                rules.setdefault(own, rank)
+                of_rank.append(hosts.setdefault(tuple(host), rank))
+            return rules, of_rank if rule == NODE else []
+
+        value = [str(described(rule)), *_host()]
+        rules, hosts = self._meet(f"exchange {number}", range(self.size), value, text_of(rule), compare)
+        if len(rules) > 1:
+            what = ", ".join(f"{rule} on rank {rank}" for rule, rank in rules.items())
             raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {what}")
         if rule == NODE:
-            own = brought[self.rank]
-            return tuple(rank for rank, host in enumerate(brought) if host == own)
+            return tuple(rank for rank, host in enumerate(hosts) if host == hosts[self.rank])
         return ranks_by_rule(rule, self.rank, self.size)
 
     def remember(self, group: Any) -> Ranks:
@@ -211,8 +221,16 @@ class Job:
             return given or self._world()
         return self._made_once("user", ranks, self._world(), text_of(rule))
 
-    def _meet(self, key: str, ranks: Sequence[int], value: Any, what: str, limit: timedelta | None = None) -> list[Any]:
-        """Returns the values that ``ranks`` bring to the meeting ``key``, in which they make the first use of ``what``.
+    def _meet(
+        self,
+        key: str,
+        ranks: Sequence[int],
+        value: Any,
+        what: str,
+        decide: Callable[[list[Any]], Any],
+        limit: timedelta | None = None,
+    ) -> Any:
+        """Returns what :func:`meet` does of ``key``, a meeting of ``ranks`` that make the first use of ``what``.
 
         The meeting is in the job's store, because in the middle of a trace no tensor can be sent.
 
@@ -220,7 +238,7 @@ class Job:
             RuntimeError: some ranks did not arrive within the job's time-out, or the ``limit`` of the group if less.
         """
         if str(self._backend) == "fake":  # torch's backend without other processes
-            return [value] * len(ranks)
+            return decide([value] * len(ranks))
         # Holds for each rank the first use that it waits in.
         doing = torch_groups.prefix_store("bagua_syncbn/doing", self._store)
 
@@ -236,7 +254,7 @@ class Job:
         store, seconds = torch_groups.prefix_store(f"bagua_syncbn/{key}", self._store), timeout.total_seconds()
         try:
             doing.set(str(self.rank), what)
-            brought: list[Any] = meet(store, self.rank, ranks, value, seconds, tell=tell)
+            decided = meet(store, self.rank, ranks, value, seconds, decide, tell)
             doing.set(str(self.rank), "")
         except MeetingError as error:
             raise RuntimeError(
@@ -248,7 +266,7 @@ class Job:
                 f"process_group: expected the job's store to answer in the first use of {what}, got "
                 f"{type(error).__name__}: {error}; the rank that keeps it may have ended"
             ) from error
-        return brought
+        return decided
 
     def _made_once(
         self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
@@ -289,7 +307,7 @@ class Job:
         ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
         different numbers of other groups wait for each other forever.
         """
-        self._meet(name, ranks, None, what, torch_groups.timeout_of(model))
+        self._meet(name, ranks, None, what, len, torch_groups.timeout_of(model))
         store = self._store
         if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
             with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
