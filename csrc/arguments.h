@@ -49,8 +49,8 @@ struct GatherArguments {
   int64_t call;
 };
 
-// Options of the three ops below. `residual`: added before the activation, or null.
-struct Options {
+// The end of the three ops below: `residual`, added before the activation, or null; and the activation.
+struct Epilogue {
   const void* residual = nullptr;
   Act<double> act{};
 };

@@ -139,7 +139,7 @@ Tensor batch_norm_elemt(const Tensor& input, const OptionalTensor& weight, const
     const FactorTensors factors{mean, invstd, weight, bias};
     Device device(input);
     elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"), laid.geometry, factors,
-          Options{data_of(added), {activation, parameter}}, device);
+          Epilogue{data_of(added), {activation, parameter}}, device);
   }
   return with_strides_of(output, laid, input);
 }
@@ -175,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
                   dtype_of(input, "input"), g,
                   BackwardReduceArguments{factors, out, mutable_per_channel_of(grad_weight),
                                           mutable_per_channel_of(grad_bias), words},
-                  Options{data_of(added), {activation, parameter}}, device);
+                  Epilogue{data_of(added), {activation, parameter}}, device);
   if (through && through->get() != grad->get()) torch::stable::copy_(*grad, *through);
   return {sums, grad_weight, grad_bias};
 }
@@ -208,7 +208,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
     Device device(input);
     backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
                    laid.geometry, BackwardElemtArguments{factors, totals, number, words, ranks, call, record_of(fault)},
-                   where ? &*where : nullptr, Options{nullptr, {activation, parameter}}, device);
+                   where ? &*where : nullptr, Epilogue{nullptr, {activation, parameter}}, device);
   }
   if (!grad_input) return with_strides_of(dx, laid, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);

@@ -11,7 +11,7 @@
 namespace bagua_syncbn::cpu {
 
 void backward_elemt(const void* grads, const void* input, void* grad_input, DType dtype, const Geometry& g,
-                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device&) {
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue, Device&) {
   const std::vector<uint8_t> positions = positions_of(mask, g.batch);
   const ChannelArray<double> totals(arguments.sums, 2 * g.channels + arguments.words);
   const bool same = same_words(totals.data() + 2 * g.channels, arguments.words, arguments.ranks);
@@ -21,7 +21,7 @@ void backward_elemt(const void* grads, const void* input, void* grad_input, DTyp
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     using A = Accumulate<T>;
-    const Normalization<A> normalization(arguments.factors, g.channels, options.act.parameter);
+    const Normalization<A> normalization(arguments.factors, g.channels, epilogue.act.parameter);
     std::vector<A> mean_dy(g.channels), projections(g.channels);
     for (int64_t c = 0; c < g.channels; ++c) {
       const A inverse_std = normalization.invstd[c];
@@ -31,7 +31,7 @@ void backward_elemt(const void* grads, const void* input, void* grad_input, DTyp
     const T *dy = static_cast<const T*>(grads), *x = static_cast<const T*>(input);
     T* dx = static_cast<T*>(grad_input);
     const GradientFactors<A> factors{normalization.factors(streams(dx, g)), mean_dy.data(), projections.data()};
-    const auto gradient = loops<T>().activated[options.act.code].gradient[g.interleaved];
+    const auto gradient = loops<T>().activated[epilogue.act.code].gradient[g.interleaved];
     for_each_stretch(g, mask ? positions.data() : nullptr, [&](int64_t o, Rows rows, const uint8_t* valid) {
       gradient(dy + o, x + o, dx + o, valid, rows, factors);
     });

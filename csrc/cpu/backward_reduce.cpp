@@ -49,16 +49,16 @@ std::vector<double> interleaved_sums(const Gradients<T>& of, const Geometry& g, 
 }  // namespace
 
 void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                     const BackwardReduceArguments& arguments, const Options& options, Device&) {
+                     const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device&) {
   const int64_t width = 2 * g.channels;
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     using A = Accumulate<T>;
-    const Normalization<A> normalization(arguments.factors, g.channels, options.act.parameter);
-    const Gradients<T> of{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(options.residual),
+    const Normalization<A> normalization(arguments.factors, g.channels, epilogue.act.parameter);
+    const Gradients<T> of{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(epilogue.residual),
                           static_cast<T*>(grad), normalization.factors(false)};
-    if (grad != nullptr && options.act.code == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
-    const ActivatedLoops<T>& activated = loops<T>().activated[options.act.code];
+    if (grad != nullptr && epilogue.act.code == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
+    const ActivatedLoops<T>& activated = loops<T>().activated[epilogue.act.code];
     const std::vector<double> totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, activated);
     A* sums = static_cast<A*>(arguments.sums);
     for (int64_t c = 0; c < width; ++c) sums[c] = static_cast<A>(totals[c]);

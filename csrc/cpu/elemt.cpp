@@ -7,14 +7,14 @@
 namespace bagua_syncbn::cpu {
 
 void elemt(const void* input, void* output, DType dtype, const Geometry& g, const Factors& tensors,
-           const Options& options, Device&) {
+           const Epilogue& epilogue, Device&) {
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
-    const Normalization<Accumulate<T>> normalization(tensors, g.channels, options.act.parameter);
-    const T *x = static_cast<const T*>(input), *residual = static_cast<const T*>(options.residual);
+    const Normalization<Accumulate<T>> normalization(tensors, g.channels, epilogue.act.parameter);
+    const T *x = static_cast<const T*>(input), *residual = static_cast<const T*>(epilogue.residual);
     T* y = static_cast<T*>(output);
     const auto factors = normalization.factors(streams(y, g));
-    const auto normalize = loops<T>().activated[options.act.code].normalize[g.interleaved];
+    const auto normalize = loops<T>().activated[epilogue.act.code].normalize[g.interleaved];
     for_each_stretch(g, nullptr, [&](int64_t o, Rows rows, const uint8_t*) {
       normalize(x + o, residual ? residual + o : nullptr, y + o, rows, factors);
     });

@@ -14,10 +14,10 @@ struct Device {
 void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words, Device&);
 void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device&);
 void gather_stats(const GatherArguments& arguments, Device&);
-void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Options& options,
+void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
            Device&);
 void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                     const BackwardReduceArguments& arguments, const Options& options, Device&);
+                     const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device&);
 void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device&);
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue, Device&);
 }  // namespace bagua_syncbn::cpu

@@ -77,13 +77,14 @@ struct BackwardElemt {
 }  // namespace
 
 void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device& device) {
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue,
+                    Device& device) {
   const auto start = [&](auto op) {
     launch_elementwise<decltype(op)>(dtype, g, {dy, x, dx}, device, dy, x, dx, arguments,
-                                     mask == nullptr ? Mask{} : *mask, options.act);
+                                     mask == nullptr ? Mask{} : *mask, epilogue.act);
   };
   if (mask != nullptr) return start(BackwardElemt<true, false>());
-  return options.act.code != 0 ? start(BackwardElemt<false, true>()) : start(BackwardElemt<false, false>());
+  return epilogue.act.code != 0 ? start(BackwardElemt<false, true>()) : start(BackwardElemt<false, false>());
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -89,13 +89,13 @@ struct BackwardReduce {
 }  // namespace
 
 void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                     const BackwardReduceArguments& arguments, const Options& options, Device& device) {
+                     const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device) {
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
-  const std::initializer_list<const void*> tensors = {dy, x, or_x(options.residual), or_x(grad)};
+  const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad)};
   const auto start = [&](auto op) {
-    launch_reduction<decltype(op)>(dtype, g, tensors, device, dy, x, grad, arguments, options.residual, options.act);
+    launch_reduction<decltype(op)>(dtype, g, tensors, device, dy, x, grad, arguments, epilogue.residual, epilogue.act);
   };
-  return options.act.code != 0 || grad != nullptr ? start(BackwardReduce<true>()) : start(BackwardReduce<false>());
+  return epilogue.act.code != 0 || grad != nullptr ? start(BackwardReduce<true>()) : start(BackwardReduce<false>());
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -59,13 +59,13 @@ struct Elemt {
 
 }  // namespace
 
-void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Options& options,
+void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
            Device& device) {
-  const auto tensors = {x, static_cast<const void*>(y), options.residual == nullptr ? x : options.residual};
+  const auto tensors = {x, static_cast<const void*>(y), epilogue.residual == nullptr ? x : epilogue.residual};
   const auto start = [&](auto op) {
-    launch_elementwise<decltype(op)>(dtype, g, tensors, device, x, y, factors, options.residual, options.act);
+    launch_elementwise<decltype(op)>(dtype, g, tensors, device, x, y, factors, epilogue.residual, epilogue.act);
   };
-  return options.act.code != 0 || options.residual != nullptr ? start(Elemt<true>()) : start(Elemt<false>());
+  return epilogue.act.code != 0 || epilogue.residual != nullptr ? start(Elemt<true>()) : start(Elemt<false>());
 }
 
 }  // namespace bagua_syncbn::cuda

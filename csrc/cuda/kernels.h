@@ -73,16 +73,17 @@ void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate
 
 void gather_stats(const GatherArguments& arguments, Device& device);
 
-void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Options& options,
+void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
            Device& device);
 
 // `grad` gets g = dy * act'(z), unless it is null.
 void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
-                     const BackwardReduceArguments& arguments, const Options& options, Device& device);
+                     const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device);
 
 // Without a residual. `dx` may be `dy`. `mask`: as for `stats`, and without an activation; where a position does not
 // count, `dx` is dy * invstd * weight.
 void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                    const BackwardElemtArguments& arguments, const Mask* mask, const Options& options, Device& device);
+                    const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue,
+                    Device& device);
 
 }  // namespace bagua_syncbn::cuda
