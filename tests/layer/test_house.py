@@ -110,6 +110,28 @@ def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
         torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), whole.grad[rank::2])
 
 
+# In a process of its own, because tests import these modules too.
+ATTACHED = """
+import bagua_syncbn
+from bagua_syncbn import functional
+from bagua_syncbn.communicators import c10d, group_spec
+from bagua_syncbn.sync import history
+print(
+    [check.__module__ for check in functional.FIRST_CALL_CHECKS],
+    [compute.__module__ for _, compute in functional.SPECIAL_INPUTS],
+    [way.__module__ for way in c10d.WAYS],
+    [engine.__name__ for engine in group_spec.ENGINES],
+    [see.__module__ for see in history.at_first_message],
+)
+"""
+
+
+def test_an_import_attaches_all_that_works_without_being_called():
+    attached = subprocess.run([sys.executable, "-c", ATTACHED], capture_output=True, text=True, check=True).stdout
+    expected = "cuda", "extras.sharded", "communicators.shared", "communicators.bagua", "extras.watch"
+    assert attached.split() == [f"['bagua_syncbn.{name}']" for name in expected]
+
+
 def private_parts_in(path):
     """Yields the private parts of torch that a file uses, by an import or as an attribute."""
     for node in ast.walk(ast.parse(path.read_text())):
