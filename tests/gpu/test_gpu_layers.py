@@ -326,6 +326,7 @@ def train_in_a_graph():
     model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1))
     batches = [batch[rank::2].to(rank) for batch in batches_of_graph()]
     input, stream = batches[0].clone(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         wrapped = DistributedDataParallel(model, device_ids=[rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
