@@ -16,6 +16,7 @@ from bagua_syncbn.sync.history import history_in
 from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
 from benchmarks.one_rank import OneRankGroup
 from tests.helpers.cases import laid_out
+from tests.helpers.large_groups import LargeGroups
 from tests.helpers.tolerances import DTYPES, assert_close
 from tests.helpers.traced import count, trace
 from tests.helpers.workers import WorkerPool
@@ -260,7 +261,7 @@ def batches_of_ddp():
         yield torch.randn(8, 3, 64, 64, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def check_trained(states):
+def check_trained(states, buffers=True):
     """Compares parameters and buffers of ranks with those of one process on the whole batch, in float64."""
     torch.manual_seed(0)
     model = little_model(0.1).double().cpu()
@@ -270,7 +271,7 @@ def check_trained(states):
         nn.functional.cross_entropy(model(batch.double()), labels).backward()
         optimizer.step()
     for state in states:
-        for name, wanted in model.state_dict().items():
+        for name, wanted in (model.state_dict() if buffers else dict(model.named_parameters())).items():
             actual = state[name].to(wanted.dtype)
             torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -307,6 +308,10 @@ def test_ddp_over_nccl_on_two_gpus(two_gpus, shares, fuses):
     check_trained(two_gpus.run(train_on_own_gpu, 2, shares, fuses))
 
 
+def test_a_group_that_adds_statistics_up_over_nccl(two_gpus):
+    check_trained(LargeGroups(two_gpus).run(train_on_own_gpu, 2, False, True))
+
+
 WARM_UP = 11  # steps of DistributedDataParallel before a capture, as torch's notes on graphs ask
 
 
@@ -321,6 +326,7 @@ def train_in_a_graph():
     model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1))
     batches = [batch[rank::2].to(rank) for batch in batches_of_graph()]
     input, stream = batches[0].clone(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         wrapped = DistributedDataParallel(model, device_ids=[rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -398,26 +404,48 @@ def test_ranks_under_autocast_are_as_exact_as_one_process(two_gpus):
         assert 1e-5 < error < 0.1, f"{name}: {error:.3g}"
 
 
-def differ_in_ddp():
-    """Steps in DistributedDataParallel, up to the first error; rank 1 has another eps from the fifth step on."""
-    torch.manual_seed(0)
+class Skipping(nn.Sequential):
+    skipped: int | None = None  # layer that forward leaves out
+
+    def forward(self, input):
+        for number, layer in enumerate(self):
+            if number != self.skipped:
+                input = layer(input)
+        return input
+
+
+def differ_in_ddp(change):
+    """Steps in DistributedDataParallel, up to the first error; rank 1 has another eps, or leaves out a layer, from the
+    third step on. Returns the error and the parameters.
+    """
     rank = dist.get_rank()
-    model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1))
+    torch.manual_seed(0)
+    model = bagua_syncbn.convert_sync_batchnorm(Skipping(*little_model(0.1)))
     wrapped = DistributedDataParallel(model, device_ids=[rank])
-    for step, (batch, _) in enumerate(itertools.chain.from_iterable(batches_of_ddp() for _ in range(4))):
-        if step == 4 and rank == 1:
-            model[4].eps = 1e-3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    message = "no error"
+    for step, (batch, labels) in enumerate(itertools.chain(batches_of_ddp(), batches_of_ddp())):
+        if step == 2 and rank == 1:
+            model.skipped, model[4].eps = (4, 1e-5) if change == "skip" else (None, 1e-3)
         try:
-            wrapped(batch.to(rank)).square().mean().backward()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(wrapped(batch[rank::2].to(rank)), labels[rank::2].to(rank))
+            loss.item()  # a wait: this rank finds out before it sends what the other one does not answer
+            loss.backward()
+            optimizer.step()
         except RuntimeError as error:
-            return str(error)
-    return "finished"
+            message = str(error)
+            break
+    return message, {name: value.detach().cpu() for name, value in model.named_parameters()}
 
 
-def test_ranks_that_differ_in_ddp_raise_by_name(two_gpus):
-    for message in two_gpus.run(differ_in_ddp, 2):
+@pytest.mark.parametrize("change", ["eps", "skip"])
+def test_ranks_that_differ_in_ddp_raise_by_name_and_train_no_further(two_gpus, change):
+    messages, parameters = zip(*two_gpus.run(differ_in_ddp, 2, change), strict=True)
+    for message in messages:
         assert "expected all ranks of a group to call the same layers" in message
-        assert "'4' of Sequential" in message
+        assert "'4' of Skipping" in message
+    check_trained(parameters, buffers=False)
 
 
 def differ_late(change):

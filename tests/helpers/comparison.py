@@ -188,19 +188,25 @@ def check_merge(
     momentum: float | None = 0.1,
 ) -> None:
     """Compares the merge of ranks with batches of ``sizes``; without ``buffer_dtype`` no statistics are tracked."""
-    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, channels).to(dtype)) for n in sizes])
-    buffers: list[Any] = [None, None, torch.tensor(4)]
-    if buffer_dtype is not None:
-        buffers[:2] = torch.rand(2, channels).to(buffer_dtype).unbind()
-    wide = [buffer if buffer is None else buffer.clone() for buffer in buffers]
-    wide[:2] = [buffer if buffer is None else buffer.double() for buffer in wide[:2]]
-    merged = ops.batch_norm_gather_stats(rows, *buffers, momentum, 1e-5)
-    expected = reference.batch_norm_gather_stats(rows.double(), *wide, momentum, 1e-5)
-    for actual, wanted in zip((*merged, *buffers), (*expected, *wide), strict=True):
-        if actual is not None and actual.is_floating_point():
-            assert_close(actual, wanted, "merged")
-        elif actual is not None:
-            assert torch.equal(actual, wanted)
+    batches = [torch.randn(n, channels).to(dtype) for n in sizes]
+    gathered = [torch.stack([reference.batch_norm_stats(batch) for batch in batches])]
+    if dtype != torch.float64:
+        sums = [reference.batch_norm_stats(batch, FINGERPRINT, 0, None, True) for batch in batches]
+        gathered.append(torch.stack(sums).sum(0))
+    for rows in gathered:
+        buffers: list[Any] = [None, None, torch.tensor(4)]
+        if buffer_dtype is not None:
+            buffers[:2] = torch.rand(2, channels).to(buffer_dtype).unbind()
+        wide = [buffer if buffer is None else buffer.clone() for buffer in buffers]
+        wide[:2] = [buffer if buffer is None else buffer.double() for buffer in wide[:2]]
+        options = momentum, 1e-5, None, False, len(batches)
+        merged = ops.batch_norm_gather_stats(rows, *buffers, *options)
+        expected = reference.batch_norm_gather_stats(rows.double(), *wide, *options)
+        for actual, wanted in zip((*merged, *buffers), (*expected, *wide), strict=True):
+            if actual is not None and actual.is_floating_point():
+                assert_close(actual, wanted, "merged")
+            elif actual is not None:
+                assert torch.equal(actual, wanted)
 
 
 def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ REPORT = re.compile(
 
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize("arch", [75, 80, 90, 100, 120])
+@pytest.mark.parametrize("arch", [75, 80, 86, 90, 100, 120])
 def test_kernels_compile_without_warnings_and_no_kernel_spills_registers(arch, tmp_path):
     def report_on(source):
         command = [NVCC, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", source]
