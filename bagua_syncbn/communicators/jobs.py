@@ -167,7 +167,9 @@ class Job:
     def _agree_on(self, rule: Rule) -> Ranks:
         number = self._agreements
         self._agreements += 1
-        brought = self._meet(f"exchange {number}", range(self.size), [str(described(rule)), *_host()], text_of(rule))
+        brought = self._meet(
+            f"exchange {number}", range(self.size), [str(described(rule)), *host_name()], text_of(rule)
+        )
         rules = [rule for rule, *_ in brought]
         if len(set(rules)) > 1:
             what = ", ".join(f"{rule} on rank {rules.index(rule)}" for rule in dict.fromkeys(rules))
@@ -310,7 +312,7 @@ def _alive(group: "ref[Any] | None") -> Any:
     return found if found is not None and is_alive(found) else None
 
 
-def _host() -> tuple[str, str]:
+def host_name() -> tuple[str, str]:
     # Host names alone are ambiguous: machines started from one image may share a name.
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 

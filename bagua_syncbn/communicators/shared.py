@@ -10,7 +10,8 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
@@ -52,14 +53,14 @@ class SharedCommunicator(TorchCommunicator):
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the end of the process frees the memory anyway
 
     def all_gather(self, packed: Tensor) -> Tensor:
-        if not _fits(packed):
+        if not self._fits(_GATHER, packed):
             return super().all_gather(packed)
         if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, False)  # type: ignore[no-any-return]
         return self._exchange(_GATHER, packed.contiguous(), packed.new_empty((self.size, packed.numel())))
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        if not _fits(packed):
+        if not self._fits(_SUM, packed):
             return super().all_reduce(packed)
         if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, True)  # type: ignore[no-any-return]
@@ -67,10 +68,19 @@ class SharedCommunicator(TorchCommunicator):
         return self._exchange(_SUM, packed, packed)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        return self._begin(_GATHER, packed) if _fits(packed) else super().begin_all_gather(packed)
+        return self._begin(_GATHER, packed) if self._fits(_GATHER, packed) else super().begin_all_gather(packed)
 
     def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        return self._begin(_SUM, packed) if _fits(packed) else super().begin_all_reduce(packed)
+        return self._begin(_SUM, packed) if self._fits(_SUM, packed) else super().begin_all_reduce(packed)
+
+    def _fits(self, kind: int, packed: Tensor) -> bool:
+        """Whether a message goes through shared memory. All ranks agree on it, compiled or not."""
+        itemsize = _ITEMSIZES.get(packed.dtype)
+        return itemsize is not None and packed.is_cpu and self._most_values(kind, packed) * itemsize <= _MOST_BYTES
+
+    def _most_values(self, kind: int, packed: Tensor) -> int:
+        """Returns the most values that a rank writes into its slot for a message."""
+        return packed.numel()
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         numel, itemsize = packed.numel(), packed.element_size()
@@ -86,6 +96,8 @@ class SharedCommunicator(TorchCommunicator):
 
     def leave(self, why: str) -> None:
         super().leave(why)
+        with suppress(RuntimeError):  # a closed one, or one that another thread waits in
+            self._native.leave_segment(self._segment, why.encode("ascii", "replace").decode())
         self._close()
 
     def _close(self) -> None:
@@ -93,23 +105,23 @@ class SharedCommunicator(TorchCommunicator):
 
 
 class _Published(AsyncCollective):
-    """A message that this rank has published without waiting for the messages of other ranks."""
+    """A message that this rank has published without waiting for the messages of other ranks.
 
-    def __init__(self, communicator: SharedCommunicator, target: Tensor) -> None:
-        self._communicator, self._target = communicator, target
+    It has ended when all that was ``begun`` for it has, and the last of these has the result in place of ``target``.
+    """
+
+    def __init__(self, communicator: SharedCommunicator, target: Tensor, *begun: AsyncCollective) -> None:
+        self._communicator, self._target, self._all = communicator, target, begun
+        self._result = target
 
     def wait(self) -> Tensor:
-        communicator, target = self._communicator, self._target
+        communicator = self._communicator
         if self in communicator._begun:
             communicator._begun.remove(self)
-            communicator._native.collect(communicator._segment, target.data_ptr())
-        return target
-
-
-def _fits(packed: Tensor) -> bool:
-    """Whether a message goes through shared memory. All ranks agree on it, compiled or not."""
-    itemsize = _ITEMSIZES.get(packed.dtype)
-    return itemsize is not None and packed.is_cpu and packed.numel() * itemsize <= _MOST_BYTES
+            for one in self._all:
+                self._result = one.wait()
+            communicator._native.collect(communicator._segment, self._target.data_ptr())
+        return self._result
 
 
 # The exchange in compiled code is an opaque op, so that a compiled rank sends the same messages as one that falls back
@@ -176,37 +188,42 @@ def problem() -> str:
 
 
 def _make(group: Any) -> TorchCommunicator:
+    from .hosts import communicator_over_hosts  # which is made of what is here
+
     # Stores of other backends may have no other process behind them.
     if not is_gloo_on_cpu(group):
         reason, segment = "its messages on CPU do not go over gloo", None
     else:
         reason, segment = _agree(group)
-    way = f"collectives: {reason}" if reason else "shared memory"
-    _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
+        if reason and (nested := communicator_over_hosts(group)) is not None:
+            return nested
+    log_way(group, f"collectives: {reason}" if reason else "shared memory")
     return TorchCommunicator(group) if segment is None else SharedCommunicator(group, _native(), segment)
 
 
-def _agree(group: Any) -> tuple[str, Any]:
-    """Returns the reason why the ranks of ``group`` share no memory and None, or "" and this rank's segment.
+def log_way(group: Any, way: str) -> None:
+    _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
 
-    Rank 0 makes the segment and tells its place, the others open it, and rank 0 looks whether all are there.
+
+def _agree(group: Any) -> tuple[str, Any]:
+    """Returns the reason why the ranks of ``group`` share no memory and None, or "" and this rank's segment."""
+    with first_use(group, "shared", "made", "opened") as (_, together):
+        return share(together, range(group.size()), group.rank(), timeout_of(group).total_seconds())
+
+
+@contextmanager
+def first_use(group: Any, what: str, *meetings: str) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Context in which the ranks of ``group`` make its first use: gives a store, and a function for ``meetings`` there.
+
+    An error of one rank ends those that have not taken place.
     """
     rank, size, seconds = group.rank(), group.size(), timeout_of(group).total_seconds()
-    store = prefix_store("bagua_syncbn/shared", backend_and_store(group)[1])
+    store = prefix_store(f"bagua_syncbn/{what}", backend_and_store(group)[1])
     # Numbered, because a store may outlive a job, and the next job may use the same names for its groups.
     store = prefix_store(str(store.add(f"times/{rank}", 1)), store)
     leave_through(group, store)
-    try:
-        return _share(store, rank, size, seconds)
-    except BaseException as error:
-        for meeting in ("made", "opened"):
-            leave_meeting(prefix_store(meeting, store), rank, error)
-        leave(group, f"rank {rank} has left the group: {type(error).__name__} in its first use")
-        raise
 
-
-def _share(store: Any, rank: int, size: int, seconds: float) -> tuple[str, Any]:
-    def together(key: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def together(key: str, value: Any, decide: Callable[[list[Any]], Any] = list) -> Any:
         try:
             return meet(prefix_store(key, store), rank, range(size), value, seconds, decide)
         except MeetingError as error:
@@ -214,30 +231,47 @@ def _share(store: Any, rank: int, size: int, seconds: float) -> tuple[str, Any]:
                 f"process_group: expected the {size} ranks of a group to make its first use together, got that {error}"
             ) from None
 
+    try:
+        yield store, together
+    except BaseException as error:
+        for meeting in meetings:
+            leave_meeting(prefix_store(meeting, store), rank, error)
+        leave(group, f"rank {rank} has left the group: {type(error).__name__} in its first use")
+        raise
+
+
+def share(together: Callable[..., Any], here: Sequence[int], rank: int, seconds: float) -> tuple[str, Any]:
+    """Has the ranks of a group that are ``here`` share memory, in two meetings of all ranks of the group.
+
+    The first one makes the segment and tells its place, the others open it, and the first looks whether all are there.
+
+    Returns:
+        The reason why they do not and None; or "" and this rank's segment.
+    """
+    name, place, own, segment = f"bagua_syncbn:{secrets.token_hex(16)}", "", problem(), None
+    is_first = rank == here[0]
+
     def begun(problems: list[str]) -> str:
         return _first(problems) or ("" if _native().start_segment(segment, seconds) else "ranks see different memory")
 
-    name, place, own, segment = f"bagua_syncbn:{secrets.token_hex(16)}", "", problem(), None
     try:
-        if rank == 0 and not own:
-            segment, place = _native().make_segment(name, size)
+        if is_first and not own:
+            segment, place = _native().make_segment(name, len(here))
     except RuntimeError as error:
         own = str(error)
-    brought = together("made", [own, name, place], list)
-    reason, (_, name, place) = _first([problem for problem, *_ in brought]), brought[0]
+    brought = together("made", [own, name, place])
+    reason, (_, name, place) = _first([problem for problem, *_ in brought]), brought[here[0]]
     if reason:
         return reason, None
     try:
-        if rank:
-            segment = _native().open_segment(name, size, rank, place)
+        if not is_first:
+            segment = _native().open_segment(name, len(here), here.index(rank), place)
     except RuntimeError as error:
         own = str(error)
     reason = together("opened", own, begun)
-    if reason:
-        return reason, None
-    if rank:
-        _native().start_segment(segment, seconds)
-    return "", segment
+    if not reason and rank:
+        reason = begun([])
+    return reason, None if reason else segment
 
 
 def _first(problems: Sequence[str]) -> str:
