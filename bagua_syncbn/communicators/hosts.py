@@ -21,7 +21,18 @@ from torch import Tensor
 from ..torch_internals import device_of, make_group, timeout_of
 from .c10d import AsyncCollective, TorchCommunicator, is_alive, leave_through
 from .jobs import host_name
-from .shared import _GATHER, _SUM, SharedCommunicator, _first, _native, _Published, first_use, log_way, share
+from .shared import (
+    _GATHER,
+    _MOST_BYTES,
+    _SUM,
+    SharedCommunicator,
+    _first,
+    _native,
+    _Published,
+    first_use,
+    log_way,
+    share,
+)
 
 _BEGIN = {_GATHER: TorchCommunicator.begin_all_gather, _SUM: TorchCommunicator.begin_all_reduce}
 
@@ -40,8 +51,9 @@ class HostsCommunicator(SharedCommunicator):
         self._carriers = None if carriers is None else TorchCommunicator(carriers)
         self._free = Lock()
 
-    def _most_values(self, kind: int, packed: Tensor) -> int:
-        return (self.size if kind == _GATHER else 1) * (packed.numel() + 1)
+    def _fits(self, kind: int, packed: Tensor) -> bool:
+        values = (self.size if kind == _GATHER else 1) * (packed.numel() + 1)  # in the last step
+        return super()._fits(kind, packed) and values * packed.element_size() <= _MOST_BYTES
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         if not self._free.acquire(blocking=False):

@@ -76,11 +76,7 @@ class SharedCommunicator(TorchCommunicator):
     def _fits(self, kind: int, packed: Tensor) -> bool:
         """Whether a message goes through shared memory. All ranks agree on it, compiled or not."""
         itemsize = _ITEMSIZES.get(packed.dtype)
-        return itemsize is not None and packed.is_cpu and self._most_values(kind, packed) * itemsize <= _MOST_BYTES
-
-    def _most_values(self, kind: int, packed: Tensor) -> int:
-        """Returns the most values that a rank writes into its slot for a message."""
-        return packed.numel()
+        return itemsize is not None and packed.is_cpu and packed.numel() * itemsize <= _MOST_BYTES
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         numel, itemsize = packed.numel(), packed.element_size()
