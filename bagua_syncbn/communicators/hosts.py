@@ -25,10 +25,10 @@ from .shared import (
     _GATHER,
     _MOST_BYTES,
     _SUM,
+    Published,
     SharedCommunicator,
     _first,
     _native,
-    _Published,
     first_use,
     log_way,
     share,
@@ -103,7 +103,7 @@ class HostsCommunicator(SharedCommunicator):
         sent[0] = message
         self._native.publish(self._segment, kind, message.data_ptr(), message.numel(), message.element_size())
         carried = [] if self._carriers is None else [_BEGIN[kind](self._carriers, sent.view(-1))]
-        self._begun.append(_Published(self, sent, *carried, _BEGIN[kind](self, packed.clone())))
+        self._begun.append(Published(self, sent, *carried, _BEGIN[kind](self, packed.clone())))
         return self._begun[-1]
 
 

@@ -48,7 +48,7 @@ class SharedCommunicator(TorchCommunicator):
     def __init__(self, group: Any, native: Any, segment: Any) -> None:
         super().__init__(group)
         self._native, self._segment = native, segment
-        self._begun: list[_Published] = []
+        self._begun: list[Published] = []
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the end of the process frees the memory anyway
 
@@ -87,7 +87,7 @@ class SharedCommunicator(TorchCommunicator):
         packed = packed.contiguous()
         numel, itemsize = packed.numel(), packed.element_size()
         self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize)
-        self._begun.append(_Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel)))
+        self._begun.append(Published(self, packed.new_empty((self.size, numel) if kind == _GATHER else numel)))
         return self._begun[-1]
 
     def leave(self, why: str) -> None:
@@ -100,7 +100,7 @@ class SharedCommunicator(TorchCommunicator):
         self._segment = None  # the library reports None as a destroyed group
 
 
-class _Published(AsyncCollective):
+class Published(AsyncCollective):
     """A message that this rank has published without waiting for the messages of other ranks.
 
     It has ended when all that was ``begun`` for it has, and the last of these has the result in place of ``target``.
