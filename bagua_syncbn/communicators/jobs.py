@@ -178,7 +178,7 @@ class Job:
                 of_rank.append(hosts.setdefault(tuple(host), rank))
             return rules, of_rank if rule == NODE else []
 
-        value = [str(described(rule)), *_host()]
+        value = [str(described(rule)), *host_name()]
         rules, hosts = self._meet(f"exchange {number}", range(self.size), value, text_of(rule), compare)
         if len(rules) > 1:
             what = ", ".join(f"{rule} on rank {rank}" for rule, rank in rules.items())
@@ -328,7 +328,7 @@ def _alive(group: "ref[Any] | None") -> Any:
     return found if found is not None and is_alive(found) else None
 
 
-def _host() -> tuple[str, str]:
+def host_name() -> tuple[str, str]:
     # Host names alone are ambiguous: machines started from one image may share a name.
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 

@@ -73,8 +73,18 @@ def device_of(world: Any) -> Any:
     return world.bound_device_id
 
 
-def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: str, device: Any, splits: bool) -> Any:
-    """Returns a group that its ``ranks`` make, with the backend, options and time-out of the group ``model``.
+def make_group(
+    world: Any,
+    ranks: Sequence[int],
+    model: Any,
+    store: Any,
+    name: str,
+    device: Any,
+    splits: bool,
+    backend: str | None = None,
+) -> Any:
+    """Returns a group that its ``ranks`` make, with the options and time-out of the group ``model``, and its backend
+    unless another one is given.
 
     ``world`` is the default group of the job. If NCCL is bound to a ``device`` in it, and with ``splits``, the
     communicator is split off the job's communicator; otherwise a new one is made.
@@ -84,10 +94,10 @@ def make_group(world: Any, ranks: Sequence[int], model: Any, store: Any, name: s
             len(ranks),
             list(ranks).index(world.rank()),
             list(ranks),
-            backend_and_store(model)[0],
+            backend or backend_and_store(model)[0],
             store,
             name,  # type: ignore[arg-type]
-            backend_options=_nccl_options(model),
+            backend_options=None if backend else _nccl_options(model),
             timeout=timeout_of(model),
             device_id=device if splits else None,
             group_desc="bagua_syncbn",

@@ -150,6 +150,17 @@ PyObject* start_segment(PyObject*, PyObject* arguments) {
   });
 }
 
+// (segment, why)
+PyObject* leave_segment(PyObject*, PyObject* arguments) {
+  PyObject* capsule = nullptr;
+  const char* why = nullptr;
+  if (!PyArg_ParseTuple(arguments, "Os", &capsule, &why)) return nullptr;
+  return answer([&]() -> PyObject* {
+    held_by(capsule).rank.leave(why);
+    Py_RETURN_NONE;
+  });
+}
+
 PyObject* publish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return answer([&]() -> PyObject* {
     check_number(kPublished, count);
@@ -190,6 +201,7 @@ PyMethodDef methods[] = {
     {"make_segment", make_segment, METH_VARARGS, "Shared memory for the ranks of a group."},
     {"open_segment", open_segment, METH_VARARGS, "That memory, in another rank."},
     {"start_segment", start_segment, METH_VARARGS, "Whether all ranks are in it."},
+    {"leave_segment", leave_segment, METH_VARARGS, "Has the others not wait any more."},
     {"publish", fast(publish), METH_FASTCALL, "Sends a message, without waiting."},
     {"collect", fast(collect), METH_FASTCALL, "Waits for a message of all ranks."},
     {"exchange", fast(exchange), METH_FASTCALL, "Sends a message, and waits for all."},

@@ -23,6 +23,7 @@ namespace bagua_syncbn::exchange {
 constexpr size_t kLine = 128;  // two lines of 64 bytes are fetched together; Apple's and some of Arm's have 128
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr long kSliceNanoseconds = 100'000'000;
+constexpr char kHasLeft[] = "has left it after an error, or destroyed it";
 
 using Word = std::atomic<uint32_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "shared between processes, and waited for by futex");
@@ -37,6 +38,7 @@ struct alignas(kLine) Slot {
 struct alignas(kLine) RankState {
   Word is_here;
   Word has_left;
+  char why[512];  // it has left, ending with a zero
   cpu_set_t cores;
   Slot slots[kTurns];
 };
@@ -217,7 +219,9 @@ void Rank::collect(void* target, Waiter& waiter) {
     const char* problem = wait_for(rank, sequence, end_of_spin, waiter);
     if (problem != nullptr) {
       leave();
-      throw std::runtime_error("rank " + std::to_string(rank) + " of the group " + problem);
+      const char* why = layout.state(rank).why;
+      const std::string told = problem == kHasLeft && *why != 0 ? std::string(": ") + why : "";
+      throw std::runtime_error("rank " + std::to_string(rank) + " of the group " + problem + told);
     }
   }
   collected_ = sequence;
@@ -276,17 +280,18 @@ const char* Rank::sleep_for(int rank, uint32_t sequence, Waiter& waiter) {
     const bool has_left = state.has_left.load(std::memory_order_acquire) != 0;
     const bool has_ended = watches_ && rank != rank_ && !memory_->is_locked(rank);
     if (slot.sequence.load(std::memory_order_acquire) == sequence) return nullptr;
-    if (has_left) return "has left it after an error, or destroyed it";
+    if (has_left) return kHasLeft;
     if (has_ended) return "has ended or closed its files";
     if (Clock::now() >= end) return "did not come within the time-out";
     if (!waiter.goes_on()) return "did not come until this one was interrupted";
   }
 }
 
-void Rank::leave() {
-  if (is_in_child()) return;
+void Rank::leave(const std::string& why) {
   RankState& state = memory_->layout().state(rank_);
-  if (state.has_left.exchange(1, std::memory_order_acq_rel) != 0) return;
+  if (is_in_child() || state.has_left.load(std::memory_order_relaxed) != 0) return;
+  why.copy(state.why, sizeof(state.why) - 1);
+  state.has_left.store(1, std::memory_order_release);
   for (Slot& slot : state.slots) futex_wake_all(slot.sequence);
 }
 

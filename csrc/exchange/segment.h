@@ -94,8 +94,8 @@ class Rank {
   // Waits for the next message from all ranks. Writes theirs, or their sum in the order of ranks, to `target`. Raises
   // std::runtime_error where messages differ; and where one does not come, after which this rank has left.
   void collect(void* target, Waiter& waiter);
-  // Has the others not wait for this rank any more.
-  void leave();
+  // Has the others not wait for this rank any more, and tells them why. Only the first call has an effect.
+  void leave(const std::string& why = "");
 
   bool has_begun() const { return published_ != collected_; }
   int rank() const { return rank_; }

@@ -50,7 +50,7 @@ def test_the_ranks_of_a_host_are_asked_for_once(number):
     own = list(range(dist.get_rank() % number, 4, number))
     forget_groups()
     with (
-        patch.object(jobs, "_host", lambda: (f"host {dist.get_rank() % number}", "")),
+        patch.object(jobs, "host_name", lambda: (f"host {dist.get_rank() % number}", "")),
         patch.object(jobs.Job, "_agree_on", autospec=True, side_effect=jobs.Job._agree_on) as agree,
     ):
         assert dist.get_process_group_ranks(sync_group("node")) == own

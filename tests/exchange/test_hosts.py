@@ -95,12 +95,13 @@ def test_ranks_on_two_hosts_equal_one_process(ranks):
         assert answer["node"] == list(range(ranks[0]) if answer["host"] == "0" else range(ranks[0], sum(ranks)))
         assert max(answer["error"], answer["error on node"]) < 1e-12
         assert answer["same bits"]
+        assert answer["way"] == "HostsCommunicator"
     over, within = (max(answer[name] or 0 for answer in answers) for name in ("ms over hosts", "ms on a host"))
     error = max(answer["error"] for answer in answers)
     print(f"\n{ranks} ranks, (4, 64, 14, 14): {over:.2f} ms over hosts, {within:.2f} ms on a host; error {error:.0e}")
 
 
-@pytest.mark.parametrize("dies", ["host 1", 0, 3])
+@pytest.mark.parametrize("dies", ["host 0", "host 1", 0, 1, 2, 3])
 def test_all_others_are_told_soon_of_a_host_or_a_rank_that_dies(dies):
     with Hosts((2, 2), "until_death", TIME_OUT, -1 if isinstance(dies, str) else dies) as hosts:
         if isinstance(dies, str):
@@ -119,7 +120,10 @@ def test_all_others_are_told_soon_of_a_host_or_a_rank_that_dies(dies):
     assert sorted(answer["rank"] for answer in answers) == survivors
     for answer in answers:
         assert "sync_batch_norm: collective failed in the" in answer["told"]
-        assert isinstance(dies, int) or f"[10.77.0.{host + 1}]" in answer["told"]
+        if isinstance(dies, int) and (dies % 2 or answer["rank"] // 2 == host):
+            assert f"rank {dies} of the group has ended" in answer["told"]
+        else:  # a carrier, which the other host sees end
+            assert f"[10.77.0.{host + 1}]" in answer["told"]
     took = max(answer["at"] for answer in answers) - died
     assert took < TIME_OUT / 6
     print(f"\n{dies} was missed within {took:.2f} s")

@@ -61,7 +61,7 @@ def test_messages_need_not_be_contiguous():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("more", [0, 1])
 def test_messages_larger_than_a_slot_take_collectives(more):
-    communicator, packed = communicator_of(dist.new_group()), torch.ones(shared._MOST_BYTES // 4 + more)
+    communicator, packed = communicator_of(dist.new_group()), torch.ones(shared.MOST_BYTES // 4 + more)
     with collectives() as called:
         communicator.all_gather(packed)
         communicator.all_reduce(packed)
@@ -96,7 +96,7 @@ def full():
 @pytest.mark.parametrize(("rank", "name", "value"), [
     (None, "_WANTED", "shared"),
     *((rank, name, value) for rank in (0, 1, 2) for name, value in (
-        ("_WANTED", "collectives"), ("_native", no_native), ("_native", full))),
+        ("_WANTED", "collectives"), ("native_library", no_native), ("native_library", full))),
 ])  # fmt: skip
 def test_all_ranks_share_memory_or_none(rank, name, value):
     with patch.object(shared, name, value) if dist.get_rank() == rank else nullcontext():
@@ -108,7 +108,7 @@ def test_all_ranks_share_memory_or_none(rank, name, value):
 @pytest.mark.ranks(2)
 def test_other_memory_is_not_taken_for_that_of_the_group():
     """Rank 0 says that its memory is where another file is, and then another memory of this package's."""
-    native = shared._native()
+    native = shared.native_library()
     for other in (Path(os.devnull).open(), native.make_segment("bagua_syncbn:other", 2)):  # noqa: SIM115
         place = f"/proc/{os.getpid()}/fd/{other.fileno()}" if hasattr(other, "fileno") else other[1]
         lying = SimpleNamespace(
@@ -116,7 +116,9 @@ def test_other_memory_is_not_taken_for_that_of_the_group():
             start_segment=native.start_segment,
             make_segment=lambda name, ranks, place=place: (native.make_segment(name, ranks)[0], place),
         )
-        with patch.object(shared, "_native", lambda lying=lying: lying) if dist.get_rank() == 0 else nullcontext():
+        with (
+            patch.object(shared, "native_library", lambda lying=lying: lying) if dist.get_rank() == 0 else nullcontext()
+        ):
             assert type(communicator_of(dist.new_group())) is TorchCommunicator
 
 
