@@ -14,7 +14,7 @@ void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const c
   const auto input = torch::stable::detail::to<AtenTensorHandle>(stack[0]);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(input, &device));
   if (support_of(device) == Support::kRuns) return kernel(stack, arguments, results);
-  // Its error does not cross the stable ABI: bagua_syncbn/cuda/fallback.py keeps it, and raises it in place of this one.
+  // Its error does not cross the stable ABI: bagua_syncbn/cuda/fallback.py keeps it, to be raised in place of this one.
   check(torch_call_dispatcher(fallback, "", stack, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS, fallback, "success",
         "an error");
 }
