@@ -21,18 +21,7 @@ from torch import Tensor
 from ..torch_internals.groups import device_of, is_gloo_on_cpu, make_group, timeout_of
 from .c10d import WAYS, AsyncCollective, TorchCommunicator, is_alive, leave_through
 from .jobs import host_name
-from .shared import (
-    GATHER,
-    MOST_BYTES,
-    SUM,
-    Published,
-    SharedCommunicator,
-    first_problem,
-    first_use,
-    log_way,
-    native_library,
-    share,
-)
+from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_problem, first_use, log_way, share
 
 _BEGIN = {GATHER: TorchCommunicator.begin_all_gather, SUM: TorchCommunicator.begin_all_reduce}
 
@@ -43,7 +32,7 @@ class HostsCommunicator(SharedCommunicator):
     __slots__ = ("_carriers", "_free", "_here", "_most", "_order")
 
     def __init__(self, group: Any, segment: Any, hosts: Sequence[Sequence[int]], carriers: Any) -> None:
-        super().__init__(group, native_library(), segment)
+        super().__init__(group, segment)
         self._here = next(here for here in hosts if self.rank in here)
         self._most = max(map(len, hosts))  # rows of each host in a gather; absent ranks have zeros
         rows = {rank: i * self._most + j for i, here in enumerate(hosts) for j, rank in enumerate(here)}

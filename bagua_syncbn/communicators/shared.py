@@ -44,9 +44,9 @@ class SharedCommunicator(TorchCommunicator):
 
     __slots__ = ("_begun", "_native", "_segment")
 
-    def __init__(self, group: Any, native: Any, segment: Any) -> None:
+    def __init__(self, group: Any, segment: Any) -> None:
         super().__init__(group)
-        self._native, self._segment = native, segment
+        self._native, self._segment = native_library(), segment
         self._begun: list[Published] = []
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the end of the process frees the memory anyway
@@ -175,7 +175,7 @@ def _communicator_of(group: Any) -> SharedCommunicator | None:
     else:
         reason, segment = _agree(group)
     log_way(group, f"collectives: {reason}" if reason else "shared memory")
-    return None if segment is None else SharedCommunicator(group, native_library(), segment)
+    return None if segment is None else SharedCommunicator(group, segment)
 
 
 WAYS.append(_communicator_of)
