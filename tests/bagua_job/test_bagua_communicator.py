@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import weakref
 from unittest.mock import patch
 
@@ -11,15 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm, with_bagua
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua
-from bagua_syncbn.communicators.c10d import TorchCommunicator
 from tests.bagua_job.native import HostCommunicator, Watch, current_stream, log
 from tests.helpers.own_groups import communicator_of, mean_over
-from tests.helpers.training import through_file
 
 COLLECTIVES = ("allgather", "allreduce", "broadcast")
 
@@ -95,17 +91,6 @@ def test_one_collective_each_way_in_order_and_no_host_wait(dtype, layers):
 
 
 @pytest.mark.ranks(2)
-def test_a_layer_checks_its_calls_once_in_each_job():
-    layer, seen = SyncBatchNorm1d(4), []
-    for _ in range(3):
-        layer(torch.randn(3, 4)).backward(torch.randn(3, 4))
-        seen.append(vars(layer).get("_known"))
-    assert seen[1] is seen[2] is not None  # the first call may have made the group
-    with patch.object(communication, "_default_pg", copy.copy(communication._default_pg)):  # as in another job
-        assert layer._group_spec.made() is None
-
-
-@pytest.mark.ranks(2)
 def test_nothing_that_was_sent_stays():
     communicator, views = communicator_of(), []
     to_bagua_tensor = torch.Tensor.to_bagua_tensor
@@ -144,42 +129,13 @@ def test_groups_concern_their_members_alone():
             communicator_of(RankGroup((2, 5)))
         assert type(model[0]) is nn.BatchNorm1d
     assert mean_over(None) == 1.5
+    assert copy.deepcopy(SyncBatchNorm(1, process_group=communication._get_default_group())).process_group is None
     # Bagua numbers its groups: those that ranks made meanwhile must not count.
     whole = communication.new_group()
     whole.get_global_communicator()
     assert mean_over(whole) == 1.5
     assert communicator_of(whole) is communicator_of()
     assert communication._group_count == 4
-
-
-@pytest.mark.ranks(4)
-def test_torch_groups_and_descriptions_lead_to_the_same_communicator():
-    pair = dist.get_rank() // 2
-    given = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    log.clear()
-    for group in (given, 2, [[1, 0], [2, 3]], mesh["local"], RankGroup((2 * pair, 2 * pair + 1))):
-        assert mean_over(group) == 2 * pair + 0.5
-        assert communicator_of(group) is communicator_of(given)
-    assert isinstance(communicator_of(given), bagua.BaguaCommunicator)
-    assert mean_over("node") == mean_over(4) == mean_over(dist.group.WORLD) == 1.5
-    assert {dtype for *_, dtype in sent()} == {"torch.float32"}
-    assert communicator_of(1) is communicator_of([[0], [1], [2], [3]]) is LOCAL
-    through_torch = TorchCommunicator(given)  # a communicator is what it is
-    assert communicator_of(through_torch) is through_torch
-
-
-@pytest.mark.ranks(4)
-def test_copies_and_files_keep_the_ranks():
-    odd = dist.get_rank() % 2
-    group = [communication.new_group([0, 2]), communication.new_group([1, 3])][odd]
-    layer = SyncBatchNorm(1, momentum=1.0, process_group=group)
-    loaded = through_file(nn.Sequential(layer))[0]
-    assert loaded.process_group == RankGroup((odd, odd + 2))
-    for net in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
-        net(torch.full((2, 1), float(dist.get_rank())))
-        assert net.running_mean.item() == odd + 1
-    assert copy.deepcopy(SyncBatchNorm(1, process_group=communication._get_default_group())).process_group is None
 
 
 @pytest.mark.ranks(2)
