@@ -88,7 +88,7 @@ class GroupSpec:
         """Returns the communicator if it was already made in the running job, else None; LOCAL where no job runs."""
         if self.given_communicator is not None:
             return self.given_communicator
-        # As _running_job, without its call.
+        # As _engine, without its call.
         job = dist.group.WORLD if c10d.IS_AVAILABLE else None
         for engine in ENGINES:
             if engine.is_imported():
@@ -99,7 +99,8 @@ class GroupSpec:
 
     def _make(self) -> Communicator:
         """Makes the communicator, together with the other ranks of the group, for the rest of the running job."""
-        world, group, engine = _running_job(), None, _engine()
+        engine, group = _engine(), None
+        world = c10d.default_group() if engine is None else engine.default_group()
         if self._group is not None:
             group = self._group()
             if group is None or not c10d.is_alive(group):
@@ -207,12 +208,6 @@ class GroupSpec:
 
 
 EVERYONE = GroupSpec()
-
-
-def _running_job() -> Any:
-    """Returns the group of all ranks, of another engine or else of torch.distributed; None where there is no job."""
-    engine = _engine()
-    return c10d.default_group() if engine is None else engine.default_group()
 
 
 def _engine() -> Engine | None:

@@ -20,6 +20,7 @@ import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import TorchCommunicator, communicator_of, hosts, shared
 from tests.helpers.observed import GATHER, collectives
+from tests.helpers.told import message_of
 
 pytestmark = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 SECONDS = 60.0  # time-out of jobs in which a rank ends
@@ -32,14 +33,6 @@ def over(places, group=None, **options):
     away = patch.object(shared, "share", lambda *_: ("on other hosts", None))  # the whole group's attempt alone
     with away, patch.object(hosts, "host_name", lambda: (places[dist.get_rank()], "")):
         return communicator_of(group)
-
-
-def message_of(function, *arguments):
-    try:
-        function(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    return "none"
 
 
 def have_same_bits(value):

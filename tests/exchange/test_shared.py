@@ -23,6 +23,7 @@ from bagua_syncbn.communicators.shared import SharedCommunicator
 from bagua_syncbn.torch_internals.groups import backend_and_store
 from tests.helpers.observed import collectives
 from tests.helpers.own_groups import communicator_of as layers_communicator
+from tests.helpers.told import message_of
 
 pytestmark = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 
@@ -161,14 +162,6 @@ def test_ranks_in_other_namespaces_find_a_way_together(tmp_path, namespace, way)
 def exchange_by_hand(communicator, kind, values):
     packed, target = torch.ones(values), torch.empty(3, values)
     communicator._native.exchange(communicator._segment, kind, packed.data_ptr(), values, 4, target.data_ptr())
-
-
-def message_of(function, *arguments):
-    try:
-        function(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    return "none"
 
 
 @pytest.mark.ranks(3)
