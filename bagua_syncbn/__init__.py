@@ -1,5 +1,6 @@
 """Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
 
+from . import agreement as _agreement  # noqa: F401  # has the ranks of a group compared
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from .communicators import hosts as _hosts  # noqa: F401  # carries messages between ranks of few hosts
 from .communicators import shared as _shared  # noqa: F401  # carries messages between ranks of one host

@@ -11,8 +11,8 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
 from .communicators import spec_of
+from .names import name_of
 from .options import EPS_MODES, Options, Tensors
-from .sync import name_of
 from .torch_internals.autograd import is_exporting
 
 _LOCAL_CLASSES = (Tensor, nn.Parameter)

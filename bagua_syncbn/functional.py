@@ -17,14 +17,16 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import ops
 from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
 from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
+from .errors import tells_peers
 from .masks import masking_of
+from .names import name_of
 from .options import NO_MASKS, Options
 from .step.by_torch import ByTorch, in_evaluation, suits_torch
 from .step.call import Call, Normalization, Statistics, this_thread
 from .step.derivatives import differentiable_batch_norm
+from .step.exchange import Exchange, exchange_of
 from .step.normalize import normalize
 from .step.statistics import batch_statistics
-from .sync import Exchange, exchange_of, name_of, tells_peers
 from .torch_internals.autograd import has_transforms, is_transforming, level_of_duals
 
 _PLAIN_CLASSES = Tensor, nn.Parameter

@@ -13,11 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import ops
 from .checks import check_dimensions, check_is_dense, check_is_tensor, checked_options, named
 from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
+from .errors import raise_for_all
 from .functional import Known, batch_norm
+from .names import Origin
 from .ops import activation_of
 from .options import NO_MASKS, Masks, Options
 from .step.call import Call
-from .sync import Origin, raise_for_all
 
 # A function around calls of a layer. It gets the next one, or ``batch_norm`` at last, and a call for it.
 Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]

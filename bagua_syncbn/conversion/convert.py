@@ -17,8 +17,8 @@ from ..checks import check_flag
 from ..communicators import EVERYONE, GroupSpec, spec_of
 from ..extras.freezing import is_frozen
 from ..models import Filter, check_module
+from ..names import ConvertedModel, Origin, name_of
 from ..ops.activations import Activation
-from ..sync import ConvertedModel, Origin, name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name

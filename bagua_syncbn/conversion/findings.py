@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
-from ..sync import name_of
+from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .registry import class_after_conversion, groups_of, is_candidate
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..extras.freezing import is_frozen
 from ..models import Filter, is_data_parallel, is_left_out, modules_with_names
-from ..sync import name_of
+from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .findings import Action, Finding, examine
 from .fusing import FusedActivation, pairs_in

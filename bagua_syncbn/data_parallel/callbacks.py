@@ -6,7 +6,7 @@ from weakref import ref
 
 from torch import nn
 
-from ..sync import name_of
+from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from .replicas import CallbackContext, Replicas
 from .step import Replica

@@ -18,8 +18,8 @@ from ..communicators import LOCAL, GroupSpec
 from ..functional import known_of, moved_by
 from ..step.call import Call, Normalization, Statistics, this_thread
 from ..step.derivatives import differentiable_batch_norm, gradients_of
+from ..step.exchange import LOCAL_EXCHANGE
 from ..step.normalize import after, through_activation
-from ..sync import LOCAL_EXCHANGE
 from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams
 

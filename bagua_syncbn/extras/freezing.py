@@ -10,7 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
-from ..sync import name_of
+from ..names import name_of
 from ..sync_batchnorm import Frozen, SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 

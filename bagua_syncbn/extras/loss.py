@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..checks import check_is_dense, check_is_tensor, check_number, is_distributed
 from ..communicators import spec_of
+from ..errors import tells_peers
 from ..masks import check_mask
-from ..sync import tells_peers
 from .sums import sum_over_ranks
 
 _NAME = "mean_over_ranks"

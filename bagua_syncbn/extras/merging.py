@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_number
 from ..communicators import spec_of
+from ..errors import tells_peers
 from ..models import check_module
 from ..ops import Moments
-from ..sync import tells_peers
 from .freezing import is_frozen
 from .sums import sum_over_ranks
 

@@ -12,9 +12,10 @@ from torch import nn
 from .. import ops
 from ..checks import named
 from ..communicators import spec_of
+from ..errors import tells_peers
 from ..masks import masking_of
 from ..models import check_module
-from ..sync import name_of, tells_peers
+from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulator import StatisticsAccumulator
 from .masks import masks_of

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
+from ..names import name_of
 from ..step.call import Normalization, set_hook
-from ..sync import name_of
 from ..torch_internals.modules import saving_hooks, takes_saving_hooks
 
 # By the name of the node that autograd has for an operation, without its last digit: for some, the operation in place

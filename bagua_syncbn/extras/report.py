@@ -2,8 +2,8 @@
 
 import torch
 
-from ..sync.faults import RECORDS
-from ..sync.history import CallHistory, histories
+from ..agreement.faults import RECORDS
+from ..agreement.history import CallHistory, histories
 
 
 def check_ranks() -> None:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..agreement.faults import differ_text, record_of
+from ..agreement.history import history_in
+from ..agreement.protocol import Agreement, RankExchange
+from ..agreement.signatures import CallSignature, checksum, exact_bits, word_of
 from ..communicators import Communicator
-from ..sync.faults import differ_text, record_of
-from ..sync.history import history_in
-from ..sync.protocol import Agreement, RankExchange
-from ..sync.signatures import CallSignature, checksum, exact_bits, word_of
 
 
 def sum_over_ranks(

@@ -10,8 +10,8 @@ import threading
 import time
 from weakref import ref
 
+from ..agreement.history import CallHistory, at_first_message
 from ..communicators import TorchCommunicator
-from ..sync.history import CallHistory, at_first_message
 from ..torch_internals.groups import timeout_of
 from ..torch_internals.nccl import nccl_id, nccl_progress
 

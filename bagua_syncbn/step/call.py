@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..options import NO_MASKS, GivenMasks, Options
-from ..sync import Exchange
+from .exchange import Exchange
 
 # Mean (C), inverse deviation (C) and number of values per channel, an int64 scalar, of all ranks together.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..errors import tell_peers, tells_peers
 from ..options import Options
-from ..sync import tell_peers, tells_peers
 from ..torch_internals.autograd import is_batched
 from .call import Normalization, Statistics, follow
 

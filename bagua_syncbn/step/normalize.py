@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..sync import raise_for_all
+from ..errors import raise_for_all
 from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
 from .call import Normalization, follow
 from .derivatives import differentiable_backward

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from .. import ops
 from ..options import Options
-from ..sync import Exchange
 from .call import Statistics
+from .exchange import Exchange
 
 
 def batch_statistics(

@@ -15,7 +15,7 @@ from ..conversion.findings import Finding
 from ..extras.accumulation import accumulation_of
 from ..extras.masks import is_masked
 from ..extras.unchanged import digest
-from ..sync import name_of
+from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import pytree
 from .ranks import Peers, in_float64, joined, tensors_in

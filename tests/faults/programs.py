@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import bagua_syncbn
 from bagua_syncbn import ops
+from bagua_syncbn.agreement import faults
+from bagua_syncbn.agreement.history import CallHistory, history_in
 from bagua_syncbn.communicators import communicator_of
-from bagua_syncbn.sync import faults
-from bagua_syncbn.sync.history import CallHistory, history_in
 from tests.helpers.observed import collectives
 
 STEPS = 3

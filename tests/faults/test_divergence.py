@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import bagua_syncbn
 from bagua_syncbn import ops
+from bagua_syncbn.agreement.history import history_in
+from bagua_syncbn.agreement.signatures import RAISED, describe
 from bagua_syncbn.communicators import LOCAL, shared
-from bagua_syncbn.sync.history import history_in
-from bagua_syncbn.sync.signatures import RAISED, describe
 from tests.faults import programs
 from tests.faults.programs import REFUSED, Change, Model, is_odd, message_of, own_group, own_model, run
 from tests.helpers.replicated import parallel
@@ -541,7 +541,7 @@ for mode in (torch.device("meta"), FakeTensorMode(), torch.inference_mode()):
             import bagua_syncbn
             bagua_syncbn.check_ranks()
         from bagua_syncbn import ops
-        from bagua_syncbn.sync.faults import record_of
+        from bagua_syncbn.agreement.faults import record_of
         record = record_of("any", "cpu")
         rows = torch.stack([ops.batch_norm_stats(torch.ones(4, 2), 5, call) for call in (1, 2)])
         ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, record.tensor)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bagua_syncbn import groups_report
-from bagua_syncbn.sync import history
-from bagua_syncbn.sync.history import history_in
+from bagua_syncbn.agreement import history
+from bagua_syncbn.agreement.history import history_in
 from tests.faults.programs import is_odd, message_of, own_model
 
 A, B = (f"of SyncBatchNorm1d '{name}' of Model (8 channels, float32, eps=1e-05, momentum=0.1)" for name in "ab")

@@ -22,7 +22,8 @@ from tests.faults.programs import is_odd, own_group
 from tests.helpers.own_groups import join
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-PLACES = "sync/protocol.py", "sync/", "communicators/", "step/function.py", "functional.py"
+PLACES = "agreement/protocol.py", "agreement/", "communicators/", "step/", "functional.py"
+assert all((PACKAGE / place).exists() for place in PLACES)
 NAMED = re.compile(
     "expected one that works, got one that failed before|collective failed in the (forward|backward) of Sync"
     "|expected all ranks of a group to call the same layers|expected one call at a time"

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from bagua_syncbn.agreement.history import history_in
 from bagua_syncbn.extras import watch
-from bagua_syncbn.sync.history import history_in
 from tests.faults.programs import message_of, own_model
 
 SECONDS = 2.0

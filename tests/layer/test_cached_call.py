@@ -15,7 +15,7 @@ import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, functional
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel.step import Replica
-from bagua_syncbn.sync import ConvertedModel, Origin
+from bagua_syncbn.names import ConvertedModel, Origin
 from bagua_syncbn.sync_batchnorm import refuse_alone
 from benchmarks.one_rank import Twin
 from tests.helpers.fake_packages import DynamicBatchNorm

@@ -15,8 +15,8 @@ import bagua_syncbn
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Folders and files that attach to the core from outside.
 OUTSIDE = (
-    *("communicators.bagua", "communicators.hosts", "communicators.shared", "cuda", "extras", "conversion"),
-    *("data_parallel", "verification", "contrib", "vacancy", "with_bagua", "models"),
+    *("communicators.bagua", "communicators.hosts", "communicators.shared", "agreement", "cuda", "extras"),
+    *("conversion", "data_parallel", "verification", "contrib", "vacancy", "with_bagua", "models"),
 )
 
 
@@ -54,7 +54,7 @@ def test_nothing_that_the_layer_imports_imports_an_extra():
     assert not [name for name in reached if name.split(".")[1] in OUTSIDE]
 
 
-@pytest.mark.parametrize("pair", ["ops communicators", "communicators ops", "ops sync", "communicators sync"])
+@pytest.mark.parametrize("pair", ["ops communicators", "communicators ops", "ops step", "communicators step"])
 def test_ops_communicators_and_the_exchange_depend_in_one_direction(pair):
     room, other = (f"bagua_syncbn.{name}" for name in pair.split())
     assert not [name for name in reached_from(room) if name == other or name.startswith(f"{other}.")]
@@ -113,11 +113,13 @@ def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
 # In a process of its own, because tests import these modules too.
 ATTACHED = """
 import bagua_syncbn
-from bagua_syncbn import functional
+from bagua_syncbn import errors, functional
+from bagua_syncbn.agreement import history
 from bagua_syncbn.communicators import c10d, group_spec
-from bagua_syncbn.sync import history
+from bagua_syncbn.step import exchange
 for attached in (
-    functional.FIRST_CALL_CHECKS, dict(functional.SPECIAL_INPUTS).values(), c10d.WAYS, history.at_first_message
+    functional.FIRST_CALL_CHECKS, dict(functional.SPECIAL_INPUTS).values(), exchange.EXCHANGES, errors.at_error,
+    c10d.WAYS, history.at_first_message,
 ):
     print(*(one.__module__.removeprefix("bagua_syncbn.") for one in attached))
 print(*(engine.__name__.removeprefix("bagua_syncbn.") for engine in group_spec.ENGINES))
@@ -129,6 +131,8 @@ def test_an_import_attaches_all_that_works_without_being_called():
     assert attached.splitlines() == [
         "cuda",
         "extras.sharded",
+        "agreement.exchanges",
+        "agreement.errors",
         "communicators.shared communicators.hosts",
         "extras.watch",
         "communicators.bagua",

@@ -201,7 +201,7 @@ def test_a_sum_ends_in_the_parts_of_a_fingerprint_and_their_squares(ops, fingerp
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
 def test_a_fingerprint_is_exact_in_a_sum(ranks):
-    from bagua_syncbn.sync.signatures import checksum, exact_bits
+    from bagua_syncbn.agreement.signatures import checksum, exact_bits
 
     sums = [checksum(layer * 2**24 + 1, call, 5) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
     said = {
@@ -217,7 +217,7 @@ def test_a_fingerprint_is_exact_in_a_sum(ranks):
 
 
 def test_options_have_one_word_exactly_if_they_are_equal():
-    from bagua_syncbn.sync.signatures import word_of_options
+    from bagua_syncbn.agreement.signatures import word_of_options
 
     numbers = (None, 0, 0.0, -0.0, False, -1, -1.0, -2, True, 1.0, 1e-5, 1e-5 + 1e-17, 2**-1074, math.nextafter(1, 2))
     for first, second in itertools.product(numbers, numbers):

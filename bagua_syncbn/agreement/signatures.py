@@ -8,22 +8,22 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..communicators import Communicator, is_large
+from ..names import kind_of, name_of
 from ..options import Options
+from ..step.exchange import as_number
 from ..torch_internals.autograd import untraced
 
 # Values that all ranks have in common in a call: number of channels, whether it is in float64, what becomes of the
 # running statistics (a key of _TRACKING), and the options but the activation. Flat, as torch.compile hands values to a
 # function that it does not trace.
 SharedOptions: TypeAlias = tuple[Any, ...]
-
-_Number = TypeVar("_Number")
 
 # In place of the options: a rank that makes no call, because it has raised an error.
 RAISED = 0
@@ -33,20 +33,6 @@ _TRACKING = {"moves": (), "untracked": ("untracked",), "accumulates": ("in accum
 
 _DIRECTIONS = ("forward", "backward", "double backward")
 _MOST_SIGNATURES = 2**14
-
-
-class ConvertedModel:
-    """Identity of a converted model, shared by its synchronized layers; each copy of the model has another one."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # name of the model's class
-
-
-class Origin(NamedTuple):
-    """Place of a layer in a converted model, for messages."""
-
-    name: str  # the layer's first name in the model
-    model: ConvertedModel
 
 
 _PRIME = 2**61 - 1
@@ -89,11 +75,6 @@ def shared_options(layer: nn.Module | None, input: Tensor, options: Options, buf
     if torch.compiler.is_compiling():
         channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
     return channels, input.dtype == torch.float64, tracking, eps, momentum, *others
-
-
-def as_number(value: _Number) -> _Number:
-    """Returns ``value`` as a number, where torch.compile may have a symbol for it: sets hold numbers only."""
-    return next(iter({value}))
 
 
 @untraced
@@ -175,26 +156,6 @@ def signature_of(
         _texts.update((one.key, one.text) for one in (signature, backward, derivative))
         _signatures[call] = signature
     return signature
-
-
-def kind_of(layer: nn.Module | None) -> str:
-    """Returns the class of the model that a layer is in, or that of a layer by itself."""
-    origin: Origin | None = getattr(layer, "_origin", None)
-    kind = type(layer).__name__ if origin is None else origin.model.name
-    return "sync_batch_norm" if layer is None else kind
-
-
-def name_of(module: nn.Module | None, name: str | None = None) -> str:
-    """Returns the class of ``module`` and its ``name`` in the model, for messages.
-
-    Without ``name`` it takes the one that conversion gave a layer; None stands for a call without a layer.
-    """
-    origin: Origin | None = getattr(module, "_origin", None)
-    if name is None and origin is not None:
-        name = origin.name
-    if name is None:
-        return kind_of(module)
-    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
 
 
 def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import ops
 from ..communicators import Communicator
+from ..step.exchange import Exchange
 from .errors import codes_of, leave, resume, texts_in
 from .faults import FaultRecord, differ_text, found_text, is_checked_at_once
 from .history import CallHistory, Probe, at_first_message, can_probe
@@ -31,7 +32,7 @@ class Agreement(NamedTuple):
     exact_bits: int  # bits of a fingerprint that stay exact in a sum over these ranks
 
 
-class RankExchange:
+class RankExchange(Exchange):
     """The messages of one call over several ranks, with what the ops need to compare the ranks by.
 
     A call's number is the sequence number of its forward in the group; 0 if peers may run compiled code, which counts
@@ -39,8 +40,7 @@ class RankExchange:
     """
 
     is_traced = False
-
-    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "adds_up", "communicator", "header")
+    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "adds_up", "header")
 
     def __init__(self, agreement: Agreement) -> None:
         signature, record, self.communicator, history, self._exact_bits = agreement

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from .. import ops
 from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
+from ..names import kind_of, name_of
 from ..torch_internals.autograd import NO_ERRORS, unseen_by_selective_checkpointing
 from .faults import differ_text, is_checked_at_once, record_of
 from .history import CallHistory, Probe, can_probe, history_in
-from .signatures import RAISED, describe, kind_of, name_of, word_of
-
-_P = ParamSpec("_P")
-_Result = TypeVar("_Result")
+from .signatures import RAISED, describe, word_of
 
 _TEXT = 480  # bytes in which a rank says what it does
 
@@ -31,47 +26,6 @@ class PendingError(NamedTuple):
     probe: Probe
     answer: AsyncCollective
     texts: AsyncCollective | None  # on CPU, where all ranks send them as soon as they differ
-
-
-def tells_peers(
-    peers_of: Callable[..., tuple[Any, Any] | None],
-) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
-    """Decorator for a function in which ranks meet: if a call of it raises on one rank, the other ranks raise too.
-
-    It covers calls with wrong arguments, which raise before the body of the function runs.
-
-    Args:
-        peers_of: called with the arguments of a call that raised; returns its process group and its layer or model, or
-            the name of a function without one; None if the call meets no rank.
-    """
-
-    def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-        @functools.wraps(function)
-        def telling(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                peers = None
-                with suppress(Exception):  # the arguments may be anything
-                    peers = peers_of(*args, **kwargs)
-                raise_for_all(error, peers)
-                raise
-
-        return telling
-
-    return decorate
-
-
-def raise_for_all(error: Exception, peers: tuple[Any, Any] | None) -> None:
-    """Handles the ``error`` of a call: its peers, a process group and a layer or model, are told, and raise too.
-
-    Raises torch's own error in place of ``error``, where that is of memory. Otherwise the caller raises ``error``.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if peers is not None:
-        tell_peers(*peers, error)
-    ops.raise_torchs(error)
 
 
 def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
