@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from . import ops
-from .communicators import spec_of
+from .groups import spec_of
 from .names import name_of
 from .options import EPS_MODES, Options, Tensors
 from .torch_internals.autograd import is_exporting

@@ -16,8 +16,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import ops
 from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
-from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
 from .errors import tells_peers
+from .groups import EVERYONE, LOCAL, GroupSpec, spec_of
 from .masks import masking_of
 from .names import name_of
 from .options import NO_MASKS, Options

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
 from .checks import check_dimensions, check_is_dense, check_is_tensor, checked_options, named
-from .communicators import EVERYONE, LOCAL, GroupSpec, spec_of
 from .errors import raise_for_all
 from .functional import Known, batch_norm
+from .groups import EVERYONE, LOCAL, GroupSpec, spec_of
 from .names import Origin
 from .ops import activation_of
 from .options import NO_MASKS, Masks, Options

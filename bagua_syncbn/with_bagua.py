@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .communicators import ENGINES, GroupSpec, bagua, spec_of
+from .communicators import bagua
+from .communicators.torch_engine import torch_group_of
+from .groups import ENGINES, GroupSpec, spec_of
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 from .torch_internals.modules import composable_replicate, pytree
@@ -98,7 +100,7 @@ def with_bagua(
     _check_torch_has(algorithm)
     if dist.is_available() and dist.is_initialized():
         _check_that_it_trains(module)
-        _replicate(module, optimizers, spec.torch_group())
+        _replicate(module, optimizers, torch_group_of(spec))
         _give_group_to_layers(module, spec)
     return module
 

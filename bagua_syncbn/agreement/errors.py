@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from ..communicators import AsyncCollective, Communicator, TorchCommunicator, spec_of
+from ..communicators.c10d import AsyncCollective, TorchCommunicator
+from ..groups import Communicator, spec_of
 from ..names import kind_of, name_of
 from ..torch_internals.autograd import NO_ERRORS, unseen_by_selective_checkpointing
 from .faults import differ_text, is_checked_at_once, record_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..communicators import Communicator
+from ..groups import Communicator
 from ..names import kind_of
 from ..options import Options
 from ..step.exchange import Exchange

@@ -9,7 +9,7 @@ from threading import Thread
 import torch
 
 from .. import ops
-from ..communicators import said_by
+from ..groups import said_by
 from ..torch_internals.autograd import outside_of_modes
 from .signatures import CallSignature, describe
 

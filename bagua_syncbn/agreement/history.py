@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
-from ..communicators import AsyncCollective, Communicator, TorchCommunicator
+from ..communicators.c10d import AsyncCollective, TorchCommunicator
+from ..groups import Communicator
 from ..torch_internals.autograd import is_capturing, untraced
 from ..torch_internals.groups import group_named
 from .faults import forget_records, record_of

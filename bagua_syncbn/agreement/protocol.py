@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..communicators import Communicator
+from ..groups import Communicator
 from ..step.exchange import Exchange
 from .errors import codes_of, leave, resume, texts_in
 from .faults import FaultRecord, differ_text, found_text, is_checked_at_once

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..communicators import Communicator, is_large
+from ..communicators.c10d import is_large
+from ..groups import Communicator
 from ..names import kind_of, name_of
 from ..options import Options
 from ..step.exchange import as_number

@@ -1,27 +1,12 @@
-"""Communication between ranks or replicas, independent of what layers compute.
+"""Communicators of the processes of a job, and the engines that make them.
 
-A :class:`Communicator` gathers one small tensor of each rank, or adds these tensors up. Each way to synchronize the
-processes of a job is a communicator in a file of its own.
+Each way to communicate is in a file of its own. torch.distributed is the engine of every job, unless another one runs.
 """
 
-from .c10d import AsyncCollective, TorchCommunicator, communicator_of, is_large
-from .communicator import LOCAL, Communicator, LocalCommunicator
-from .group_spec import ENGINES, EVERYONE, GroupSpec, spec_of
-from .groups import RankGroup, said_by, text_of_ranks
+from ..groups import ENGINES, LOCAL, Communicator, LocalCommunicator, RankGroup
+from . import torch_engine
+from .c10d import TorchCommunicator
 
-__all__ = [
-    "ENGINES",
-    "EVERYONE",
-    "LOCAL",
-    "AsyncCollective",
-    "Communicator",
-    "GroupSpec",
-    "LocalCommunicator",
-    "RankGroup",
-    "TorchCommunicator",
-    "communicator_of",
-    "is_large",
-    "said_by",
-    "spec_of",
-    "text_of_ranks",
-]
+__all__ = ["LOCAL", "Communicator", "LocalCommunicator", "RankGroup", "TorchCommunicator"]
+
+ENGINES.append(torch_engine)

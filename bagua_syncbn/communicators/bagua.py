@@ -6,13 +6,16 @@ This module imports Bagua only in a running Bagua job, because the import needs 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import packages_distributions, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ..groups import LOCAL, Communicator, Ranks, Rule, is_ranks
+from ..groups.rules import check_rule, ranks_by_rule
+from . import torch_engine
 
 # Communicators of this process by their ranks, so that a rank that has a group and one that has only its ranks, as in a
 # loaded layer, use the same communicator.
@@ -88,9 +91,6 @@ def installed_version() -> str | None:
     return version(distributions[0]) if distributions else None
 
 
-is_imported: Callable[[], bool] = partial(sys.modules.__contains__, "bagua.torch_api.communication")
-
-
 def is_initialized() -> bool:
     """Whether ``bagua.torch_api.init_process_group()`` was called in this process."""
     return default_group() is not None
@@ -98,8 +98,13 @@ def is_initialized() -> bool:
 
 def default_group() -> Any:
     """Returns the group of all ranks that Bagua made; None before it did so."""
-    communication = _communication()
+    communication = sys.modules.get("bagua.torch_api.communication")  # each call of a layer asks
     return communication._default_pg if communication is not None else None
+
+
+def is_in_job() -> bool:
+    """False: torch.distributed runs in each job of Bagua, and torch.compile asks that."""
+    return False
 
 
 def is_data_parallel(module: nn.Module) -> bool:
@@ -124,9 +129,20 @@ def is_process_group(process_group: object) -> bool:
     return True
 
 
-def rule_of(group: Any) -> tuple[int, ...] | None:
-    """Returns the ranks of a BaguaProcessGroup; None for the default group, so that a copy stands for all ranks too."""
-    return None if group is default_group() else tuple(sorted(group.ranks))
+def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any]] | None:
+    """Returns the ranks of a BaguaProcessGroup, None for the default one, and a function that returns the group.
+
+    Returns None for other objects.
+
+    Raises:
+        ValueError: this rank is not in the group.
+        RuntimeError: Bagua is not initialized.
+    """
+    if not is_process_group(process_group):
+        return None
+    ranks = None if process_group is default_group() else tuple(sorted(process_group.ranks))
+    check_rule(ranks, *rank_and_size())
+    return ranks, lambda: process_group
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -134,12 +150,22 @@ def rank_and_size() -> tuple[int, int]:
     return _api().get_rank(), _api().get_world_size()
 
 
-def communicator_among(ranks: Sequence[int]) -> BaguaCommunicator:
-    """Returns the communicator that layers use among these ranks; its members make it together at the first use."""
-    members = tuple(sorted(ranks))
-    communicator = _communicators.get(members)
+def ranks_of(rule: Rule) -> Ranks:
+    """Returns the ranks of the group that this rank is in by ``rule``."""
+    if rule is not None and not is_ranks(rule):
+        return torch_engine.ranks_of(rule)  # the ranks compare their rules through the store of torch's job
+    check_rule(rule, *rank_and_size())
+    return ranks_by_rule(rule, *rank_and_size())
+
+
+def communicator_of(rule: Rule, given: Any) -> Communicator:
+    """Returns the communicator that layers use among the ranks of ``rule``, which make it together at the first use."""
+    ranks = ranks_of(rule)
+    if len(ranks) == 1:
+        return LOCAL
+    communicator = _communicators.get(ranks)
     if communicator is None:
-        communicator = _communicators[members] = BaguaCommunicator(_make_group(members))
+        communicator = _communicators[ranks] = BaguaCommunicator(_make_group(ranks))
     return communicator
 
 

@@ -16,14 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..groups import DESTROYED
 from ..torch_internals import groups as torch_groups
 
 IS_AVAILABLE = dist.is_available()
-
-DESTROYED = (
-    "process_group: expected a live group, got one that was destroyed; run forward and backward before "
-    "destroy_process_group()"
-)
 
 
 class AsyncCollective:
@@ -70,6 +66,11 @@ class TorchCommunicator:
         if group is None:
             raise RuntimeError(DESTROYED)
         return group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the group's members."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
     def all_gather(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -122,8 +123,7 @@ class TorchCommunicator:
         return rows, dist.all_gather(list(rows.unbind()), packed, group=group, async_op=async_op)
 
     def __repr__(self) -> str:
-        group = self._group()
-        return f"TorchCommunicator(ranks={tuple(dist.get_process_group_ranks(group)) if group else 'destroyed'})"
+        return f"TorchCommunicator(ranks={self.ranks if self._group() else 'destroyed'})"
 
     def __deepcopy__(self, memo: Any) -> "TorchCommunicator":
         return self
@@ -186,37 +186,6 @@ _MOST_GATHERED = 2**14
 def _is_gathered(packed: Tensor, ranks: int) -> bool:
     """Whether each rank gathers ``packed`` and adds it up itself. All ranks agree on it, compiled or not."""
     return ranks < FEWEST_ADDED and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
-
-
-def in_job() -> bool:
-    """Whether torch.distributed runs a job. The check shows no group to torch.compile."""
-    return IS_AVAILABLE and dist.is_initialized()
-
-
-def default_group() -> Any:
-    """Returns the job's default group, or None where there is no job."""
-    return dist.group.WORLD if IS_AVAILABLE else None
-
-
-def is_process_group(process_group: object) -> bool:
-    """Whether ``process_group`` is a c10d group.
-
-    Raises:
-        ValueError: the group excludes this rank, or was destroyed.
-    """
-    if not IS_AVAILABLE:
-        return False
-    excluded = dist.GroupMember.NON_GROUP_MEMBER  # an int in some versions of torch, an object in others
-    if type(process_group) is type(excluded) and process_group == excluded:
-        raise ValueError(
-            "process_group: expected a group that this rank is a member of, "
-            "got GroupMember.NON_GROUP_MEMBER, which new_group returns to the ranks that it leaves out"
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        return False
-    if not is_alive(process_group):
-        raise ValueError(DESTROYED)
-    return True
 
 
 def is_alive(group: Any) -> bool:

@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 
+from ..groups import NODE, Ranks, Rule, is_ranks, said_by, text_of_ranks
+from ..groups.rules import check_rule, described, ranks_by_rule, text_of
 from ..torch_internals import groups as torch_groups
 from .c10d import is_alive
-from .groups import NODE, Ranks, Rule, check_rule, described, is_ranks, ranks_by_rule, said_by, text_of, text_of_ranks
 
 _Made = TypeVar("_Made")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

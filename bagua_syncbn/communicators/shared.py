@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..groups import DESTROYED, text_of_ranks
 from ..torch_internals.groups import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
-from .c10d import DESTROYED, WAYS, AsyncCollective, TorchCommunicator, leave, leave_through
-from .groups import text_of_ranks
+from .c10d import WAYS, AsyncCollective, TorchCommunicator, leave, leave_through
 from .jobs import MeetingError, leave_meeting, meet
 
 _log = logging.getLogger("bagua_syncbn")

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..checks import check_flag
-from ..communicators import EVERYONE, GroupSpec, spec_of
+from ..communicators.torch_engine import group_before
 from ..extras.freezing import is_frozen
+from ..groups import EVERYONE, GroupSpec, spec_of
 from ..models import Filter, check_module
 from ..names import ConvertedModel, Origin, name_of
 from ..ops.activations import Activation
@@ -157,7 +158,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             for name in ("_group_spec", "_known", "_attached", "groups_before", "_origin"):
                 vars(layer).pop(name, None)
             for name, held in groups.items():
-                vars(layer)[name] = held.group_before() if isinstance(held, GroupSpec) else held
+                vars(layer)[name] = group_before(held) if isinstance(held, GroupSpec) else held
             object.__setattr__(layer, "__class__", cls)
     for part in module.modules():
         undo_recomputing(part)

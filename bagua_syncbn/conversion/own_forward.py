@@ -19,10 +19,10 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import ops
-from ..communicators import LOCAL
 from ..extras.accumulation import accumulation_of
 from ..extras.checkpointing import is_repetition
 from ..extras.masks import is_masked
+from ..groups import LOCAL
 from ..step.call import Call, this_thread
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
 from ..torch_internals.autograd import unseen_by_selective_checkpointing

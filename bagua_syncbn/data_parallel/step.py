@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import named
-from ..communicators import LOCAL, GroupSpec
 from ..functional import known_of, moved_by
+from ..groups import LOCAL, GroupSpec
 from ..step.call import Call, Normalization, Statistics, this_thread
 from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.exchange import LOCAL_EXCHANGE

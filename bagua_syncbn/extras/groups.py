@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from ..communicators import spec_of
-from ..communicators.group_spec import is_mesh
-from ..communicators.groups import NODE
+from ..communicators.torch_engine import is_mesh, torch_group_of
+from ..groups import NODE, spec_of
 
 
 def sync_group(process_group: Any) -> Any:
@@ -41,4 +40,4 @@ def sync_group(process_group: Any) -> Any:
         )
     spec = spec_of(process_group)
     spec.communicator()
-    return spec.torch_group()
+    return torch_group_of(spec)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_is_dense, check_is_tensor, check_number, is_distributed
-from ..communicators import spec_of
 from ..errors import tells_peers
+from ..groups import spec_of
 from ..masks import check_mask
 from .sums import sum_over_ranks
 

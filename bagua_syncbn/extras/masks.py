@@ -98,12 +98,11 @@ def masked(
         raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
     check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)
     given = _ModelMask(mask, lengths, rule, zero_masked)
-    layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    if not layers:
+    before = {part: attached(part, _ModelMask) for part in model.modules() if isinstance(part, SyncBatchNorm)}
+    if not before:
         warnings.warn(f"masked: found no synchronized layer in {type(model).__name__}", stacklevel=3)
-    before = {layer: attached(layer, _ModelMask) for layer in layers}
     try:
-        for layer in layers:
+        for layer in before:
             replace_attached(layer, _ModelMask, given)
         yield
     finally:

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_number
-from ..communicators import spec_of
 from ..errors import tells_peers
+from ..groups import spec_of
 from ..models import check_module
 from ..ops import Moments
 from .freezing import is_frozen

@@ -11,8 +11,8 @@ from torch import nn
 
 from .. import ops
 from ..checks import named
-from ..communicators import spec_of
 from ..errors import tells_peers
+from ..groups import spec_of
 from ..masks import masking_of
 from ..models import check_module
 from ..names import name_of

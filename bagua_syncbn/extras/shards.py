@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import ops
 from ..checks import check_dimensions
-from ..communicators import spec_of
+from ..groups import spec_of
 from ..step.call import Call
 
 

@@ -8,7 +8,7 @@ from ..agreement.faults import differ_text, record_of
 from ..agreement.history import history_in
 from ..agreement.protocol import Agreement, RankExchange
 from ..agreement.signatures import CallSignature, checksum, exact_bits, word_of
-from ..communicators import Communicator
+from ..groups import Communicator
 
 
 def sum_over_ranks(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
-from ..communicators import LOCAL, spec_of
+from ..groups import LOCAL, spec_of
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import Accumulation
 from .attaching import replace_attached

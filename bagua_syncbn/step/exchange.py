@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..communicators import LOCAL, Communicator
+from ..groups import LOCAL, Communicator
 from ..options import Options
 
 _Number = TypeVar("_Number")

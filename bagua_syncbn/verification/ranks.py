@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communicators import said_by, spec_of
+from ..communicators.torch_engine import torch_group_of
+from ..groups import said_by, spec_of
 from ..torch_internals.modules import pytree
 
 _T = TypeVar("_T")
@@ -24,7 +25,7 @@ class Peers:
     def __init__(self, caller: str, process_group: Any) -> None:
         self._caller = caller
         self.in_job = dist.is_available() and dist.is_initialized()
-        self.group = spec_of(process_group).torch_group() if self.in_job else None
+        self.group = torch_group_of(spec_of(process_group)) if self.in_job else None
         self.size = dist.get_world_size(self.group) if self.in_job else 1
         self.rank = dist.get_rank(self.group) if self.in_job else 0
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import functional
-from ..communicators import LOCAL, spec_of
 from ..conversion import convert_sync_batchnorm
 from ..errors import tell_peers
 from ..extras import loss as loss_over_ranks
+from ..groups import LOCAL, spec_of
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers, in_float64, share_of, tensors_in
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_callable, is_distributed
-from ..communicators import text_of_ranks
 from ..extras.unchanged import digest, unchanged
+from ..groups import text_of_ranks
 from ..models import check_module, is_data_parallel
 from .causes import CAUSES, LayerChecks
 from .ranks import Peers, in_float64, joined

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua_syncbn.communicators import TorchCommunicator, communicator_of
+from bagua_syncbn.communicators import TorchCommunicator
+from bagua_syncbn.communicators.c10d import communicator_of
 from bagua_syncbn.communicators.shared import SharedCommunicator
 
 from ..peers import Maker

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_group
-from bagua_syncbn.communicators import ENGINES, LOCAL, RankGroup, TorchCommunicator, jobs
+from bagua_syncbn.communicators import TorchCommunicator, jobs, torch_engine
+from bagua_syncbn.groups import ENGINES, LOCAL, RankGroup, spec_of
+from bagua_syncbn.groups.rules import check_rule
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
 from tests.helpers.training import through_file
@@ -29,22 +31,29 @@ class Engine:
         self.whole = Group(*range(dist.get_world_size()))
         self.communicators = {}
 
-    def is_imported(self):
-        return True
-
     def default_group(self):
         return self.whole
+
+    def is_in_job(self):
+        return True
 
     def rank_and_size(self):
         return dist.get_rank(), dist.get_world_size()
 
-    def is_process_group(self, process_group):
-        return isinstance(process_group, Group)
+    def given(self, group):
+        if not isinstance(group, Group):
+            return None
+        ranks = None if group is self.whole else tuple(sorted(group.ranks))
+        check_rule(ranks, *self.rank_and_size())
+        return ranks, lambda: group
 
-    def rule_of(self, group):
-        return None if group is self.whole else tuple(sorted(group.ranks))
+    def ranks_of(self, rule):
+        return torch_engine.ranks_of(rule)
 
-    def communicator_among(self, ranks):
+    def communicator_of(self, rule, given):
+        ranks = self.ranks_of(rule)
+        if len(ranks) == 1:
+            return LOCAL
         if ranks not in self.communicators:
             self.communicators[ranks] = TorchCommunicator(jobs.job_of(dist.group.WORLD).layers_group(tuple(ranks)))
         return self.communicators[ranks]
@@ -54,7 +63,7 @@ class Engine:
 def running():
     """Context in which an engine runs the job."""
     engine, others = Engine(), ENGINES[:]
-    ENGINES[:] = [engine]
+    ENGINES.append(engine)
     try:
         yield engine
     finally:
@@ -102,7 +111,7 @@ def test_groups_of_torch_and_descriptions_lead_to_one_communicator():
         through_torch = TorchCommunicator(given)  # a communicator is what it is
         assert communicator_of(through_torch) is through_torch
         with pytest.raises(TypeError, match=r"a torch\.distributed\.ProcessGroup or a description .* got Group"):
-            SyncBatchNorm(1, process_group=own)._group_spec.torch_group()
+            torch_engine.torch_group_of(spec_of(own))
         assert dist.get_process_group_ranks(sync_group(2)) == [2 * pair, 2 * pair + 1]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bagua_syncbn
-from bagua_syncbn.communicators import said_by, text_of_ranks
+from bagua_syncbn.groups import said_by, text_of_ranks
 from tests.faults.programs import REFUSED, Model, message_of
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.threads import run_threads

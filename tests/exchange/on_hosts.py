@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.communicators import spec_of
+from bagua_syncbn.groups import spec_of
 
 STEPS = 60
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import TorchCommunicator, communicator_of, hosts, shared
+from bagua_syncbn.communicators import TorchCommunicator, hosts, shared
+from bagua_syncbn.communicators.c10d import communicator_of
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.told import message_of
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import TorchCommunicator, communicator_of, shared
+from bagua_syncbn.communicators import TorchCommunicator, shared
+from bagua_syncbn.communicators.c10d import communicator_of
 from bagua_syncbn.communicators.shared import SharedCommunicator
 from bagua_syncbn.torch_internals.groups import backend_and_store
 from tests.helpers.observed import collectives
@@ -136,7 +137,7 @@ def test_one_line_of_the_log_says_which_way_and_why():
 NAMESPACES = {"mount": ["unshare", "-m"], "process": ["unshare", "--fork", "-p", "--mount-proc"]}
 PROGRAM = """
 import sys, torch, torch.distributed as dist
-from bagua_syncbn.communicators import communicator_of
+from bagua_syncbn.communicators.c10d import communicator_of
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 communicator = communicator_of(dist.group.WORLD)
 print(type(communicator).__name__, communicator.all_reduce(torch.ones(3)).tolist())

@@ -21,7 +21,7 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.agreement import faults
 from bagua_syncbn.agreement.history import CallHistory, history_in
-from bagua_syncbn.communicators import communicator_of
+from bagua_syncbn.communicators.c10d import communicator_of
 from tests.helpers.observed import collectives
 
 STEPS = 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bagua_syncbn import convert_sync_batchnorm, merge_statistics, recalibrate_statistics
-from bagua_syncbn.communicators import communicator_of
+from bagua_syncbn.communicators.c10d import communicator_of
 
 BATCHES = [torch.randn(4, 8), torch.randn(3, 8)]
 

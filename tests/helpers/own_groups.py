@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import EVERYONE, jobs, spec_of
+from bagua_syncbn.communicators import jobs
+from bagua_syncbn.groups import EVERYONE, spec_of
 
 SECONDS = 2.0  # time-out of the job that join() begins
 

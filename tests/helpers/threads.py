@@ -9,7 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bagua_syncbn.communicators import AsyncCollective, TorchCommunicator
+from bagua_syncbn.communicators import TorchCommunicator
+from bagua_syncbn.communicators.c10d import AsyncCollective
 
 _SECONDS = 100  # after which a rank waits no more
 

@@ -15,9 +15,11 @@ import bagua_syncbn
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Folders and files that attach to the core from outside.
 OUTSIDE = (
-    *("communicators.bagua", "communicators.hosts", "communicators.shared", "agreement", "cuda", "extras"),
-    *("conversion", "data_parallel", "verification", "contrib", "vacancy", "with_bagua", "models"),
+    *("agreement", "communicators", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib"),
+    *("vacancy", "with_bagua", "models"),
 )
+# What a layer trains over two ranks without: all but the engine of torch.
+HIDDEN = *OUTSIDE[:1], "communicators.bagua", "communicators.hosts", "communicators.shared", *OUTSIDE[2:]
 
 
 def imported_by(module):
@@ -52,9 +54,15 @@ def test_nothing_that_the_layer_imports_imports_an_extra():
     reached = reached_from("bagua_syncbn.sync_batchnorm")
     assert "bagua_syncbn.step.normalize" in reached
     assert not [name for name in reached if name.split(".")[1] in OUTSIDE]
+    for name in HIDDEN:
+        path = PACKAGE.joinpath(*name.split("."))
+        assert path.is_dir() or path.with_suffix(".py").exists()
 
 
-@pytest.mark.parametrize("pair", ["ops communicators", "communicators ops", "ops step", "communicators step"])
+PAIRS = "ops groups", "ops step", "groups ops", "groups step", "groups communicators", "communicators ops"
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 def test_ops_communicators_and_the_exchange_depend_in_one_direction(pair):
     room, other = (f"bagua_syncbn.{name}" for name in pair.split())
     assert not [name for name in reached_from(room) if name == other or name.startswith(f"{other}.")]
@@ -71,7 +79,7 @@ def test_only_three_places_name_bagua():
     assert named <= {"communicators", "with_bagua.py", "contrib", "models.py", "conversion", "info.py"}
 
 
-# A process of its own for each rank, in which the package is a folder without its __init__ and without the extras.
+# A process of its own for each rank, in which the package is a folder without its __init__ and the hidden parts.
 ALONE = """
 import sys, types
 import torch, torch.distributed as dist
@@ -80,6 +88,7 @@ package = types.ModuleType("bagua_syncbn")
 package.__path__ = [folder]
 sys.modules["bagua_syncbn"] = package
 sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in hidden))
+import bagua_syncbn.communicators
 from bagua_syncbn.sync_batchnorm import SyncBatchNorm1d
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
 torch.manual_seed(0)
@@ -96,7 +105,7 @@ dist.destroy_process_group()
 def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(ALONE)]
     ends = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(PACKAGE), *OUTSIDE], stdout=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(PACKAGE), *HIDDEN], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     found = [ast.literal_eval(f"[{end.communicate(timeout=60)[0].decode().replace('] [', '], [')}]") for end in ends]
@@ -115,14 +124,15 @@ ATTACHED = """
 import bagua_syncbn
 from bagua_syncbn import errors, functional
 from bagua_syncbn.agreement import history
-from bagua_syncbn.communicators import c10d, group_spec
+from bagua_syncbn.communicators import c10d
+from bagua_syncbn.groups import ENGINES
 from bagua_syncbn.step import exchange
 for attached in (
     functional.FIRST_CALL_CHECKS, dict(functional.SPECIAL_INPUTS).values(), exchange.EXCHANGES, errors.at_error,
     c10d.WAYS, history.at_first_message,
 ):
     print(*(one.__module__.removeprefix("bagua_syncbn.") for one in attached))
-print(*(engine.__name__.removeprefix("bagua_syncbn.") for engine in group_spec.ENGINES))
+print(*(engine.__name__.removeprefix("bagua_syncbn.") for engine in ENGINES))
 """
 
 
@@ -135,7 +145,7 @@ def test_an_import_attaches_all_that_works_without_being_called():
         "agreement.errors",
         "communicators.shared communicators.hosts",
         "extras.watch",
-        "communicators.bagua",
+        "communicators.torch_engine communicators.bagua",
     ]
 
 

@@ -1,0 +1,128 @@
+"""torch.distributed as an engine: its jobs, process groups and meshes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+
+from ..groups import DESTROYED, LOCAL, Communicator, GroupSpec, Ranks, Rule, is_ranks
+from . import c10d
+from .c10d import IS_AVAILABLE, is_alive
+from .jobs import in_one_piece, job_of
+
+# Returns the job's default group, or None where there is no job. Every call of a layer asks: without a frame of Python.
+default_group: Callable[[], Any] = partial(getattr, dist.group if IS_AVAILABLE else None, "WORLD", None)
+
+
+def is_in_job() -> bool:
+    """Whether torch.distributed runs a job.
+
+    Compiled code must guard on the absence of a default group, but the tracer must see none.
+    """
+    return IS_AVAILABLE and (dist.is_initialized() or dist.group.WORLD is not None)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Returns the rank of this process in the job, and the number of its ranks."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any] | None] | None:
+    """Returns the ranks of a group or mesh, None for all, and a weak reference to the group; None for other objects.
+
+    Raises:
+        ValueError: the group or mesh excludes this rank, or was destroyed, or a mesh has several dimensions.
+    """
+    world, group = default_group(), process_group
+    if is_mesh(group):
+        if group.ndim != 1:
+            raise ValueError(
+                f"process_group: expected a DeviceMesh of 1 dimension, got one of {group.ndim}; "
+                "name one, as in mesh['dp']"
+            )
+        if world is None:  # the job of the mesh has ended
+            return tuple(sorted(group.mesh.tolist())), None
+        if group.get_coordinate() is None:
+            rank = world.rank()
+            raise ValueError(f"process_group: expected a DeviceMesh with this rank, rank {rank}, got {group}")
+        group = group.get_group()
+    elif not is_process_group(group):
+        return None
+    ranks = job_of(world).remember(group)
+    return None if group is world else ranks, ref(group)
+
+
+def ranks_of(rule: Rule) -> Ranks:
+    """Returns the ranks of the group that this rank is in. All ranks of the job make the first use of a rule together,
+    except for a rule that lists one group's ranks.
+    """
+    return job_of(default_group()).ranks_of(rule)
+
+
+def communicator_of(rule: Rule, given: Any) -> Communicator:
+    """Returns the communicator of layers that synchronize by ``rule``; another one for each ``given`` group."""
+    world, group = default_group(), None if rule is None else given
+    if group is not None and not is_alive(group):
+        raise RuntimeError(DESTROYED)
+
+    def make() -> Communicator:
+        job = job_of(world)
+        return LOCAL if len(job.ranks_of(rule)) == 1 else c10d.communicator_of(job.layers_group(rule, group))
+
+    return in_one_piece(make)
+
+
+def is_process_group(process_group: object) -> bool:
+    """Whether ``process_group`` is a c10d group.
+
+    Raises:
+        ValueError: the group excludes this rank, or was destroyed.
+    """
+    if not IS_AVAILABLE:
+        return False
+    excluded = dist.GroupMember.NON_GROUP_MEMBER  # an int in some versions of torch, an object in others
+    if type(process_group) is type(excluded) and process_group == excluded:
+        raise ValueError(
+            "process_group: expected a group that this rank is a member of, "
+            "got GroupMember.NON_GROUP_MEMBER, which new_group returns to the ranks that it leaves out"
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        return False
+    if not is_alive(process_group):
+        raise ValueError(DESTROYED)
+    return True
+
+
+def is_mesh(process_group: object) -> bool:
+    """Whether ``process_group`` is a DeviceMesh."""
+    if not IS_AVAILABLE:
+        return False
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(process_group, DeviceMesh)
+
+
+def torch_group_of(spec: GroupSpec) -> Any:
+    """Returns a c10d group for the user, which the members make together if needed; None for the job's group.
+
+    Raises:
+        TypeError: ``spec`` stands for no c10d group, as with a Communicator.
+    """
+    given, world = spec.process_group, default_group()
+    is_torchs = is_process_group(given)
+    if spec.given_communicator is not None or (spec.given is not None and spec.given() is not None and not is_torchs):
+        raise TypeError(
+            "process_group: expected None, a torch.distributed.ProcessGroup or a description of one where torch "
+            f"runs the job, got {type(given).__name__}"
+        )
+    if given is None or world is None or is_torchs:
+        return given if world is not None else None
+    return in_one_piece(lambda: job_of(world).users_group(spec.rule))
+
+
+def group_before(spec: GroupSpec) -> Any:
+    """Returns the group that a layer of another class had, also where a copy holds only the ranks of that group."""
+    described_only = spec.given is None and is_ranks(spec.rule)
+    return torch_group_of(spec) if described_only else spec.process_group

@@ -1,0 +1,24 @@
+"""Groups of ranks that synchronize: what a user gives for one, and what its ranks exchange tensors by."""
+
+from .communicator import LOCAL, Communicator, LocalCommunicator
+from .rules import NODE, RankGroup, Ranks, Rule, is_ranks, said_by, text_of_ranks
+from .spec import DESTROYED, ENGINES, EVERYONE, Engine, GroupSpec, spec_of
+
+__all__ = [
+    "DESTROYED",
+    "ENGINES",
+    "EVERYONE",
+    "LOCAL",
+    "NODE",
+    "Communicator",
+    "Engine",
+    "GroupSpec",
+    "LocalCommunicator",
+    "RankGroup",
+    "Ranks",
+    "Rule",
+    "is_ranks",
+    "said_by",
+    "spec_of",
+    "text_of_ranks",
+]
