@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua_syncbn.communicators import TorchCommunicator
 from bagua_syncbn.communicators.c10d import AsyncCollective
 
-_SECONDS = 100  # after which a rank waits no more
+SECONDS = 100  # after which a rank waits no more
 
 
 class _Message:
@@ -33,8 +33,9 @@ class Room:
 
     def __init__(self, size: int) -> None:
         self.turn = threading.Lock()
-        self.size, self.why = size, f"not all ranks came within {_SECONDS} s"
+        self.size, self.why = size, f"not all ranks came within {SECONDS} s"
         self._lock, self._messages = threading.Lock(), defaultdict[int, _Message](_Message)
+        self._last: int | None = None  # message to which a rank that has left has sent its part
 
     def publish(self, number: int, rank: int, packed: Tensor, adds_up: bool) -> _Message:
         with self._lock:
@@ -44,6 +45,8 @@ class Room:
             is_last = len(message.rows) == self.size
             if is_last:
                 del self._messages[number]
+            elif self._last is not None and number > self._last:
+                message.ended.set()
         if is_last and len(message.kinds) == 1:
             rows = torch.stack([message.rows[rank] for rank in range(self.size)])
             message.result = rows.sum(0) if adds_up else rows
@@ -53,11 +56,14 @@ class Room:
             message.ended.set()
         return message
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, last: int = 0) -> None:
+        """Has the ranks fail that wait for a message after the ``last`` one of the rank that leaves."""
         self.why = why
         with self._lock:
-            for message in self._messages.values():
-                message.ended.set()
+            self._last = last if self._last is None else min(last, self._last)
+            for number, message in self._messages.items():
+                if number > self._last:
+                    message.ended.set()
 
 
 class _Sent(AsyncCollective):
@@ -67,7 +73,7 @@ class _Sent(AsyncCollective):
     def wait(self) -> Tensor:
         if not self._message.ended.is_set():
             self._room.turn.release()
-            self._message.ended.wait(_SECONDS)
+            self._message.ended.wait(SECONDS)
             self._room.turn.acquire()
         if self._message.result is None:
             raise RuntimeError(self._room.why)
@@ -103,7 +109,7 @@ class ThreadCommunicator(TorchCommunicator):
         return self._begin(packed, True).wait()
 
     def leave(self, why: str) -> None:
-        self._room.leave(why)
+        self._room.leave(why, len(self.sent))
 
     def __repr__(self) -> str:
         return f"ThreadCommunicator(rank {self.rank} of {self.size})"
