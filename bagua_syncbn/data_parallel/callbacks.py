@@ -1,8 +1,6 @@
 """Callbacks by which the replicas of one model learn of each other, and of the end of each."""
 
 from collections.abc import Sequence
-from typing import Any
-from weakref import ref
 
 from torch import nn
 
@@ -37,15 +35,17 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             f"{len(structures)} with {sorted({len(structure) for structure in structures})} submodules"
         )
     replicas = Replicas(len(modules))
-    contexts = {name: CallbackContext(replicas, name_of(child, name)) for name, child in structures[0].items()}
+    contexts = {
+        name: CallbackContext(replicas, name_of(child, name))
+        for name, child in structures[0].items()
+        if hasattr(child, "__data_parallel_replicate__")
+    }
     for copy_id, structure in enumerate(structures):
-        for name, child in structure.items():
-            callback = getattr(child, "__data_parallel_replicate__", None)
-            if callback is not None:
-                callback(contexts[name], copy_id)
+        for name, context in contexts.items():
+            structure[name].__data_parallel_replicate__(context, copy_id)
     if len(modules) > 1 and any(isinstance(child, SyncBatchNorm) for child in structures[0].values()):
         for rank, module in enumerate(modules):
-            _watch(module, replicas, rank)
+            replicas.watch(rank, module)
 
 
 def _replicate(layer: SyncBatchNorm, ctx: CallbackContext, copy_id: int) -> None:
@@ -62,27 +62,10 @@ def _replicate(layer: SyncBatchNorm, ctx: CallbackContext, copy_id: int) -> None
 SyncBatchNorm.__data_parallel_replicate__ = _replicate  # type: ignore[attr-defined]
 
 
-def _watch(module: nn.Module, replicas: Replicas, rank: int) -> None:
-    """Tells ``replicas`` when the call of ``module`` raises or ends, hooks included, so that nobody waits for it."""
-    compiled = module._compiled_call_impl
-    reference = ref(module)  # a cycle would keep the copies of the parameters until the next garbage collection
+def first_error(replica: nn.Module, raised: Exception) -> BaseException:
+    """Returns the first error in the replicas that ``replica`` belongs to.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        replica = reference()
-        assert replica is not None
-        with replicas.running(rank):
-            return (compiled or replica._call_impl)(*args, **kwargs)
-
-    # torch calls this attribute, made for Module.compile, in place of anything else. Class and forward stay the same.
-    module._compiled_call_impl = call
-    vars(module)["_bagua_syncbn_replicas"] = replicas
-
-
-def first_error(replicas: Sequence[nn.Module], raised: Exception) -> BaseException:
-    """Returns the first error that a replica raised; ``raised`` may be a ReplicaError that followed from it."""
-    group: Replicas | None = vars(replicas[0]).get("_bagua_syncbn_replicas")
-    if group is None or group.error is None:
-        return raised
-    # Removed from the group, because the traceback of the error holds the group.
-    error, group.error = group.error, None
-    return error
+    ``raised`` may be a ReplicaError that followed from it.
+    """
+    group: Replicas | None = vars(replica).get("_bagua_syncbn_replicas")
+    return raised if group is None or group.error is None else group.error

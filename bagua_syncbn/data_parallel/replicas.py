@@ -7,15 +7,15 @@ uses and in whatever order it runs the replicas.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TensorSequence: TypeAlias = Sequence[Tensor | None]
-Compute: TypeAlias = Callable[[list[TensorSequence]], Sequence[Sequence[Tensor]]]
+Compute: TypeAlias = Callable[[list[TensorSequence]], Sequence[TensorSequence]]
 
 TIMEOUT = 1800.0
 """Seconds that a replica waits for one that neither arrives nor ends: gloo's default time-out in torch.distributed."""
@@ -45,11 +45,13 @@ class _Sent(NamedTuple):
 
 
 def _send(tensors: TensorSequence) -> _Sent:
-    first = tensors[0]
-    if first is None or not first.is_cuda:
-        return _Sent(tensors, None, None)
-    stream = torch.cuda.current_stream(first.device)
-    return _Sent(tensors, stream, stream.record_event())
+    stream = stream_of(tensors[0])
+    return _Sent(tensors, stream, None if stream is None else stream.record_event())
+
+
+def stream_of(tensor: Tensor | None) -> torch.cuda.Stream | None:
+    """Returns this thread's stream on the device of ``tensor``; None on CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor is not None and tensor.is_cuda else None
 
 
 @contextmanager
@@ -62,15 +64,8 @@ def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
         yield
 
 
-@dataclass
-class _Meeting:
-    layer: str = ""
-    sent: dict[int, _Sent] = field(default_factory=dict)
-    results: list[_Sent] | None = None
-
-
 class Replicas:
-    """Replicas of a model in one forward pass: which of them run, which have ended, and where they meet.
+    """Replicas of a model: where they meet, and how many passes each has ended.
 
     A meeting takes place in one layer, and all replicas come to the same meetings in the same order.
 
@@ -80,31 +75,49 @@ class Replicas:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.error: BaseException | None = None  # first error that a replica raised
+        self.error: BaseException | None = None  # first error that a replica raised; replicas do not meet after it
         self._changed = Condition()
-        self._meeting = _Meeting()
-        self._calls: list[Counter[str]] = [Counter() for _ in range(size)]
+        # The next meeting: its layer, and who has come. A replica does not come to another one before it has results.
+        self._layer = ""
+        self._sent: dict[int, _Sent] = {}
+        self._results: dict[int, _Sent] = {}
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._running: set[int] = set()
         # Numbers of passes. A replica may begin the next pass before the others have ended theirs.
-        self._begun = [0] * size
         self._ended = [0] * size
 
-    @contextmanager
-    def running(self, rank: int) -> Iterator[None]:
-        """Marks the pass of one replica. Its end, or an error in it, frees waiting replicas with an error."""
-        with self._changed:
-            nested = self._begun[rank] > self._ended[rank]  # a module that calls itself
-            self._begun[rank] += not nested
-        try:
-            yield
-        except BaseException as error:
-            self._stop(error)
-            raise
-        finally:
-            with self._changed:
-                self._ended[rank] += not nested
-                self._changed.notify_all()
+    def watch(self, rank: int, module: nn.Module) -> None:
+        """Makes each call of ``module``, hooks included, a pass of replica ``rank``.
 
-    def meet(self, rank: int, layer: str, tensors: TensorSequence, compute: Compute) -> Any:
+        The end of the pass, or an error in it, frees waiting replicas with an error.
+        """
+        reference = ref(module)  # a cycle would keep the copies of the parameters until the next garbage collection
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replica = reference()
+            assert replica is not None
+            if rank in self._running:  # a module that calls itself
+                return replica._call_impl(*args, **kwargs)
+            self._running.add(rank)
+            try:
+                return replica._call_impl(*args, **kwargs)
+            except BaseException as error:
+                self._stop(error)
+                raise
+            finally:
+                with self._changed:
+                    self._running.remove(rank)
+                    self._ended[rank] += 1
+                    self._changed.notify_all()
+
+        # torch calls this attribute, made for Module.compile, in place of all else. Class and forward stay the same.
+        # Compiled code would call the module that the replica is a copy of.
+        for child in module.modules():
+            vars(child).pop("_compiled_call_impl", None)
+        module._compiled_call_impl = call
+        vars(module)["_bagua_syncbn_replicas"] = self
+
+    def meet(self, rank: int, layer: str, tensors: TensorSequence, compute: Compute) -> TensorSequence:
         """Waits until every replica has made this call; returns the results of ``compute`` for this replica.
 
         Args:
@@ -119,70 +132,67 @@ class Replicas:
             RuntimeError: another replica ended without this call or calls another layer; the pass of this replica has
                 ended; some replicas did not arrive in :data:`TIMEOUT` seconds.
         """
-        try:
-            meeting = self._arrive(rank, layer, _send(tensors))
-            if rank == 0:
-                self._wait(meeting, lambda: len(meeting.sent) == self.size)
-                brought = [meeting.sent[other] for other in range(self.size)]
-                with in_streams([sent.stream for sent in brought]):
-                    results = [_send(own) for own in compute([sent.receive() for sent in brought])]
-                with self._changed:
-                    meeting.results = results
+        with self._changed:
+            try:
+                self._arrive(rank, layer, _send(tensors))
+                self._wait(rank, layer)
+                if rank == 0:
+                    sent = [self._sent.pop(other) for other in range(self.size)]
+                    with in_streams([one.stream for one in sent]):
+                        results = compute([one.receive() for one in sent])
+                        self._results = {other: _send(own) for other, own in enumerate(results)}
                     self._changed.notify_all()
-            self._wait(meeting, lambda: meeting.results is not None)
-        except BaseException as error:
-            self._stop(error)
-            raise
-        assert meeting.results is not None
-        return meeting.results[rank].receive()
+            except BaseException as error:
+                self._stop(error)
+                raise
+            return self._results.pop(rank).receive()
 
-    def _arrive(self, rank: int, layer: str, sent: _Sent) -> _Meeting:
-        with self._changed:
-            if self._begun[rank] and self._begun[rank] == self._ended[rank]:
-                raise RuntimeError(
-                    f"{layer}: expected calls during the forward pass of its replica only, got one after replica "
-                    f"{rank} had ended; activation checkpointing, which repeats the pass in backward, cannot be "
-                    "combined with replicas"
-                )
-            self._calls[rank][layer] += 1
-            meeting = self._meeting
-            if meeting.sent and meeting.layer != layer:
-                raise RuntimeError(
-                    f"{layer}: expected every replica to call the same layers in the same order, got "
-                    f"{self._describe_call(rank, layer)}, where {self._describe_call(min(meeting.sent), meeting.layer)}"
-                )
-            meeting.layer = layer
-            meeting.sent[rank] = sent
-            if len(meeting.sent) == self.size:
-                self._meeting = _Meeting()
-                self._changed.notify_all()
-            return meeting
-
-    def _wait(self, meeting: _Meeting, is_done: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: is_done() or self.error is not None or self._gone(meeting), TIMEOUT)
-            if is_done():
-                return
-            if self.error is not None:
-                raise ReplicaError(
-                    f"{meeting.layer}: expected all replicas, got an error in another one: "
-                    f"{type(self.error).__name__}: {self.error}"
-                ) from self.error
-            calls = [counter[meeting.layer] for counter in self._calls]
-            gone = self._gone(meeting)
-            reason = f"when replica {gone[0]} ended" if gone else f"and no more in {TIMEOUT:g} seconds"
+    def _arrive(self, rank: int, layer: str, sent: _Sent) -> None:
+        if self._ended[rank] and rank not in self._running:
             raise RuntimeError(
-                f"{meeting.layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
-                f"{self.size - 1} {reason}"
+                f"{layer}: expected calls during the forward pass of its replica only, got one after replica "
+                f"{rank} had ended; activation checkpointing, which repeats the pass in backward, cannot be "
+                "combined with replicas"
             )
+        self._calls[rank, layer] += 1
+        if self._sent and self._layer != layer:
+            raise RuntimeError(
+                f"{layer}: expected every replica to call the same layers in the same order, got "
+                f"{self._describe_call(rank, layer)}, where {self._describe_call(min(self._sent), self._layer)}"
+            )
+        self._layer = layer
+        self._sent[rank] = sent
+        if len(self._sent) == self.size:
+            self._changed.notify_all()
 
-    def _gone(self, meeting: _Meeting) -> list[int]:
-        """Returns the replicas that have ended the pass of the replicas in ``meeting`` without coming to it."""
-        now = max(1, *(self._begun[rank] for rank in meeting.sent))
-        return [rank for rank in range(self.size) if rank not in meeting.sent and self._ended[rank] >= now]
+    def _wait(self, rank: int, layer: str) -> None:
+        """Waits until all have come, as replica 0, or until there are results, as any other."""
+
+        def is_done() -> bool:
+            # After an error, tensors of an earlier meeting may be left.
+            return rank in self._results if rank else self.error is None and len(self._sent) == self.size
+
+        def is_left() -> bool:
+            return max(self._ended) > self._ended[rank]  # a replica has ended this pass
+
+        self._changed.wait_for(lambda: is_done() or self.error is not None or is_left(), TIMEOUT)
+        if is_done():
+            return
+        if self.error is not None:
+            raise ReplicaError(
+                f"{layer}: expected all replicas, got an error in another one: "
+                f"{type(self.error).__name__}: {self.error}"
+            ) from self.error
+        calls = [self._calls[other, layer] for other in range(self.size)]
+        gone = self._ended.index(max(self._ended))
+        reason = f"when replica {gone} ended" if is_left() else f"and no more in {TIMEOUT:g} seconds"
+        raise RuntimeError(
+            f"{layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
+            f"{self.size - 1} {reason}"
+        )
 
     def _describe_call(self, rank: int, layer: str) -> str:
-        return f"replica {rank} in its call {self._calls[rank][layer]} of {layer}"
+        return f"replica {rank} in its call {self._calls[rank, layer]} of {layer}"
 
     def _stop(self, error: BaseException) -> None:
         with self._changed:

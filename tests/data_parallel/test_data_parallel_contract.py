@@ -13,11 +13,10 @@ from bagua_syncbn.data_parallel import (
     SynchronizedBatchNorm2d,
     convert_model,
 )
-from tests.helpers.replicated import GPU_PLACES, build, check_equal, inputs_of, parallel, run
+from tests.helpers.replicated import PLACES, build, check_equal, inputs_of, parallel, run
 from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
-PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 
 
 # For 4 devices, 7 samples make chunks of 2, 2, 2, 1; for 3, 8 make 3, 3, 2. tests/contract/test_ways.py has the rest.
@@ -34,61 +33,43 @@ def test_replicas_equal_the_full_batch(place, count, samples):
     assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
 
 
-def partial_loss(model, batch, sample):
-    batch = batch.clone().requires_grad_()
-    output = model(batch)
-    return torch.autograd.grad(output[sample].sin().sum(), (batch, *model.parameters()))
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_replica_whose_output_is_not_in_the_loss(place):
-    expected = build(nn.BatchNorm2d)
-    actual = parallel(convert_model(copy.deepcopy(expected)), place, 3)
-    batch = inputs_of(nn.BatchNorm2d, 6)
-    for sample in (0, 3, 5):  # one of each replica
-        grads = partial_loss(actual, batch, sample), partial_loss(expected, batch, sample)
-        for grad, reference in zip(*grads, strict=True):
-            assert_close(grad.cpu(), reference, f"gradient of the loss of sample {sample}")
-        assert grads[0][0].abs().amin() > 0  # the samples of other replicas have one through the statistics
-
-
 class OnePart(nn.Module):
     """Runs its layer, and puts only one replica's output or input into the graph."""
 
-    def __init__(self, layer, detached):
+    def __init__(self, layer, detached, rank):
         super().__init__()
-        self.layer, self.detached = layer, detached
+        self.layer, self.detached, self.rank = layer, detached, rank
 
     def __data_parallel_replicate__(self, ctx, copy_id):
-        self.copy_id = copy_id
+        self.is_part = copy_id != self.rank
 
     def forward(self, input):
-        if self.detached == "input" and self.copy_id == 1:
-            input = input.detach()
-        with torch.set_grad_enabled(not (self.detached == "forward" and self.copy_id == 0)):
-            output = self.layer(input)
-        return output.detach() if self.detached == "output" and self.copy_id == 1 else output
+        if self.is_part:
+            return self.layer(input)
+        with torch.set_grad_enabled(self.detached != "forward"):
+            output = self.layer(input.detach() if self.detached == "input" else input)
+        return output.detach() if self.detached == "output" else output
 
 
+# A replica may detach its input or its output, or run without a graph; the statistics are those of all.
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("detached", ["input", "output", "forward"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_replica_that_is_partly_outside_of_the_graph(place, detached):
+def test_a_replica_that_is_partly_outside_of_the_graph(place, detached, rank):
     expected = nn.BatchNorm1d(3).double()
-    actual = parallel(OnePart(SynchronizedBatchNorm1d(3).double(), detached), place, 2)
+    actual = parallel(OnePart(SynchronizedBatchNorm1d(3).double(), detached, rank), place, 2)
     batch = torch.randn(6, 3, dtype=torch.float64)
     parts = [part.clone().requires_grad_() for part in batch.split(3)]
-    outputs = expected(torch.cat([parts[0], parts[1].detach() if detached == "input" else parts[1]])).split(3)
-    in_loss = {"input": (0, 1), "output": (0,), "forward": (1,)}[detached]
-    sum(outputs[rank].sin().sum() for rank in in_loss).backward()
+    inputs = list(parts)
+    if detached != "output":
+        inputs[rank] = inputs[rank].detach()
+    outputs = expected(torch.cat(inputs)).split(3)
+    sum(output.sin().sum() for other, output in enumerate(outputs) if other != rank or detached == "input").backward()
 
     whole = batch.clone().requires_grad_()
     actual(whole).sin().sum().backward()
-    for rank, part in enumerate(parts):
-        reference = torch.zeros_like(part) if part.grad is None else part.grad
-        if detached == "forward" and rank == 0:
-            # It computes without a graph, statistics included.
-            reference = torch.zeros_like(part)
-        assert_close(whole.grad.split(3)[rank], reference, f"input.grad of replica {rank}")
+    for grad, part in zip(whole.grad.split(3), parts, strict=True):
+        assert_close(grad, torch.zeros_like(part) if part.grad is None else part.grad, "input.grad")
     assert_close(actual.module.layer.weight.grad.cpu(), expected.weight.grad, "weight.grad")
 
 
@@ -168,3 +149,26 @@ def test_a_weight_changed_before_backward_is_noticed():
         layer.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_compiled_modules_run_uncompiled_as_replicas():
+    model = nn.Sequential(nn.Sequential(SynchronizedBatchNorm1d(3)))
+    model[0].compile(backend="eager")  # its code is bound to this object
+    model.compile(backend="eager")
+    batch = torch.randn(6, 3)
+    assert_close(parallel(model, "cpu", 2)(batch), nn.BatchNorm1d(3)(batch), "output")
+    assert model[0][0].num_batches_tracked == 1
+
+
+def test_calls_are_checked_again_only_after_a_change():
+    layer = SynchronizedBatchNorm1d(3)
+    model, batch = parallel(layer, "cpu", 2), torch.randn(6, 3)
+    model(batch)
+    known = layer._known
+    model(batch)
+    assert layer._known is known is not None
+    layer.eps = 0.5
+    assert_close(model(batch), nn.BatchNorm1d(3, eps=0.5)(batch), "output")
+    layer.momentum = "much"
+    with pytest.raises(TypeError, match="SynchronizedBatchNorm1d: momentum: expected"):
+        model(batch)

@@ -23,17 +23,27 @@ Pair = namedtuple("Pair", ["a", "b"])
     ids=str,
 )
 def test_devices_that_are_named_twice(device_ids, shared):
-    assert dp.wrapper._are_shared(device_ids) == shared
+    assert dp.shared_device.are_shared(device_ids) == shared
 
 
-class Echo(nn.Module):
-    def forward(self, *args, **kwargs):
-        return {"args": list(args), "kwargs": kwargs, "pair": Pair(args[0], None), "count": torch.tensor(len(args[0]))}
+class Does(nn.Module):
+    """Computes a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def in_replicas(function, **options):
+    return DataParallelWithCallback(Does(function), ["cpu"] * 2, **options)
 
 
 def test_nested_inputs_are_split_and_outputs_gathered():
+    def echo(*args, **kwargs):
+        return {"args": list(args), "kwargs": kwargs, "pair": Pair(args[0], None), "count": torch.tensor(len(args[0]))}
+
     x, y = torch.arange(10).view(5, 2), torch.arange(5.0)
-    model = DataParallelWithCallback(Echo(), ["cpu"] * 2)
+    model = in_replicas(echo)
     output = model(x, [y, {"deep": (x,)}], options={"mask": y})
     assert torch.equal(output["args"][0], x)
     assert torch.equal(output["args"][1][0], y)
@@ -44,28 +54,25 @@ def test_nested_inputs_are_split_and_outputs_gathered():
     assert output["count"].tolist() == [3, 2]
     with pytest.raises(ValueError, match=r"inputs: expected tensors that split .* got some that split into \[1, 2\]"):
         model(x, y[:1])
+    with pytest.raises(TypeError, match=r"module: expected outputs that are tensors or None, .* got str"):
+        model(x, "text")
+    assert in_replicas(lambda: torch.ones(1))().tolist() == [1]  # without input one replica runs
+    assert in_replicas(echo, output_device="meta")(x)["args"][0].device.type == "meta"
 
 
 def test_batches_are_split_along_a_given_dimension():
-    expected = nn.BatchNorm1d(3)
-    layer = nn.Sequential(Transposed(), SynchronizedBatchNorm1d(3), Transposed())
+    layer = nn.Sequential(Does(torch.t), SynchronizedBatchNorm1d(3), Does(torch.t))
     batch = torch.randn(3, 8)
-    torch.testing.assert_close(DataParallelWithCallback(layer, ["cpu"] * 2, dim=1)(batch), expected(batch.T).T)
-
-
-class Transposed(nn.Module):
-    def forward(self, input):
-        return input.T
-
-
-class Modes(nn.Module):
-    def forward(self, input):
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        return torch.tensor([[*modes, torch.get_autocast_dtype("cpu") == torch.float16]])
+    output = DataParallelWithCallback(layer, ["cpu"] * 2, dim=1)(batch)
+    torch.testing.assert_close(output, nn.BatchNorm1d(3)(batch.T).T)
 
 
 def test_modes_reach_the_threads():
-    model = DataParallelWithCallback(Modes(), ["cpu"] * 2)
+    def modes(input):
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return torch.tensor([[*modes, torch.get_autocast_dtype("cpu") == torch.float16]])
+
+    model = in_replicas(modes)
     assert model(torch.ones(2)).tolist() == [[True, False, False, False]] * 2
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert model(torch.ones(2)).tolist() == [[False, False, True, True]] * 2

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, replicas
+from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, execute_replication_callbacks, replicas
 from tests.helpers.replicated import Steps, build, inputs_of, parallel, promptly
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
@@ -23,7 +24,7 @@ class OwnError(Exception):
         self.detail = detail
 
 
-@pytest.mark.parametrize(("failing", "after"), [(0, "nothing"), (0, "early"), (2, "early"), (1, "late")])
+@pytest.mark.parametrize(("failing", "after"), [(0, "nothing"), (0, "early"), (2, "early"), (0, "late")])
 def test_a_replica_that_raises_frees_the_others(failing, after):
     def script(module, copy_id, input):
         for name in ("nothing", "early", "late"):
@@ -39,6 +40,7 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
         promptly(model, torch.randn(6, 2))
     assert caught.value.detail == failing
     assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__context__ is None
     assert any(entry.name == "script" for entry in caught.traceback)
     assert len(module.freed) == (0 if after == "late" else 2)
     for error in module.freed:
@@ -59,6 +61,21 @@ def test_a_hook_of_the_model_that_raises_frees_the_others():
     with pytest.raises(SystemExit, match="mine"):
         promptly(parallel(module, "cpu", 2), torch.randn(4, 2))
     assert len(module.freed) == 1
+
+
+def test_an_error_that_a_replica_catches_frees_the_others():
+    def script(module, copy_id, input):
+        try:
+            return other_channels(module, copy_id, input)
+        except RuntimeError:
+            if copy_id == 1:
+                raise
+        return input
+
+    module = Steps(script)
+    with pytest.raises(RuntimeError, match="equal size") as caught:
+        promptly(parallel(module, "cpu", 2), torch.randn(4, 2))
+    assert [error.__cause__ for error in module.freed] == [caught.value]
 
 
 def other_channels(module, copy_id, input):
@@ -129,15 +146,37 @@ def test_replicas_that_never_run(monkeypatch):
         first(inputs_of(nn.BatchNorm1d, 2))
 
 
-def test_replicas_that_run_twice():
+def test_replicas_that_run_many_times_until_one_fails():
     # As code that replicates once and applies several times has it.
-    model = parallel(build(SynchronizedBatchNorm1d), "cpu", 3)
+    def script(module, copy_id, input):
+        if copy_id == 0 and input.isnan().all():
+            raise KeyError
+        return module.late(input)
+
+    model = parallel(Steps(script), "cpu", 3)
     copies = model.replicate(model.module, model.device_ids)
-    for step in range(20):
-        batch = inputs_of(nn.BatchNorm1d, 6, step)
-        outputs = model.parallel_apply(copies, [(part,) for part in batch.chunk(3)], [{}] * 3)
-        assert torch.cat(outputs).shape == (6, 2, 2)
-    assert model.module[0].num_batches_tracked == 20
+
+    def run(batch):
+        return torch.cat(model.parallel_apply(copies, [(part,) for part in batch.chunk(3)], [{}] * 3))
+
+    for _ in range(20):
+        batch = torch.randn(6, 2)
+        torch.testing.assert_close(run(batch), nn.BatchNorm1d(2)(batch))
+    for batch in (torch.full((6, 2), torch.nan), torch.randn(6, 2)):  # they do not meet after an error
+        with pytest.raises(KeyError):
+            promptly(run, batch)
+    assert [type(error.__cause__) for error in model.module.freed] == [KeyError] * 5
+    assert model.module.late.num_batches_tracked == 20
+
+
+def test_layers_of_replicas_that_are_not_called_themselves():
+    layers = [SynchronizedBatchNorm1d(3), SynchronizedBatchNorm1d(3)]
+    execute_replication_callbacks([nn.Sequential(layer) for layer in layers])
+    batch = torch.randn(6, 3)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            output = torch.cat(list(pool.map(lambda layer, part: layer(part), layers, batch.split(3))))
+            torch.testing.assert_close(output, nn.BatchNorm1d(3)(batch))
 
 
 def test_no_wakeup_is_lost_in_many_meetings():

@@ -18,11 +18,10 @@ from bagua_syncbn.data_parallel import (
     patch_replication_callback,
     replicas,
 )
-from tests.helpers.replicated import GPU_PLACES, Steps, build, check_equal, inputs_of, parallel, promptly, run
+from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, check_equal, inputs_of, parallel, promptly, run
 from tests.helpers.training import through_file
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
-PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 
 
 class Told(nn.Module):
@@ -114,7 +113,8 @@ def test_a_users_subclass_is_patched(make):
     make(actual)
     cls = type(actual)
     make(actual)
-    assert type(actual) is cls
+    make(other := Threads(copy.deepcopy(expected), 2))
+    assert type(actual) is type(other) is cls
     assert issubclass(cls, Threads)
     for model in (actual, copy.deepcopy(actual)):
         assert type(model) is cls
@@ -145,7 +145,7 @@ def test_torchs_wrapper_is_patched_in_place():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", ["one GPU", "several GPUs"])
+@pytest.mark.parametrize("place", GPU_PLACES)
 def test_replicas_on_a_side_stream_wait_for_their_input(place):
     # Forward and backward in a stream that is not the default one, behind a wait that makes a missing one visible. What
     # comes from the host is there before: such a copy would sit the wait out.
@@ -183,7 +183,7 @@ class InAStream(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", ["one GPU", "several GPUs"])
+@pytest.mark.parametrize("place", GPU_PLACES)
 def test_each_replica_may_run_in_a_stream_of_its_own(place):
     expected = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = parallel(nn.Sequential(InAStream(SynchronizedBatchNorm2d(3, affine=False))).double(), place, 2)

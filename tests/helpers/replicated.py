@@ -16,6 +16,7 @@ from bagua_syncbn.data_parallel import (
 from tests.helpers.tolerances import assert_close
 
 GPU_PLACES = ("one GPU", "several GPUs")
+PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
 PAIRS = {
     SynchronizedBatchNorm1d: nn.BatchNorm1d,
     SynchronizedBatchNorm2d: nn.BatchNorm2d,
