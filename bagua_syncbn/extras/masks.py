@@ -16,7 +16,7 @@ from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
 from .attaching import attached, replace_attached
 
-Rule = Callable[[Tensor, torch.Size], Tensor | None]
+MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
 
 
 class _ModelMask(NamedTuple):
@@ -24,7 +24,7 @@ class _ModelMask(NamedTuple):
 
     mask: Tensor | None
     lengths: Tensor | None
-    rule: Rule | None
+    rule: MaskRule | None
     zero_masked: bool
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
@@ -60,7 +60,7 @@ def masked(
     mask: Tensor | None = None,
     *,
     lengths: Tensor | None = None,
-    rule: Rule | None = None,
+    rule: MaskRule | None = None,
     zero_masked: bool = False,
 ) -> Iterator[None]:
     """Gives all synchronized layers of ``model`` a mask within the context, so that no ``forward`` has to pass it on.
