@@ -97,6 +97,8 @@ layer = SyncBatchNorm1d(4, dtype=torch.float64)
 input = whole[int(rank) :: 2].clone().requires_grad_()
 for _ in range(3):
     layer(input).backward(grad_output[int(rank) :: 2])
+(slope,) = torch.autograd.grad(layer(input), input, grad_output[int(rank) :: 2], create_graph=True)
+slope.square().sum().backward()
 print(layer.running_var.tolist(), input.grad.tolist(), flush=True)
 dist.destroy_process_group()
 """
@@ -114,6 +116,8 @@ def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
     layer = nn.BatchNorm1d(4, dtype=torch.float64)
     for _ in range(3):
         layer(whole.requires_grad_()).backward(grad_output)
+    (slope,) = torch.autograd.grad(layer(whole), whole, grad_output, create_graph=True)
+    slope.square().sum().backward()
     for rank, (running_var, grad) in enumerate(found):
         torch.testing.assert_close(torch.tensor(running_var, dtype=torch.float64), layer.running_var)
         torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), whole.grad[rank::2])
