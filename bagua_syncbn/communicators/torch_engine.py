@@ -13,7 +13,7 @@ from .c10d import IS_AVAILABLE, is_alive
 from .jobs import in_one_piece, job_of
 
 # Returns the job's default group, or None where there is no job. Every call of a layer asks: without a frame of Python.
-default_group: Callable[[], Any] = partial(getattr, dist.group if IS_AVAILABLE else None, "WORLD", None)
+default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_AVAILABLE else lambda: None
 
 
 def is_in_job() -> bool:
@@ -35,28 +35,23 @@ def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any] | None] |
     Raises:
         ValueError: the group or mesh excludes this rank, or was destroyed, or a mesh has several dimensions.
     """
-    world, group = default_group(), process_group
+    group = process_group
     if is_mesh(group):
-        if group.ndim != 1:
-            raise ValueError(
-                f"process_group: expected a DeviceMesh of 1 dimension, got one of {group.ndim}; "
-                "name one, as in mesh['dp']"
-            )
-        if world is None:  # the job of the mesh has ended
+        _check_mesh(group)
+        if not is_in_job():  # the job of the mesh has ended
             return tuple(sorted(group.mesh.tolist())), None
-        if group.get_coordinate() is None:
-            rank = world.rank()
-            raise ValueError(f"process_group: expected a DeviceMesh with this rank, rank {rank}, got {group}")
         group = group.get_group()
     elif not is_process_group(group):
         return None
+    world = default_group()
     ranks = job_of(world).remember(group)
     return None if group is world else ranks, ref(group)
 
 
 def ranks_of(rule: Rule) -> Ranks:
-    """Returns the ranks of the group that this rank is in. All ranks of the job make the first use of a rule together,
-    except for a rule that lists one group's ranks.
+    """Returns the ranks of the group that this rank is in by ``rule``.
+
+    All ranks of the job make the first use of a rule together, except for one that lists the ranks of a single group.
     """
     return job_of(default_group()).ranks_of(rule)
 
@@ -102,6 +97,15 @@ def is_mesh(process_group: object) -> bool:
     from torch.distributed.device_mesh import DeviceMesh
 
     return isinstance(process_group, DeviceMesh)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"process_group: expected a DeviceMesh of 1 dimension, got one of {mesh.ndim}; name one, as in mesh['dp']"
+        )
+    if is_in_job() and mesh.get_coordinate() is None:
+        raise ValueError(f"process_group: expected a DeviceMesh with this rank, rank {dist.get_rank()}, got {mesh}")
 
 
 def torch_group_of(spec: GroupSpec) -> Any:
