@@ -19,12 +19,12 @@ from ..functional import known_of, moved_by
 from ..groups import LOCAL, GroupSpec, spec_of
 from ..step.call import Call, Normalization, Statistics, this_thread
 from ..step.derivatives import differentiable_batch_norm, gradients_of
-from ..step.exchange import LOCAL_EXCHANGE
+from ..step.exchange import Exchange
 from ..step.normalize import after, through_activation
 from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
-_ALONE = spec_of(LOCAL)
+_ALONE, _EXCHANGE = spec_of(LOCAL), Exchange(LOCAL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Replica:
                 raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         except (TypeError, ValueError, RuntimeError) as error:
             raise named(error, layer) from None
-        by = Normalization(options, LOCAL_EXCHANGE, layer)
+        by = Normalization(options, _EXCHANGE, layer)
         records = torch.is_grad_enabled()
         tensors = [tensor if tensor is None or records else tensor.detach() for tensor in call[:4]]
         row = ops.batch_norm_stats(call.input.detach())

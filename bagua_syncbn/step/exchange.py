@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..groups import LOCAL, Communicator
+from ..groups import Communicator
 from ..options import Options
 
 _Number = TypeVar("_Number")
@@ -62,8 +61,6 @@ class Exchange:
         return self.communicator.all_reduce(values)
 
 
-LOCAL_EXCHANGE = Exchange(LOCAL)
-
 # Makers of exchanges that do more, set by others. Each takes what exchange_of does, and returns None for a call that it
 # does not serve.
 EXCHANGES: list[Callable[..., Callable[[], Exchange] | None]] = []
@@ -73,19 +70,16 @@ def exchange_of(
     layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers, communicator: Communicator
 ) -> Callable[[], Exchange]:
     """Returns what makes the exchange of a training call, and of each later one with the same facts."""
-    is_compiling = torch.compiler.is_compiling()
     if communicator.size > 1:
         for make in EXCHANGES:
             found = make(layer, input, options, buffers, communicator)
             if found is not None:
                 return found
-    elif not is_compiling:
-        return lambda: LOCAL_EXCHANGE
-    if is_compiling:
+    is_traced = torch.compiler.is_compiling()
+    if is_traced:
         as_number(input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
-        exchange = Exchange(communicator, True)
-        return lambda: exchange
-    return partial(Exchange, communicator)
+    exchange = Exchange(communicator, is_traced)
+    return lambda: exchange
 
 
 def as_number(value: _Number) -> _Number:
