@@ -17,7 +17,7 @@ from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, mask
 from bagua_syncbn.extras import checkpointing
 from tests.helpers.checkpoints import CHECKPOINTS, KeptCheckpoint
 from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
-from tests.helpers.programs import SPLITS, check, in_a_thread, in_one_process, in_order, run, together
+from tests.helpers.programs import SPLITS, check, in_a_thread, in_one_process, run, together
 from tests.helpers.user_layers import BatchNormAct1d
 
 
@@ -39,7 +39,7 @@ def around_its_own_checkpoint(layer, input, own, around=plainly):
     return around(lambda x: layer(around(layer, x).sin()).cos(), input)
 
 
-@pytest.mark.parametrize("backward", [in_order, together, in_a_thread])
+@pytest.mark.parametrize("backward", [together, in_a_thread])
 @pytest.mark.parametrize("program", [siamese, of_no_layer, around_its_own_checkpoint])
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, BatchNormAct1d])
 def test_each_call_is_repeated_as_itself_without_a_message(pool, cls, program, backward):
