@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad
 from torch.fx import symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.extras.recomputation import depth
 from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of
+from bagua_syncbn.step.call import this_thread
 from bagua_syncbn.torch_internals.modules import saving_hooks
 from benchmarks.sections.stored import Storages
 from tests.helpers.checkpoints import CHECKPOINTS
@@ -294,6 +295,14 @@ def test_parameters_may_change_before_backward():
     assert torch.equal(torch.autograd.grad(loss, output)[0], *expected)
 
 
+def test_other_hooks_for_saved_tensors_decide():
+    model, packed = make_model("fused"), []
+    for forward in (model, partial(in_context, model)):
+        with saved_tensors_hooks(lambda tensor: packed.append(tensor.shape) or tensor, lambda tensor: tensor):
+            forward(torch.randn(2, 4, 6, 5, dtype=torch.float64))
+    assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
+
+
 def test_transforms_of_functions_have_no_hooks():
     model = recompute_outputs(nn.Sequential(SyncBatchNorm(4, track_running_stats=False), nn.SiLU()))
     batch = torch.randn(5, 4)
@@ -355,8 +364,7 @@ def test_an_exception_that_ends_a_forward_ends_the_recomputation(error):
         each.error = error
         with pytest.raises(error):
             each(input)
-        assert saving_hooks() is None
-        assert depth() == 0
+        assert saving_hooks() is this_thread.hooks is None
         grad(lambda input: input.square().sum())(input)
         each.error = None
         with save_on_cpu():
@@ -390,7 +398,7 @@ def test_calls_within_calls_recompute_to_their_end(raises):
     model.layer.register_forward_hook(lambda *_: depths.append(depth()))
     model(torch.randn(5, 4))
     assert depths == [1, 2]
-    assert depth() == 0
+    assert this_thread.hooks is None
 
 
 def recomputes(model):
