@@ -23,6 +23,7 @@ OPTIONS = {
     "skip_nonfinite": {"options": {"skip_nonfinite": True}, "spoiled": True},
     "activation": {"options": {"activation": ("leaky_relu", 0.2)}},
     "frozen": {"frozen": ("statistics",)},
+    "frozen parameters": {"frozen": ("weight", "bias")},
     "mask": {"masks": "random"},
     "zero_masked": {"masks": "lengths", "zero_masked": True},
     "zero_masked activation": {"masks": "random", "zero_masked": True, "options": {"activation": "gelu"}},

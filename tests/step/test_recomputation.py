@@ -146,6 +146,15 @@ def test_fairscale_with_a_region_is_refused():
         output.sum().backward()
 
 
+def test_a_layer_that_fairscale_has_wrapped_before_may_be_repeated():
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    fairscale_checkpoint_wrapper(nn.Sequential(layer))(input)
+    layer._forward_pre_hooks.clear()
+    layer._forward_hooks.clear()
+    CHECKPOINTS["non-reentrant"](layer, input).sum().backward()
+    assert layer.num_batches_tracked == 1
+
+
 def by_hand(run, input):
     """First without gradients, and with gradients later, but not in backward."""
     with torch.no_grad():

@@ -68,6 +68,12 @@ class Forwards(nn.Module):
             output.zero_()
         return self.last(activated)
 
+    def written_activation(self, input):
+        activated = F.silu(self.bn(input))
+        with torch.no_grad():
+            activated.clamp_(max=0.5)
+        return self.last(activated)
+
     def in_place_twice(self, input):
         return self.last(F.relu_(F.silu(self.bn(input), inplace=True)))
 
@@ -119,29 +125,20 @@ def in_context(model, input):
         return model(input)
 
 
-def in_contexts(contexts, model, input):
-    with contexts[0](), contexts[1]():
+def on_cpu(model, input):
+    with save_on_cpu():
         return model(input)
-
-
-def around_a_checkpoint(how, model, input):
-    with recompute_outputs():
-        return CHECKPOINTS[how](model, input)
-
-
-def in_a_checkpoint(how, model, input):
-    return CHECKPOINTS[how](recompute_outputs(model), input)
 
 
 HOWS = {
     "context": in_context,
-    "nested": partial(in_contexts, (recompute_outputs, recompute_outputs)),
-    "around save_on_cpu": partial(in_contexts, (recompute_outputs, save_on_cpu)),
-    "in save_on_cpu": partial(in_contexts, (save_on_cpu, recompute_outputs)),
-    "around a checkpoint": partial(around_a_checkpoint, "non-reentrant"),
-    "around a reentrant checkpoint": partial(around_a_checkpoint, "reentrant"),
-    "in a checkpoint": partial(in_a_checkpoint, "non-reentrant"),
-    "in a reentrant checkpoint": partial(in_a_checkpoint, "reentrant"),
+    "nested": lambda model, input: in_context(partial(in_context, model), input),
+    "around save_on_cpu": lambda model, input: in_context(partial(on_cpu, model), input),
+    "in save_on_cpu": lambda model, input: on_cpu(partial(in_context, model), input),
+    "around a checkpoint": lambda model, input: in_context(partial(CHECKPOINTS["non-reentrant"], model), input),
+    "around a reentrant checkpoint": lambda model, input: in_context(partial(CHECKPOINTS["reentrant"], model), input),
+    "in a checkpoint": lambda model, input: CHECKPOINTS["non-reentrant"](recompute_outputs(model), input),
+    "in a reentrant checkpoint": lambda model, input: CHECKPOINTS["reentrant"](recompute_outputs(model), input),
 }
 
 
