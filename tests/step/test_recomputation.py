@@ -73,6 +73,21 @@ def test_a_tensor_that_autograd_saves_may_be_read_outside_of_backward():
     assert layer.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_backward_pass_within_a_checkpoint_repeats_its_own_calls(how):
+    layer, input = SyncBatchNorm(3, momentum=None), torch.randn(6, 3, requires_grad=True)
+
+    def block(input):
+        leaf = input.detach().requires_grad_()
+        with torch.enable_grad():
+            output = CHECKPOINTS["non-reentrant"](layer, leaf.exp()).square().sum()
+        return layer(input + torch.autograd.grad(output, leaf)[0]).sin()
+
+    for around, factor in ((CHECKPOINTS[how], 1), (plainly, -1)):
+        (factor * around(block, input).sum()).backward()
+    torch.testing.assert_close(input.grad, torch.zeros_like(input))
+
+
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested"])
 def test_a_repetition_that_raises_leaves_nothing_behind(how):
     layer, runs = SyncBatchNorm(3, momentum=None), []
