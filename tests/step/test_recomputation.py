@@ -15,6 +15,7 @@ from torch import nn
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.extras import checkpointing
+from bagua_syncbn.step.call import this_thread
 from tests.helpers.checkpoints import CHECKPOINTS, KeptCheckpoint
 from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
 from tests.helpers.programs import SPLITS, check, in_a_thread, in_one_process, run, together
@@ -108,6 +109,20 @@ def test_a_repetition_that_raises_leaves_nothing_behind(how):
     assert len(runs) == 3
     assert layer.num_batches_tracked == 3
     assert not checkpointing.is_repetition()
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_first_run_that_raises_leaves_nothing_behind(how):
+    with pytest.raises(RuntimeError, match="expected 3 channels"):
+        CHECKPOINTS[how](SyncBatchNorm(3), torch.randn(4, 2, requires_grad=True))
+    assert this_thread.hooks is None
+
+
+def test_a_repetition_refuses_another_input_by_name():
+    layer, channels = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), iter([3, 2])
+    output = CHECKPOINTS["reentrant"](lambda x: layer(x[:, : next(channels)]), torch.randn(4, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="SyncBatchNorm1d '0': expected 3 channels, got 2"):
+        output.sum().backward()
 
 
 def test_a_repetition_that_calls_more_often_is_refused_by_name():
