@@ -52,8 +52,18 @@ class Forwards(nn.Module):
     def activation_of_the_layer(self, input):
         return self.last(self.fused(self.last(input)))
 
-    def functions(self, input):
-        return self.last(F.silu(self.bn(input))) + torch.tanh(self.bn(input)).exp()
+    def two_activations(self, input):
+        output = self.bn(input)
+        return self.last(F.silu(output)) + torch.tanh(output).exp()
+
+    def residual(self, input):
+        return self.last(self.bn(input, residual=input.sin()))
+
+    def written_input(self, input):
+        input = self.last(input)
+        with torch.no_grad():
+            input.clamp_(max=0.5)
+        return self.last(self.bn(input))
 
     def written_before(self, input):
         output = self.bn(input)
@@ -218,6 +228,15 @@ def test_the_input_of_a_layer_is_not_kept_where_it_can_be_recomputed():
     with recompute_outputs():
         loss = model(torch.randn(5, 4, 3)).sum()
     assert not alive(inputs)[1]
+    loss.backward()
+
+
+def test_an_output_that_is_read_as_a_view_is_not_in_memory():
+    model = nn.Sequential(SyncBatchNorm(4), nn.Flatten(), nn.Linear(12, 2))
+    _, outputs = watched(model)
+    with recompute_outputs():
+        loss = model(torch.randn(5, 4, 3)).sum()
+    assert alive(outputs) == [False]
     loss.backward()
 
 
