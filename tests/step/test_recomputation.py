@@ -279,6 +279,7 @@ for use_reentrant in (False, True):
 """
 OTHER_TORCH = """
 import torch
+from contextlib import nullcontext
 from torch.utils import checkpoint as torchs
 class OtherFrame(torchs._CheckpointFrame):
     def __init__(self, *args):
@@ -287,15 +288,16 @@ torchs._CheckpointFrame, hook = OtherFrame, torchs._checkpoint_hook
 import bagua_syncbn
 assert torchs._checkpoint_hook is hook
 layer, x = bagua_syncbn.SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
-with bagua_syncbn.Repeatable():
-    layer(x).sum().backward()
-for use_reentrant in (False, True):
-    try:
-        torchs.checkpoint(layer, x, use_reentrant=use_reentrant)
-    except RuntimeError as error:
-        assert "torch.utils.checkpoint: expected the one of torch" in str(error)
-    else:
-        raise AssertionError
+for context in (nullcontext(), bagua_syncbn.Repeatable()):
+    with context:
+        layer(x).sum().backward()
+    for use_reentrant in (False, True):
+        try:
+            torchs.checkpoint(layer, x, use_reentrant=use_reentrant)
+        except RuntimeError as error:
+            assert "torch.utils.checkpoint: expected the one of torch" in str(error)
+        else:
+            raise AssertionError
 """
 
 
