@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bagua_syncbn import recalibrate_statistics
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, positions_of, run_rank
+from tests.helpers.checkpoints import CHECKPOINTED
 
 pytestmark = pytest.mark.reference_too
 
@@ -22,18 +23,21 @@ OPTIONS = {
     "skip_nonfinite": {"options": {"skip_nonfinite": True}, "spoiled": True},
     "activation": {"options": {"activation": ("leaky_relu", 0.2)}},
     "frozen": {"frozen": ("statistics",)},
+    "frozen parameters": {"frozen": ("weight", "bias")},
     "mask": {"masks": "random"},
     "zero_masked": {"masks": "lengths", "zero_masked": True},
     "zero_masked activation": {"masks": "random", "zero_masked": True, "options": {"activation": "gelu"}},
 }
 
 
-def cases(way, splits, evaluates=True):
+def cases(way, splits, evaluates=True, checkpoint=""):
+    of_input_alone = way == "replicas" or checkpoint == "fairscale"
     for name, options in OPTIONS.items():
-        if way != "replicas" or "masks" not in options:  # which take none
+        if not ("masks" in options and of_input_alone):
             # A step more where the last one in training is spoiled.
-            steps, residual = 2 + evaluates + (name == "skip_nonfinite"), "activation" in name and way not in CLASSES
-            given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual}
+            steps = 2 + evaluates + (name == "skip_nonfinite")
+            residual = "activation" in name and way not in CLASSES and checkpoint != "fairscale"
+            given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual, "checkpoint": checkpoint}
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 
 
@@ -48,6 +52,25 @@ def test_every_option_holds_by_every_way_in(pool, way):
 @pytest.mark.parametrize("way", [*(way for way in WAYS if way != "compiled"), SLOW])
 def test_every_option_holds_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))
+
+
+REPEATED = [
+    *((checkpoint, "forward") for checkpoint in CHECKPOINTED),
+    *((checkpoint, "own F.batch_norm") for checkpoint in ("reentrant", "non-reentrant", "own", "fairscale")),
+    *((checkpoint, "function") for checkpoint in ("reentrant", "non-reentrant")),
+    ("non-reentrant", "recomputed"),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "way"), REPEATED)
+def test_a_repetition_is_the_call_that_it_repeats_whatever_has_changed_since(pool, checkpoint, way):
+    check(pool, *cases(way, (2, 0, 3), checkpoint=checkpoint))
+    check(None, *cases(way, (4,), checkpoint=checkpoint))
+
+
+def test_further_derivatives_hold_where_backward_repeats_or_recomputes(pool):
+    ways = "checkpointed", "recomputed"
+    check(pool, *(Case((2, 0, 3), (3, 4), torch.float64, way=way, order=3) for way in ways))
 
 
 # Dtypes of input and parameters.

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import bagua_syncbn
 from bagua_syncbn.data_parallel import DataParallelWithCallback
 from bagua_syncbn.ops.activations import activation_of
+from tests.helpers.checkpoints import CHECKPOINTED
 from tests.helpers.tolerances import TOLERANCES, assert_close
 from tests.helpers.user_layers import BatchNormAct
 from tests.helpers.workers import forget_compilations
@@ -29,6 +30,7 @@ class Case:
     layout: str = "contiguous"
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the layer
     way: str = "forward"  # among WAYS
+    checkpoint: str = ""  # among CHECKPOINTED: what repeats the call in backward, when all else has changed
     frozen: tuple[str, ...] = ()  # among "input", "weight", "bias"; "statistics" too
     residual: bool = False
     masks: str = ""  # "random", "padded rank", "nothing", "lengths"
@@ -189,6 +191,8 @@ WAYS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
 def call_of(case: Case, layer: Any) -> Callable[..., Tensor]:
     """Returns a function of input, residual and mask or lengths."""
     way = WAYS[case.way](layer)
+    if case.checkpoint:
+        way = CHECKPOINTED[case.checkpoint](layer, way)
 
     def call(input: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
         given: dict[str, Any] = {} if residual is None else {"residual": residual}
@@ -216,9 +220,15 @@ def derivatives(
     for derivative in range(1, order + 1):
         if not wanted or not values:
             break
-        grads = torch.autograd.grad(
-            values, wanted, seeds, create_graph=derivative < order, allow_unused=True, materialize_grads=True
-        )
+        if derivative < order:
+            grads = torch.autograd.grad(
+                values, wanted, seeds, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+        else:  # by ``backward``, which reentrant checkpoints require
+            torch.autograd.backward(values, seeds)
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted]
+            for leaf in wanted:
+                leaf.grad = None
         for index, grad in enumerate(grads):
             found[index // len(names)][f"{derivative}. derivative by {names[index % len(names)]}"] = grad.detach()
         pairs = [

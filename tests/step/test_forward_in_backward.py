@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from bagua_syncbn import Repeatable, convert_sync_batchnorm
-
-SPLITS = (2, 5)
-
-
-def draw(seed):
-    return torch.randn(sum(SPLITS), 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from bagua_syncbn import Repeatable
+from tests.helpers.programs import check, draw, in_one_process, run
 
 
 class InBackward(torch.autograd.Function):
@@ -73,52 +67,23 @@ def marked_reversible(layer, input, own):
     return reversible(layer, input, own, lambda function: Repeatable()(function))
 
 
-PROGRAMS = [in_a_hook, on_almost_the_same_batch, reversible]
-
-
-def train(program, layer, own, dtype=torch.float64):
-    """Returns outputs and gradients of two steps, one after the other along the channels, and the buffers."""
-    layer, results = layer.to(dtype), []
-    for step in range(2):
-        input = own(draw(2 * step)).to(dtype).requires_grad_()
-        output = program(layer, input, own)
-        output.backward(own(draw(2 * step + 1)).to(dtype))
-        results += [output.detach(), input.grad]
-    return torch.cat(results, 1), list(layer.buffers())
-
-
-def on_a_rank(programs, dtype):
-    def own(batch):
-        return batch.split(SPLITS)[dist.get_rank()]
-
-    return [train(program, convert_sync_batchnorm(nn.BatchNorm1d(4)), own, dtype) for program in programs]
-
-
-def check(first, second, expected, **tolerance):
-    torch.testing.assert_close(torch.cat([first[0], second[0]]), expected[0], **tolerance)
-    for rank in (first, second):
-        torch.testing.assert_close(rank[1], expected[1], **tolerance)
-
-
-def test_forwards_in_a_backward_pass_equal_one_process(pool):
-    for program, first, second in zip(PROGRAMS, *pool.run(on_a_rank, 2, PROGRAMS, torch.float64), strict=True):
-        expected = train(program, nn.BatchNorm1d(4), lambda batch: batch)
-        check(first, second, expected, msg=lambda message, program=program: f"{program.__name__}: {message}")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("momentum", [0.1, None])  # by F.batch_norm, and by the path of the ranks
-def test_forwards_in_a_backward_pass_equal_torchs(program, momentum):
-    layers = nn.BatchNorm1d(4, momentum=momentum), convert_sync_batchnorm(nn.BatchNorm1d(4, momentum=momentum))
-    torch.testing.assert_close(*(train(program, layer, lambda batch: batch) for layer in layers))
+# On ranks, and without a job by F.batch_norm, and by the kernels of ranks.
+@pytest.mark.parametrize(("is_job", "momentum"), [(True, 0.1), (False, 0.1), (False, None)])
+@pytest.mark.parametrize("program", [in_a_hook, on_almost_the_same_batch, reversible])
+def test_a_forward_in_a_backward_pass_is_a_new_one(pool, program, is_job, momentum):
+    layer = nn.BatchNorm1d(4, momentum=momentum)
+    check(run(pool if is_job else None, program, layer), in_one_process(program, layer))
 
 
 def test_reversible_blocks_in_half_precision(pool):
     """Rounded, what they compute again is another batch. Marked, it takes the statistics of the first."""
-    ranks = pool.run(on_a_rank, 2, [reversible, marked_reversible], torch.bfloat16)
-    expected, buffers = train(reversible, nn.BatchNorm1d(4), lambda batch: batch)
-    for (unmarked, marked), rows in zip(ranks, expected.split(SPLITS), strict=True):
-        for result, _ in (unmarked, marked):
-            torch.testing.assert_close(result.double(), rows, rtol=0.1, atol=0.1)
-        assert (unmarked[1][2], marked[1][2]) == (16, 8)
-        torch.testing.assert_close(unmarked[1][0].double(), buffers[0], rtol=0.1, atol=0.02)
+    layer = nn.BatchNorm1d(4)
+    expected = in_one_process(reversible, layer)
+    for program, batches in ((reversible, 16), (marked_reversible, 8)):
+        ranks = run(pool, program, layer, dtype=torch.bfloat16)
+        rows = torch.cat([rank.rows for rank in ranks])
+        torch.testing.assert_close(rows.double(), expected.rows, rtol=0.1, atol=0.1)
+        for mean, _, tracked in (rank.buffers for rank in ranks):
+            assert tracked == batches
+            if program is reversible:
+                torch.testing.assert_close(mean.double(), expected.buffers[0], rtol=0.1, atol=0.02)

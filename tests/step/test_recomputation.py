@@ -10,199 +10,83 @@ from threading import Thread
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bagua_syncbn import (
-    Repeatable,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    freeze_statistics,
-    masked,
-    sync_batch_norm,
-)
-from bagua_syncbn.communicators import LOCAL
+from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.extras import checkpointing
-from bagua_syncbn.torch_internals import checkpoints
+from bagua_syncbn.step.call import this_thread
+from tests.helpers.checkpoints import CHECKPOINTS, KeptCheckpoint
 from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
-from tests.helpers.observed import collectives
+from tests.helpers.programs import SPLITS, check, in_a_thread, in_one_process, run, together
 from tests.helpers.user_layers import BatchNormAct1d
 
-SPLITS = (2, 5)
+
+def plainly(function, input):
+    return function(input)
 
 
-class Siamese(nn.Module):
-    """One layer for two inputs; on rank 0 the second is padding that equals the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.BatchNorm1d(4)
-
-    def forward(self, input):
-        other = input if dist.is_initialized() and dist.get_rank() == 0 else input.cos()
-        return self.layer(input).sin() * self.layer(other)
+def siamese(layer, input, own, around=plainly):
+    """One layer for two inputs, which are equal on rank 0 alone."""
+    is_equal = own(torch.arange(sum(SPLITS)) < SPLITS[0]).unsqueeze(1)
+    return around(lambda x: layer(x).sin() * layer(torch.where(is_equal, x, x.cos())), input)
 
 
-class TwoGroups(nn.Module):
-    """Two calls of no layer on one input: with the statistics of all ranks, and with this rank's."""
-
-    def forward(self, input):
-        return sync_batch_norm(input, None, None) + sync_batch_norm(input, None, None, process_group=LOCAL).sin()
+def of_no_layer(layer, input, own, around=plainly, function=sync_batch_norm):
+    return around(lambda x: function(layer(x), None, None) + function(x, None, None).sin(), input)
 
 
-def make_blocks(kind):
-    torch.manual_seed(0)
-    blocks = {
-        "plain": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4)),
-        "average": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
-        "own forward": lambda: nn.Sequential(nn.Linear(4, 4), BatchNormAct1d(4, momentum=0.2)),
-        "siamese": Siamese,
-        "two groups": TwoGroups,
-        "fused": lambda: nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4, activation="silu", momentum=None)),
-        "frozen": lambda: nn.Sequential(nn.BatchNorm1d(4).requires_grad_(False), nn.Linear(4, 4)),
-    }
-    block = blocks[kind]()
-    return nn.ModuleList([nn.Linear(4, 4), block, block]).double()
+def around_its_own_checkpoint(layer, input, own, around=plainly):
+    return around(lambda x: layer(around(layer, x).sin()).cos(), input)
 
 
-def save_what(policy, ctx, op, *args, **kwargs):
-    saves = {torch.ops.aten.addmm.default, torch.ops.aten.tanh.default, torch.ops.aten.sin.default}
-    return CheckpointPolicy.MUST_SAVE if policy == "all" or op in saves else CheckpointPolicy.PREFER_RECOMPUTE
+@pytest.mark.parametrize("backward", [together, in_a_thread])
+@pytest.mark.parametrize("program", [siamese, of_no_layer, around_its_own_checkpoint])
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, BatchNormAct1d])
+def test_each_call_is_repeated_as_itself_without_a_message(pool, cls, program, backward):
+    layer, options = cls(4, momentum=None), {"microbatches": 3, "backward": backward}
+    by_torch = {"function": partial(F.batch_norm, training=True)} if program is of_no_layer else {}
+    expected = in_one_process(partial(program, **by_torch), layer, **options)
+    run(pool, program, layer, **options)  # until all ranks expect what comes
+    messages = [rank.collectives for rank in run(pool, program, layer, **options)]
+    for how, around in CHECKPOINTS.items():
+        if (cls, how) == (BatchNormAct1d, "selective, all"):
+            continue  # torch refuses to save what a forward changes in place
+        ranks = run(pool, partial(program, around=around), layer, **options)
+        check(ranks, expected, how)
+        assert [rank.collectives for rank in ranks] == messages, how
+        check(run(None, partial(program, around=around), layer, **options), expected, f"{how} without a job")
 
 
-def selective(policy):
-    contexts = partial(create_selective_checkpoint_contexts, partial(save_what, policy))
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+def test_a_selective_checkpoint_keeps_the_tensors_of_a_layer_apart_from_those_around_it():
+    layer, input = SyncBatchNorm(3, momentum=None), torch.randn(6, 3, requires_grad=True)
+    grads = []
+    for around in (plainly, CHECKPOINTS["selective, all"]):
+        output = around(lambda x: layer(x[1:], mask=torch.arange(5).view(5, 1) < 4).clone()[-3:].sin(), input)
+        grads.append(torch.autograd.grad(output, input, output.detach().cos()))
+    torch.testing.assert_close(*grads)
 
 
-def nested(function, input, outer_is_reentrant, inner_is_reentrant):
-    inner = partial(checkpoint, function, use_reentrant=inner_is_reentrant)
-    return checkpoint(inner, input, use_reentrant=outer_is_reentrant)
+def test_a_tensor_that_autograd_saves_may_be_read_outside_of_backward():
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    output = CHECKPOINTS["non-reentrant"](lambda x: layer(x).sin(), input)
+    torch.testing.assert_close(output.grad_fn._saved_self.sin(), output)
+    assert layer.num_batches_tracked == 1
 
 
-def without_early_stop(function, input):
-    with torch_checkpoint.set_checkpoint_early_stop(False), torch.autograd.graph.save_on_cpu():
-        return checkpoint(function, input, use_reentrant=False, determinism_check="none", preserve_rng_state=False)
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_backward_pass_within_a_checkpoint_repeats_its_own_calls(how):
+    layer, input = SyncBatchNorm(3, momentum=None), torch.randn(6, 3, requires_grad=True)
 
-
-class OwnCheckpoint(torch.autograd.Function):
-    """As packages write it that do not use torch's."""
-
-    @staticmethod
-    def forward(ctx, function, input):
-        ctx.function = Repeatable()(function)
-        ctx.save_for_backward(input)
-        with torch.no_grad():
-            return ctx.function(input)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        input = ctx.saved_tensors[0].detach().requires_grad_()
+    def block(input):
+        leaf = input.detach().requires_grad_()
         with torch.enable_grad():
-            output = ctx.function(input)
-        torch.autograd.backward(output, grad_output)
-        return None, input.grad
+            output = CHECKPOINTS["non-reentrant"](layer, leaf.exp()).square().sum()
+        return layer(input + torch.autograd.grad(output, leaf)[0]).sin()
 
-
-CHECKPOINTS = {
-    "reentrant": partial(checkpoint, use_reentrant=True),
-    "non-reentrant": partial(checkpoint, use_reentrant=False),
-    "without early stop": without_early_stop,
-    "nested": partial(nested, outer_is_reentrant=False, inner_is_reentrant=False),
-    "nested in reentrant": partial(nested, outer_is_reentrant=True, inner_is_reentrant=False),
-    "reentrant, nested": partial(nested, outer_is_reentrant=False, inner_is_reentrant=True),
-    "selective, some": selective("some"),
-    "selective, all": selective("all"),
-    "own": OwnCheckpoint.apply,
-}
-
-
-def backward_together(batches):
-    """Autograd comes to the newest first."""
-    torch.autograd.backward([output for _, output, _ in batches], [grad_output for *_, grad_output in batches])
-
-
-def backward_first_first(batches):
-    """As pipelines do."""
-    for _, output, grad_output in batches:
-        output.backward(grad_output)
-
-
-def backward_in_a_thread(batches):
-    """As on CUDA."""
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(backward_first_first, batches).result()
-
-
-def train(kind, how, splits=SPLITS, microbatches=2, backward=backward_first_first, dtype=torch.float64):
-    """Runs two steps; returns everything that they change, and the collectives of backward."""
-    blocks = convert_sync_batchnorm(make_blocks(kind)).to(dtype)
-    generator = torch.Generator().manual_seed(1)
-    results, counts = [], []
-    for _ in range(2):
-        batches = []
-        for _ in range(microbatches):
-            drawn = torch.randn(2, sum(splits), 4, generator=generator, dtype=torch.float64).to(dtype)
-            input, grad_output = drawn.split(splits, dim=1)[dist.get_rank()]
-            input = output = input.clone().requires_grad_()
-            for block in blocks:
-                output = CHECKPOINTS[how](block, output) if how else block(output)
-            batches.append((input, output, grad_output))
-        with collectives() as repeated:
-            backward(batches)
-        results += [(output.detach(), input.grad) for input, output, _ in batches]
-        results += [parameter.grad for parameter in blocks.parameters()]
-        blocks.zero_grad()
-        counts.append(repeated)
-    return results, list(blocks.buffers()), counts
-
-
-def train_with(hows, kind, options):
-    train(kind, None, **options)  # until all ranks expect what comes
-    return {how: train(kind, how, **options) for how in (None, *hows)}
-
-
-def check(pool, hows, kind, **options):
-    """Compares with plain training, which `test_contract.py` compares with one process."""
-    for rank in pool.run(train_with, len(options.get("splits", SPLITS)), hows, kind, options):
-        expected = rank.pop(None)
-        for how, results in rank.items():
-            torch.testing.assert_close(results, expected, msg=lambda message, how=how: f"{how}: {message}")
-
-
-@pytest.mark.parametrize("splits", [SPLITS, (5,)], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "average", "own forward", "siamese", "two groups", "frozen", "fused"])
-def test_a_repetition_changes_nothing(pool, kind, splits):
-    # torch refuses to save what a forward of its own changes in place
-    hows = [how for how in CHECKPOINTS if (kind, how) != ("own forward", "selective, all")]
-    check(pool, hows, kind, splits=splits)
-
-
-@pytest.mark.parametrize("options", [
-    {"splits": (3, 0)},
-    {"backward": backward_together, "microbatches": 5},
-    {"backward": backward_in_a_thread},
-    {"dtype": torch.bfloat16, "microbatches": 1},
-])  # fmt: skip
-def test_checkpoints_equal_plain_steps_with_each_option(pool, options):
-    check(pool, ["reentrant", "non-reentrant", "selective, some"], "plain", **options)
-
-
-def backward_several_times(how):
-    """Through all of one graph, and through a derivative of a derivative."""
-    torch.manual_seed(dist.get_rank())
-    layer = SyncBatchNorm(3, dtype=torch.float64)
-    input = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    output = checkpoint(layer, input, use_reentrant=False) if how else layer(input)
-    grads = [torch.autograd.grad(output.sin().sum(), input, retain_graph=True)[0] for _ in range(2)]
-    (grad,) = torch.autograd.grad(output.sin().sum(), input, create_graph=True)
-    return *grads, *torch.autograd.grad(grad.square().sum(), input), layer.num_batches_tracked
-
-
-def test_a_checkpoint_repeats_in_each_backward_pass(pool):
-    torch.testing.assert_close(pool.run(backward_several_times, 2, True), pool.run(backward_several_times, 2, False))
+    for around, factor in ((CHECKPOINTS[how], 1), (plainly, -1)):
+        (factor * around(block, input).sum()).backward()
+    torch.testing.assert_close(input.grad, torch.zeros_like(input))
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested"])
@@ -227,39 +111,57 @@ def test_a_repetition_that_raises_leaves_nothing_behind(how):
     assert not checkpointing.is_repetition()
 
 
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_first_run_that_raises_leaves_nothing_behind(how):
+    with pytest.raises(RuntimeError, match="expected 3 channels"):
+        CHECKPOINTS[how](SyncBatchNorm(3), torch.randn(4, 2, requires_grad=True))
+    assert this_thread.hooks is None
+
+
+def test_a_repetition_refuses_another_input_by_name():
+    layer, channels = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), iter([3, 2])
+    output = CHECKPOINTS["reentrant"](lambda x: layer(x[:, : next(channels)]), torch.randn(4, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="SyncBatchNorm1d '0': expected 3 channels, got 2"):
+        output.sum().backward()
+
+
 def test_a_repetition_that_calls_more_often_is_refused_by_name():
-    layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
-    calls = iter([1, 2])
-    output = checkpoint(
-        lambda x: [layer(x).sin() for _ in range(next(calls))][-1],
-        torch.randn(4, 3, requires_grad=True),
-        use_reentrant=True,
+    layer, calls = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3, momentum=None))), iter([1, 2])
+    output = CHECKPOINTS["reentrant"](
+        lambda x: [layer(x).sin() for _ in range(next(calls))][-1], torch.randn(4, 3, requires_grad=True)
     )
     with pytest.raises(RuntimeError, match=r"SyncBatchNorm1d '0': expected a repetition to call .* 1 time"):
         output.sum().backward()
 
 
-def train_by_fairscale(kind):
-    """Runs steps without and with its wrapper; returns outputs, gradients and buffers."""
-    results = []
-    for wrap in (nn.Identity(), fairscale_checkpoint_wrapper):
-        torch.manual_seed(0)
-        block = convert_sync_batchnorm(make_blocks(kind)[1].append(nn.Identity()))
-        wrap(block)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            drawn = torch.randn(2, sum(SPLITS), 4, generator=generator, dtype=torch.float64)
-            input, grad_output = drawn.split(SPLITS, dim=1)[dist.get_rank()] if dist.is_initialized() else drawn
-            output = block(input.requires_grad_())
-            output.backward(grad_output)
-        results.append((output.detach(), input.grad, [p.grad for p in block.parameters()], list(block.buffers())))
-    return results
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_calls_that_the_first_run_refused_are_refused_again(how):
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+
+    def block(input):
+        for refused in (input[:1], input[:, :2]):  # one value per channel, too few channels
+            with suppress(ValueError, RuntimeError):
+                layer(refused)
+        return layer(input).sin()
+
+    for around, factor in ((CHECKPOINTS[how], 1), (plainly, -1)):
+        (factor * around(block, input).sum()).backward()
+    torch.testing.assert_close(input.grad, torch.zeros_like(input))
 
 
-@pytest.mark.parametrize("kind", ["plain", "average", "own forward", "frozen"])
-def test_fairscale_needs_nothing(pool, kind):
-    for plain, wrapped in (train_by_fairscale(kind), *pool.run(train_by_fairscale, 2, kind)):
-        torch.testing.assert_close(wrapped, plain)
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_repetition_that_takes_a_call_that_the_first_run_refused_is_refused(how):
+    layer, is_first = SyncBatchNorm(3), iter([True, False])
+
+    def block(input):
+        with suppress(RuntimeError) if next(is_first) else nullcontext():
+            layer(input)
+        return input.sin()
+
+    with masked(layer, torch.ones(2, 1, dtype=torch.bool)):  # fits no input
+        output = CHECKPOINTS[how](block, torch.randn(4, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="expected a repetition to be refused as the first run was"):
+        output.sum().backward()
 
 
 def test_fairscale_with_a_region_is_refused():
@@ -274,15 +176,13 @@ def test_fairscale_with_a_region_is_refused():
         output.sum().backward()
 
 
-class Kept(OwnCheckpoint):
-    """One region for all passes."""
-
-    @staticmethod
-    def forward(ctx, function, input):
-        ctx.function = function
-        ctx.save_for_backward(input)
-        with torch.no_grad():
-            return function(input)
+def test_a_layer_that_fairscale_has_wrapped_before_may_be_repeated():
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    fairscale_checkpoint_wrapper(nn.Sequential(layer))(input)
+    layer._forward_pre_hooks.clear()
+    layer._forward_hooks.clear()
+    CHECKPOINTS["non-reentrant"](layer, input).sum().backward()
+    assert layer.num_batches_tracked == 1
 
 
 def by_hand(run, input):
@@ -292,30 +192,53 @@ def by_hand(run, input):
     return run(input)
 
 
-REPEATS = {
-    "own": Kept.apply,
-    "by hand": by_hand,
-    "with gradients": lambda run, input: run(input),
-}
+def in_a_hook(run, input):
+    """With gradients both times."""
+    output = run(input)
+    output.register_hook(lambda grad: grad * run(input))
+    return output
+
+
+# By one region for all passes.
+REPEATS = {"own": KeptCheckpoint.apply, "by hand": by_hand, "in a hook": in_a_hook, "never": plainly}
+ONE_PASS = r"Repeatable: expected a repetition.*one object for each forward pass"
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
 @pytest.mark.parametrize("how", REPEATS)
 def test_a_region_is_of_one_pass(how, ranks):
-    layer, forward = SyncBatchNorm(3), REPEATS[how]
-    run, input = Repeatable()(layer), torch.randn(4, 3, requires_grad=True)
-    layer.eval()
-    for _ in range(2):  # in which nothing is gathered
-        with torch.no_grad():
-            run(input)
-    layer, run = layer.train(), Repeatable()(layer)
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    run, forward = Repeatable()(layer), REPEATS[how]
     forward(run, input).sum().backward()
     before = [buffer.clone() for buffer in layer.buffers()]
-    with pytest.raises(RuntimeError, match=r"Repeatable: expected a repetition.*one object for each forward pass"):
+    with pytest.raises(RuntimeError, match=ONE_PASS):
         forward(run, input.cos())
     assert layer.num_batches_tracked == 1
     torch.testing.assert_close(list(layer.buffers()), before)
     forward(Repeatable()(layer), input.cos()).sum().backward()
+    assert layer.num_batches_tracked == 2
+
+
+def test_a_region_in_which_nothing_is_gathered_has_several_first_runs():
+    """After them no repetition could know which of them it repeats, unless the region has no layers."""
+    layer, input = SyncBatchNorm(3).eval(), torch.randn(4, 3)
+    evaluate, compute = Repeatable()(layer), Repeatable()(torch.sin)
+    for _ in range(2):
+        with torch.no_grad():
+            evaluate(input)
+            compute(input)
+    compute(input)
+    with pytest.raises(RuntimeError, match=ONE_PASS):
+        evaluate(input)
+
+
+def test_a_region_is_of_the_thread_that_entered_it():
+    layer, input, region = SyncBatchNorm(3), torch.randn(4, 3), Repeatable()
+    with torch.no_grad(), region:
+        layer(input)
+    with region, ThreadPoolExecutor(1) as threads:
+        threads.submit(Repeatable()(layer), input).result()
+        layer(input)
     assert layer.num_batches_tracked == 2
 
 
@@ -344,8 +267,8 @@ def test_nothing_is_held_beyond_the_graph(how):
     assert checkpointing._local.runs == []
 
 
-# A process that makes no layer.
-FIRST_CALL = """
+# Programs for processes of their own.
+NO_LAYER = """
 import torch, bagua_syncbn
 from torch.utils.checkpoint import checkpoint
 for use_reentrant in (False, True):
@@ -354,121 +277,31 @@ for use_reentrant in (False, True):
     checkpoint(call, x, use_reentrant=use_reentrant).sum().backward()
     torch.testing.assert_close(mean, 0.1 * x.detach().mean(0))
 """
-
-
-def test_the_first_call_of_a_process_may_be_in_a_checkpoint():
-    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, timeout=120)
-
-
-def by_function(layer):
-    def call(input):
-        tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
-        lengths, zero = layer.lengths, layer.lengths is not None
-        return sync_batch_norm(input, *tensors, layer.training, 0.1, layer.eps, lengths=lengths, zero_masked=zero)
-
-    return call
-
-
-def change(layer, mode):
-    """Makes every later call of ``layer`` another one."""
-    layer.train(mode != "training")
-    layer.lengths, layer.momentum, layer.eps, layer.eps_mode = None, None, 2.0, "clamp"
-    layer.fused_activation = "sigmoid"
-    with torch.no_grad():
-        layer.running_mean.add_(3)
-        layer.running_var.mul_(7)
-    layer.process_group = LOCAL
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "selective, all", "nested in reentrant", "own"])
-@pytest.mark.parametrize("mode", ["training", "evaluation", "frozen"])
-@pytest.mark.parametrize("way", ["forward", "own forward", "function"])
-def test_a_repetition_is_the_call_that_it_repeats_whatever_changed_since(way, mode, how, ranks):
-    if (way, how) == ("own forward", "selective, all"):
-        how = "without early stop"  # torch refuses a repetition of other operations, and this forward looks at its mode
-    torch.manual_seed(dist.get_rank())
-    drawn, lengths, results = torch.randn(2, 4, 3, 5, dtype=torch.float64), torch.tensor([5, 2, 0, 3]), []
-    mask = torch.arange(5) < lengths.view(-1, 1, 1)
-    for checkpointed in (False, True):
-        layer = convert_sync_batchnorm(BatchNormAct1d(3)) if way == "own forward" else SyncBatchNorm(3)
-        layer.double().train(mode == "training").lengths = lengths
-        if mode == "frozen":
-            freeze_statistics(layer.train())
-        call = by_function(layer) if way == "function" else layer
-        input, grad_output = drawn.masked_fill(~mask, torch.nan).requires_grad_(), drawn[1]
-        with masked(layer, mask, zero_masked=True):
-            output = CHECKPOINTS[how](call, input[0]) if checkpointed else call(input[0])
-        if checkpointed:
-            change(layer, mode)
-        with masked(layer, torch.ones(1, 1, 9, dtype=torch.bool)) if checkpointed else nullcontext():
-            output.backward(grad_output)
-        results.append((output.detach(), input.grad, layer.weight.grad, layer.bias.grad))
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_repetition_in_evaluation_has_the_statistics_of_the_first_run(how):
-    layer, input, grads = SyncBatchNorm(3).eval(), torch.randn(4, 3, requires_grad=True), []
-    for around in (lambda layer, input: layer(input), CHECKPOINTS[how]):
-        output = around(layer, input)
-        if grads:
-            change(layer, "evaluation")
-        input.grad = layer.weight.grad = None
-        output.cos().sum().backward()
-        grads.append((input.grad, layer.weight.grad))
-    torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
-def test_selective_checkpoints_keep_apart_what_a_layer_and_its_neighbours_compute(ranks):
-    layer, input = SyncBatchNorm(3, momentum=None).double(), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    grads = []
-    for call in (CHECKPOINTS["selective, all"], lambda block, input: block(input)):
-        output = call(lambda x: layer(x[1:], mask=torch.arange(5).view(5, 1) < 4).clone()[-3:].sin(), input)
-        grads.append(torch.autograd.grad(output, input, output.detach().cos()))
-    torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_calls_that_the_first_run_refused_are_refused_again(how):
-    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
-
-    def block(input):
-        for refused in (input[:1], input[:, :2]):  # one value per channel, too few channels
-            with suppress(ValueError, RuntimeError):
-                layer(refused)
-        return layer(input).sin()
-
-    for call in (CHECKPOINTS[how], lambda block, input: -block(input)):
-        call(block, input).sum().backward()
-    torch.testing.assert_close(input.grad, torch.zeros_like(input))
-
-    def taken_later(input):
-        with suppress(RuntimeError) if torch._C._current_graph_task_id() == -1 else nullcontext():
-            layer(input)
-        return input.sin()
-
-    with masked(layer, torch.ones(2, 1, dtype=torch.bool)):  # fits no input
-        output = CHECKPOINTS[how](taken_later, input)
-    with pytest.raises(RuntimeError, match="expected a repetition to be refused as the first run was"):
-        output.sum().backward()
-
-
-class UnknownFrame(torch_checkpoint._CheckpointFrame):
+OTHER_TORCH = """
+import torch
+from contextlib import nullcontext
+from torch.utils import checkpoint as torchs
+class OtherFrame(torchs._CheckpointFrame):
     def __init__(self, *args):
         super().__init__(*args)
+torchs._CheckpointFrame, hook = OtherFrame, torchs._checkpoint_hook
+import bagua_syncbn
+assert torchs._checkpoint_hook is hook
+layer, x = bagua_syncbn.SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+for context in (nullcontext(), bagua_syncbn.Repeatable()):
+    with context:
+        layer(x).sum().backward()
+    for use_reentrant in (False, True):
+        try:
+            torchs.checkpoint(layer, x, use_reentrant=use_reentrant)
+        except RuntimeError as error:
+            assert "torch.utils.checkpoint: expected the one of torch" in str(error)
+        else:
+            raise AssertionError
+"""
 
 
-def test_a_torch_with_other_checkpoints_is_refused_by_name(monkeypatch):
-    assert checkpoints._knows_checkpoints()
-    monkeypatch.setattr(torch_checkpoint, "_CheckpointFrame", UnknownFrame)
-    monkeypatch.setattr(checkpoints, "has_known_checkpoints", checkpoints._knows_checkpoints())
-    hook = torch_checkpoint._checkpoint_hook
-    checkpoints.observe_checkpoints(Repeatable)
-    assert torch_checkpoint._checkpoint_hook is hook
-    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
-    layer(input).sum().backward()
-    for use_reentrant in (True, False):
-        with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint: expected the one of torch"):
-            checkpoint(layer, input, use_reentrant=use_reentrant)
+@pytest.mark.parametrize("program", [NO_LAYER, OTHER_TORCH], ids=["no layer", "other torch"])
+def test_checkpoints_from_the_first_call_on(program):
+    """In a process that makes no layer; and with a torch whose checkpoints are not known, where they are refused."""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -3,7 +3,7 @@
 import copy
 import gc
 import pickle
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from unittest.mock import patch
 
@@ -12,49 +12,107 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad
 from torch.fx import symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from bagua_syncbn.extras.recomputation import depth
-from bagua_syncbn.ops import activations
+from bagua_syncbn.ops.activations import ACTIVATIONS, activation_of
+from bagua_syncbn.step.call import this_thread
 from bagua_syncbn.torch_internals.modules import saving_hooks
 from benchmarks.sections.stored import Storages
+from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.replicated import PAIRS, inputs_of, parallel
 from tests.helpers.user_layers import BatchNormAct
 
 
-class Readers(nn.Module):
-    """Outputs that are read whole, by two, as views and in parts; that are written to; and one that another reads."""
+class Forwards(nn.Module):
+    """What a forward does with outputs of layers, which nobody can know before a call."""
 
-    def __init__(self):
+    def __init__(self, name):
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(4, affine=index != 2) for index in range(5))
-        self.last = nn.Linear(5, 2)
+        self.forward = getattr(self, name)
+        self.bn, self.other = (SyncBatchNorm(4, eps_mode="clamp", affine=affine) for affine in (True, False))
+        self.fused = SyncBatchNorm(4, activation="silu")
+        self.last = nn.Conv2d(4, 4, 1)
 
-    def forward(self, input):
-        output = F.silu(self.norms[0](self.convs[0](input)))
-        output = self.norms[1](self.convs[1](output))
+    def parts_and_views(self, input):
+        left, right = self.other(input).chunk(2, 1)
+        return self.last(torch.cat([F.gelu(left), right.sin()], 1))
+
+    def several_readers(self, input):
+        output = self.bn(input)
+        return output.sigmoid() + self.last(output.square()) * output.mean((2, 3), keepdim=True)
+
+    def layer_upon_layer(self, input):
+        return self.last(self.other(self.bn(self.last(input))))
+
+    def activation_of_the_layer(self, input):
+        return self.last(self.fused(self.last(input)))
+
+    def two_activations(self, input):
+        output = self.bn(input)
+        return self.last(F.silu(output)) + torch.tanh(output).exp()
+
+    def residual(self, input):
+        return self.last(self.bn(input, residual=input.sin()))
+
+    def written_input(self, input):
+        input = self.last(input)
         with torch.no_grad():
-            output.clamp_(max=1)
-        output = output.sigmoid() + output.square() * output.mean((2, 3), keepdim=True)
-        left, right = self.norms[2](self.convs[2](output)).chunk(2, 1)
-        output = torch.cat([F.gelu(left), right.sin()], 1)
-        output = self.convs[3](self.norms[3](output).relu_())
-        return self.last(self.norms[4](self.norms[3](output)))
+            input.clamp_(max=0.5)
+        return self.last(self.bn(input))
+
+    def written_before(self, input):
+        output = self.bn(input)
+        with torch.no_grad():
+            output.clamp_(-0.5, 0.5)
+        return self.last(F.relu(output)) + output.square()
+
+    def written_behind(self, input):
+        output = self.bn(input)
+        activated = torch.tanh(output)
+        with torch.no_grad():
+            output.zero_()
+        return self.last(activated)
+
+    def written_activation(self, input):
+        activated = F.silu(self.bn(input))
+        with torch.no_grad():
+            activated.clamp_(max=0.5)
+        return self.last(activated)
+
+    def in_place_twice(self, input):
+        return self.last(F.relu_(F.silu(self.bn(input), inplace=True)))
+
+    def in_place_on_a_part(self, input):
+        output = self.bn(input)
+        output[:, :2].sigmoid_()
+        return self.last(output)
+
+    def masked(self, input):
+        return self.last(self.bn(input, mask=torch.arange(5) < 3, zero_masked=True))
+
+    def other_formulas(self, input):
+        output = self.bn(input)
+        return self.last(F.selu(output)) * self.last(F.hardtanh(output, -1, 2)) + self.last(F.celu(output, 2.0))
+
+
+FORWARDS = [name for name in vars(Forwards) if not name.startswith("__")]
+
+
+assert_same_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def make_model(kind):
     torch.manual_seed(0)
+    if kind in FORWARDS:
+        return Forwards(kind).double()
     if kind == "fused":
         layer = partial(SyncBatchNorm, 4, activation="silu")
         return nn.Sequential(nn.Conv2d(4, 4, 3), layer(), nn.Conv2d(4, 4, 3), layer()).double()
-    if kind == "readers":
-        return convert_sync_batchnorm(Readers().double())
     layers = [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()]
     return convert_sync_batchnorm(nn.Sequential(*layers, *copy.deepcopy(layers)).double())
 
@@ -72,134 +130,114 @@ def step(model, batch, forward=None, penalize=False):
     return [output.detach(), input.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 
-def around(*contexts):
-    def forward(model, input):
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            return model(input)
-
-    return forward
+def in_context(model, input):
+    with recompute_outputs():
+        return model(input)
 
 
-def in_checkpoint(use_reentrant, outside, inside, model, input):
-    model = recompute_outputs(model) if inside else model
-    with recompute_outputs() if outside else nullcontext():
-        return checkpoint(model, input, use_reentrant=use_reentrant)
+def on_cpu(model, input):
+    with save_on_cpu():
+        return model(input)
 
 
 HOWS = {
-    "context": around(recompute_outputs),
-    "nested": around(recompute_outputs, recompute_outputs),
-    "outside of save_on_cpu": around(recompute_outputs, save_on_cpu),
-    "inside of save_on_cpu": around(save_on_cpu, recompute_outputs),
-} | {
-    f"{'reentrant' if reentrant else 'checkpoint'}, {outside=}, {inside=}": partial(
-        in_checkpoint, reentrant, outside, inside
-    )
-    for reentrant in (False, True)
-    for outside, inside in ((True, False), (False, True))
+    "context": in_context,
+    "nested": lambda model, input: in_context(partial(in_context, model), input),
+    "around save_on_cpu": lambda model, input: in_context(partial(on_cpu, model), input),
+    "in save_on_cpu": lambda model, input: on_cpu(partial(in_context, model), input),
+    "around a checkpoint": lambda model, input: in_context(partial(CHECKPOINTS["non-reentrant"], model), input),
+    "around a reentrant checkpoint": lambda model, input: in_context(partial(CHECKPOINTS["reentrant"], model), input),
+    "in a checkpoint": lambda model, input: CHECKPOINTS["non-reentrant"](recompute_outputs(model), input),
+    "in a reentrant checkpoint": lambda model, input: CHECKPOINTS["reentrant"](recompute_outputs(model), input),
 }
 
 
-def results_of(hows, kind, sizes, penalize=False):
+def results_of(hows, kind, sizes, penalize):
     """Returns the results of plain training on this rank, and in each of the ways."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     batch = torch.randn(sum(sizes), 4, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    results = {}
+    results = []
     for how in (None, *hows):
         model = make_model(kind)
         forward = partial(HOWS[how], model) if how else None
-        results[how] = step(model, batch.split(sizes)[rank], forward, penalize)
+        results.append(step(model, batch.split(sizes)[rank], forward, penalize))
     return results
 
 
-def check(ranks, exactly):
-    for rank in ranks:
-        expected = rank.pop(None)
-        for how, results in rank.items():
-            tolerances = {"rtol": 0, "atol": 0} if exactly else {}
-            torch.testing.assert_close(
-                results, expected, **tolerances, msg=lambda message, how=how: f"{how}: {message}"
-            )
+@pytest.mark.parametrize(("sizes", "hows", "penalize"), [
+    ((2, 3), list(HOWS), False),
+    ((3, 0, 1), ["context"], False),
+    ((2, 3), ["context"], True),
+    ((4,), list(HOWS), False),
+], ids=["ranks", "three ranks", "second derivatives", "without a job"])  # fmt: skip
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_recomputed_outputs_are_the_same_bits(pool, kind, sizes, hows, penalize):
+    arguments = hows, kind, sizes, penalize
+    ranks = pool.run(results_of, len(sizes), *arguments) if len(sizes) > 1 else [results_of(*arguments)]
+    for expected, *recomputed in ranks:
+        for how, results in zip(hows, recomputed, strict=True):
+            assert_same_bits(results, expected, msg=lambda message, how=how: f"{how}: {message}")
 
 
-@pytest.mark.parametrize(("sizes", "hows"), [((2, 3), list(HOWS)), ((3, 0, 1), ["context"])], ids=["two", "three"])
-def test_recomputed_outputs_are_the_same_bits_over_ranks(pool, sizes, hows):
-    check(pool.run(results_of, len(sizes), hows, "readers", sizes), exactly=True)
+def watched(model):
+    """Returns lists to which each call of a layer in ``model`` adds what tells whether its input and output live."""
+    inputs, outputs = [], []
+
+    def note(layer, args, output):
+        inputs.append(StorageWeakRef(args[0].untyped_storage()))
+        outputs.append(StorageWeakRef(output.untyped_storage()))
+
+    for layer in model.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.register_forward_hook(note)
+    return inputs, outputs
 
 
-@pytest.mark.parametrize("kind", ["chain", "fused"])
-def test_second_derivatives_are_the_same_bits(pool, kind):
-    check(pool.run(results_of, 2, ["context"], kind, (2, 3), True), exactly=True)
-
-
-def test_recomputed_outputs_equal_stored_ones_without_a_job():
-    """Where F.batch_norm would compute, if there is no activation."""
-    check([results_of(list(HOWS), "readers", (4,))], exactly=False)
-    check([results_of(list(HOWS), "fused", (4,))], exactly=True)
-
-
-class Watch:
-    """Which outputs of layers still are in memory."""
-
-    def __init__(self, model):
-        self.outputs, self.inputs = [], []
-        for layer in model.modules():
-            if isinstance(layer, SyncBatchNorm):
-                layer.register_forward_hook(self.note)
-
-    def note(self, layer, args, output):
-        self.inputs.append(StorageWeakRef(args[0].untyped_storage()))
-        self.outputs.append(StorageWeakRef(output.untyped_storage()))
-
-    def alive(self):
-        return [not output.expired() for output in self.outputs]
+def alive(references):
+    return [not reference.expired() for reference in references]
 
 
 @pytest.mark.parametrize("kind", ["chain", "fused"])
 def test_recomputed_outputs_are_not_in_memory(kind):
     model, batch = make_model(kind), torch.randn(2, 4, 6, 5, dtype=torch.float64)
-    watch = Watch(model)
+    inputs, outputs = watched(model)
     gc.collect()
     gc.disable()  # nothing is to wait for it
     try:
         loss = model(batch).sin().sum()
-        assert watch.alive() == [True, True]
+        assert alive(outputs) == [True, True]
         loss.backward()
-        watch.outputs.clear()
+        outputs.clear()
         with recompute_outputs():
             loss = model(batch).sin().sum()
-            assert watch.alive() == [False, False]
+            assert alive(outputs) == [False, False]
             last = model[: 5 if kind == "chain" else 4](batch)
             del loss
-            assert all(input.expired() for input in watch.inputs[:4])
+            assert not any(alive(inputs[:4]))
             last.sin().sum().backward()
-        assert watch.inputs[-1].expired()  # though its output is still here
+        assert not alive(inputs)[-1]  # though its output is still here
         del last
-        assert not any(watch.alive())
+        assert not any(alive(outputs))
     finally:
         gc.enable()
 
 
 def test_the_input_of_a_layer_is_not_kept_where_it_can_be_recomputed():
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4), nn.Flatten()))
-    watch = Watch(model)
+    inputs, _ = watched(model)
     with recompute_outputs():
         loss = model(torch.randn(5, 4, 3)).sum()
-    assert watch.inputs[1].expired()
+    assert not alive(inputs)[1]
     loss.backward()
 
 
-def test_a_checkpoint_around_a_model_that_recomputes_repeats_the_first_run():
-    layer, input, grads = SyncBatchNorm(4), torch.randn(5, 4, requires_grad=True), []
-    model = recompute_outputs(nn.Sequential(layer))
-    for call in (model, partial(checkpoint, model, use_reentrant=False)):
-        layer.eps = 1e-5
-        output = call(input).sin()
-        layer.eps = 2.0
-        grads += torch.autograd.grad(output.sum(), input)
-    torch.testing.assert_close(*grads)
+def test_an_output_that_is_read_as_a_view_is_not_in_memory():
+    model = nn.Sequential(SyncBatchNorm(4), nn.Flatten(), nn.Linear(12, 2))
+    _, outputs = watched(model)
+    with recompute_outputs():
+        loss = model(torch.randn(5, 4, 3)).sum()
+    assert alive(outputs) == [False]
+    loss.backward()
 
 
 def test_two_who_wait_for_an_output_share_it(monkeypatch):
@@ -215,98 +253,35 @@ def test_two_who_wait_for_an_output_share_it(monkeypatch):
     assert len(made) == 2
 
 
-# Each with whether it can work in place.
-MODULES = {
-    "relu": (nn.ReLU, True),
-    "relu6": (nn.ReLU6, True),
-    "leaky_relu": (partial(nn.LeakyReLU, 0.3), True),
-    "elu": (partial(nn.ELU, 1.3), True),
-    "silu": (nn.SiLU, True),
-    "gelu": (nn.GELU, False),
-    "gelu_tanh": (partial(nn.GELU, approximate="tanh"), False),
-    "hardswish": (nn.Hardswish, True),
-    "sigmoid": (nn.Sigmoid, False),
-    "tanh": (nn.Tanh, False),
-}
-CASES = [(name, inplace) for name in activations.ACTIVATIONS for inplace in (False, True)[: 1 + MODULES[name][1]]]
-# As in timm, where one module calls F.batch_norm and an activation.
-CASES.append(("own forward", False))
+MODULES = [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.3), nn.ELU(1.3), nn.SiLU(), nn.GELU(), nn.GELU("tanh")]
+MODULES += [nn.Hardswish(), nn.Sigmoid(), nn.Tanh()]
+IN_PLACE = [type(module)(inplace=True) for module in MODULES if hasattr(module, "inplace")]
 
 
-@pytest.mark.parametrize(("name", "inplace"), CASES, ids=str)
+def test_every_activation_is_tested():
+    assert {activation_of(module).name for module in MODULES} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("activation", [*MODULES, *IN_PLACE, "own forward"], ids=str)
 @pytest.mark.parametrize("last", [nn.Conv2d, nn.Identity])
-def test_no_activation_is_stored(name, inplace, last):
+def test_no_activation_is_stored(activation, last):
     """Readers of the output store nothing, and an activation that stores its own result does not either."""
 
     def block():
-        convolution = nn.Conv2d(4, 4, 3, padding=1)
-        if name == "own forward":
-            layer = convert_sync_batchnorm(BatchNormAct(4))
-            layer.eps_mode = "clamp"
-            return [convolution, layer]
-        activation = MODULES[name][0](**({"inplace": True} if inplace else {}))
-        return [convolution, SyncBatchNorm(4, eps_mode="clamp"), activation]
+        if activation == "own forward":  # as in timm, where one module calls F.batch_norm and an activation
+            layers = [convert_sync_batchnorm(BatchNormAct(4))]
+        else:
+            layers = [SyncBatchNorm(4), copy.deepcopy(activation)]
+        layers[0].eps_mode = "clamp"
+        return [nn.Conv2d(4, 4, 3, padding=1), *layers]
 
-    torch.manual_seed(0)
     model = nn.Sequential(*block(), *block(), last(4, 4, 3))
     plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
-    torch.testing.assert_close(step(recompute_outputs(model), batch), step(plain, batch), rtol=0, atol=0)
+    assert_same_bits(step(recompute_outputs(model), batch), step(plain, batch))
     with Storages() as storages:
         loss = model(batch).sum()
     assert storages.sizes_alive().count(batch.nbytes) == 3  # the batch, and the inputs of the layers
     loss.backward()
-
-
-class Forwards(nn.Module):
-    """Facts that nobody can know before a call."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn, self.act, self.last = SyncBatchNorm(4, eps_mode="clamp"), nn.ReLU(), nn.Conv2d(4, 4, 1)
-
-    def branch(self, input):
-        output = self.bn(input)
-        return self.last(self.act(output) if torch.is_grad_enabled() else output)
-
-    def function(self, input):
-        return self.last(F.silu(self.bn(input))) + torch.tanh(self.bn(input)).exp()
-
-    def written_before(self, input):
-        output = self.bn(input)
-        with torch.no_grad():
-            output.clamp_(-0.5, 0.5)
-        return self.last(self.act(output))
-
-    def written_behind(self, input):
-        output = self.bn(input)
-        activated = torch.tanh(output)
-        with torch.no_grad():
-            output.zero_()
-        return self.last(activated)
-
-    def in_place_twice(self, input):
-        return self.last(F.relu_(F.silu(self.bn(input), inplace=True)))
-
-    def in_place_on_a_part(self, input):
-        output = self.bn(input)
-        output[:, :2].sigmoid_()
-        return self.last(output)
-
-    def other_formulas(self, input):
-        output = self.bn(input)
-        return self.last(F.selu(output)) * self.last(F.hardtanh(output, -1, 2)) + self.last(F.celu(output, 2.0))
-
-
-FORWARDS = [name for name in vars(Forwards) if name != "__init__" and not name.startswith("__")]
-
-
-@pytest.mark.parametrize("name", FORWARDS)
-def test_only_what_was_computed_counts(name):
-    torch.manual_seed(0)
-    model = Forwards()
-    plain, batch = copy.deepcopy(model), torch.randn(2, 4, 6, 5)
-    results = step(model, batch, partial(HOWS["context"], getattr(model, name)))
-    torch.testing.assert_close(results, step(plain, batch, getattr(plain, name)), rtol=0, atol=0)
 
 
 def test_outputs_that_were_written_to_are_refused():
@@ -336,13 +311,12 @@ def test_parameters_may_change_before_backward():
     assert torch.equal(torch.autograd.grad(loss, output)[0], *expected)
 
 
-def test_zeros_at_masked_positions_are_recomputed():
-    layer, mask = SyncBatchNorm(3), torch.arange(5) < 3
-    input, factor = (torch.randn(4, 3, 5, requires_grad=True) for _ in range(2))
-    with recompute_outputs():
-        output = layer(input, mask=mask, zero_masked=True)
-        (output * factor).sum().backward()
-    assert torch.equal(factor.grad, output)
+def test_other_hooks_for_saved_tensors_decide():
+    model, packed = make_model("fused"), []
+    for forward in (model, partial(in_context, model)):
+        with saved_tensors_hooks(lambda tensor: packed.append(tensor.shape) or tensor, lambda tensor: tensor):
+            forward(torch.randn(2, 4, 6, 5, dtype=torch.float64))
+    assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
 
 
 def test_transforms_of_functions_have_no_hooks():
@@ -354,14 +328,9 @@ def test_transforms_of_functions_have_no_hooks():
     torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in parameters.items()})
 
 
-def forward_within(model, input):
-    with recompute_outputs():
-        return model(input)
-
-
 COMPILED = {
-    "the context within": lambda model, compiles: compiles(partial(forward_within, model)),
-    "the context around": lambda model, compiles: partial(forward_within, compiles(model)),
+    "the context within": lambda model, compiles: compiles(partial(in_context, model)),
+    "the context around": lambda model, compiles: partial(in_context, compiles(model)),
     "the model": lambda model, compiles: compiles(recompute_outputs(model)),
 }
 
@@ -383,7 +352,7 @@ def test_replicas_recompute_the_same_bits(single_threaded, monkeypatch, is_wrapp
         model = nn.Sequential(layer(3), nn.SiLU(), nn.Conv1d(3, 3, 1), fused, nn.Conv1d(3, 3, 1)).double()
         model = prepare(parallel(model, "cpu", 2)) if is_wrapped_first else parallel(prepare(model), "cpu", 2)
         results.append(step(model, inputs_of(layer, 4)))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_same_bits(*results)
     assert len(normalized) == 4 + 4 + 4  # two layers in two replicas: two forward passes, and one recomputation
 
 
@@ -411,8 +380,7 @@ def test_an_exception_that_ends_a_forward_ends_the_recomputation(error):
         each.error = error
         with pytest.raises(error):
             each(input)
-        assert saving_hooks() is None
-        assert depth() == 0
+        assert saving_hooks() is this_thread.hooks is None
         grad(lambda input: input.square().sum())(input)
         each.error = None
         with save_on_cpu():
@@ -446,7 +414,7 @@ def test_calls_within_calls_recompute_to_their_end(raises):
     model.layer.register_forward_hook(lambda *_: depths.append(depth()))
     model(torch.randn(5, 4))
     assert depths == [1, 2]
-    assert depth() == 0
+    assert this_thread.hooks is None
 
 
 def recomputes(model):

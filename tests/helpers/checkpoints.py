@@ -1,0 +1,109 @@
+"""Activation checkpointing in all of its forms: each takes a function and its input."""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from bagua_syncbn import Repeatable, masked
+from bagua_syncbn.communicators import LOCAL
+from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
+
+
+def _save_what(policy, ctx, op, *args, **kwargs):
+    saves = {torch.ops.aten.addmm.default, torch.ops.aten.tanh.default, torch.ops.aten.sin.default}
+    return CheckpointPolicy.MUST_SAVE if policy == "all" or op in saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(policy):
+    contexts = partial(create_selective_checkpoint_contexts, partial(_save_what, policy))
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def _nested(function, input, outer_is_reentrant, inner_is_reentrant):
+    inner = partial(checkpoint, function, use_reentrant=inner_is_reentrant)
+    return checkpoint(inner, input, use_reentrant=outer_is_reentrant)
+
+
+def _without_early_stop(function, input):
+    with set_checkpoint_early_stop(False), save_on_cpu():
+        return checkpoint(function, input, use_reentrant=False, determinism_check="none", preserve_rng_state=False)
+
+
+class KeptCheckpoint(torch.autograd.Function):
+    """Runs a function without gradients, and again in backward, as packages do that do not use torch's checkpoint."""
+
+    @staticmethod
+    def forward(ctx, function, input):
+        ctx.function = function
+        ctx.save_for_backward(input)
+        with torch.no_grad():
+            return ctx.function(input)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        input = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(input)
+        torch.autograd.backward(output, grad_output)
+        return None, input.grad
+
+
+def _own(function, input):
+    return KeptCheckpoint.apply(Repeatable()(function), input)
+
+
+CHECKPOINTS = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "without early stop": _without_early_stop,
+    "nested": partial(_nested, outer_is_reentrant=False, inner_is_reentrant=False),
+    "nested in reentrant": partial(_nested, outer_is_reentrant=True, inner_is_reentrant=False),
+    "reentrant, nested": partial(_nested, outer_is_reentrant=False, inner_is_reentrant=True),
+    "selective, some": _selective("some"),
+    "selective, all": _selective("all"),
+    "own": _own,  # of no package that is known
+}
+
+
+@contextmanager
+def changed(layer):
+    """Context in which every call of ``layer`` is another one: other options, mode, mask, statistics and ranks."""
+    before = dict(vars(layer))
+    layer.train(not layer.training)
+    layer.momentum, layer.eps, layer.eps_mode, layer.fused_activation = None, 3.0, "clamp", "sigmoid"
+    layer.process_group = LOCAL
+    layer.running_mean.add_(3)
+    layer.running_var.mul_(7)
+    with masked(layer, torch.ones(1, 1, 9, dtype=torch.bool)):  # fits no input
+        yield
+    layer.running_mean.sub_(3)
+    layer.running_var.div_(7)
+    vars(layer).clear()
+    vars(layer).update(before)
+
+
+def _changed_before_backward(checkpoint, layer, call):
+    def run(input, **given):
+        output = checkpoint(partial(call, **given), input)
+        changes = ExitStack()
+        changes.enter_context(changed(layer))
+        input.register_hook(lambda grad: changes.close())  # at the end of backward
+        return output
+
+    return run
+
+
+# By a function of a layer and a way into it, which returns that way in a checkpoint.
+CHECKPOINTED = {
+    **{name: partial(_changed_before_backward, checkpoint) for name, checkpoint in CHECKPOINTS.items()},
+    "fairscale": lambda layer, call: fairscale_checkpoint_wrapper(nn.Sequential(layer)),
+}
