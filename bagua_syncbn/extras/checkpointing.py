@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ class Repeatable:
 
     def __init__(self) -> None:
         self._calls: _Calls = {}
+        self._inner: WeakSet[Repeatable] = WeakSet()  # regions whose first run was within this one's
         self._first_runs = 0
         self._had_grad = False
 
@@ -69,8 +71,10 @@ class Repeatable:
             )
         if is_first:
             self._first_runs += 1
-            self._calls, self._had_grad = {}, torch.is_grad_enabled()
-        _local.runs.append(_Run(self._calls, not is_first))
+            self._calls, self._inner, self._had_grad = {}, WeakSet(), torch.is_grad_enabled()
+            for around in _local.first_runs():
+                around.inner.add(self)
+        _local.runs.append(_Run(self, self._calls, self._inner, not is_first))
         _note_runs()
         return self
 
@@ -105,11 +109,29 @@ _Calls = dict["nn.Module | None", "list[_Made | None]"]
 class _Run:
     """One run of a region in this thread, the first one or a repetition."""
 
-    def __init__(self, calls: _Calls, repeats: bool) -> None:
-        self.calls, self.repeats = calls, repeats
+    def __init__(self, region: Repeatable, calls: _Calls, inner: WeakSet[Repeatable], repeats: bool) -> None:
+        self.calls, self.inner, self.repeats = calls, inner, repeats
         self._repeated: Counter[nn.Module | None] = Counter()
+        self._entered: set[Repeatable] = set()
+        # Repetitions around this one whose first runs recorded the calls of its first run too: this repetition is the
+        # first one within them, and so stands for that first run.
+        self._around = [run for run in _local.runs if repeats and run.repeats and run._is_entered_by(region)]
+
+    def _is_entered_by(self, region: Repeatable) -> bool:
+        """Notes that ``region`` is entered. Returns whether it is in place of its first run, which was within."""
+        is_first = region in self.inner and region not in self._entered
+        self._entered.add(region)
+        return is_first
 
     def recall(self, layer: nn.Module | None) -> _Made | None:
+        """Returns the call that the next call of ``layer`` repeats."""
+        made = self._next_of(layer)
+        for run in self._around:
+            if run._next_of(layer) is not made:
+                raise RuntimeError("expected a repetition with the calls of the first run in their order, got another")
+        return made
+
+    def _next_of(self, layer: nn.Module | None) -> _Made | None:
         calls, number = self.calls.get(layer, []), self._repeated[layer]
         if number == len(calls):
             raise RuntimeError(
@@ -123,6 +145,10 @@ class _Run:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.runs: list[_Run] = []  # that this thread is in, the innermost last
+
+    def first_runs(self) -> list[_Run]:
+        """Returns the first runs inside of the innermost repetition, which record the calls of this thread."""
+        return list(takewhile(lambda run: not run.repeats, reversed(self.runs)))
 
 
 _local = _Local()
@@ -142,13 +168,8 @@ def _prepare_in_run(call: Call, make: Callable[[], Any]) -> Any:
             are not known.
     """
     layer, tracks = call.layer, call.buffers.running_mean is not None
-    first_runs: list[_Run] = []
-    repetition = None
-    for run in reversed(_local.runs):  # first runs inside of the innermost repetition
-        if run.repeats:
-            repetition = run
-            break
-        first_runs.append(run)
+    first_runs = _local.first_runs()
+    repetition = next((run for run in reversed(_local.runs) if run.repeats), None)
     made = None
     try:
         raise_if_under_unknown_checkpoint()

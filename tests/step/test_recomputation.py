@@ -219,6 +219,43 @@ def test_a_region_is_of_one_pass(how, ranks):
     assert layer.num_batches_tracked == 2
 
 
+def one_inside(layer, x, inner):
+    with inner:
+        y = layer(x)
+    return layer(5 * y.exp())
+
+
+def one_inside_at_last(layer, x, inner):
+    y = layer(5 * x.exp())
+    with inner:
+        return layer(y.exp())
+
+
+def one_inside_twice(layer, x, inner):
+    with inner:
+        y = layer(x)
+    with torch.enable_grad(), inner:  # a repetition, in both runs of the region around it
+        assert torch.equal(layer(x), y)
+    return layer(5 * y.exp())
+
+
+def one_in_a_checkpoint(layer, x, inner):
+    return CHECKPOINTS["non-reentrant"](partial(one_inside, layer, inner=inner), x) + layer(x.exp())
+
+
+@pytest.mark.parametrize("program", [one_inside, one_inside_at_last, one_inside_twice, one_in_a_checkpoint])
+def test_a_region_within_another_one_may_be_entered_again_in_its_repetition(program):
+    layer, x = SyncBatchNorm(3, momentum=None), torch.randn(6, 3)
+    outer, inner = Repeatable(), Repeatable()
+    with torch.no_grad(), outer:
+        first = program(layer, x, inner)
+    calls = layer.num_batches_tracked.item()
+    for _ in range(2):
+        with outer:
+            assert torch.equal(program(layer, x.requires_grad_(), inner), first)
+    assert layer.num_batches_tracked == calls
+
+
 def test_a_region_in_which_nothing_is_gathered_has_several_first_runs():
     """After them no repetition could know which of them it repeats, unless the region has no layers."""
     layer, input = SyncBatchNorm(3).eval(), torch.randn(4, 3)
