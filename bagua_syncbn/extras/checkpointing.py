@@ -71,7 +71,7 @@ class Repeatable:
             )
         if is_first:
             self._first_runs += 1
-            self._calls, self._inner, self._had_grad = {}, WeakSet(), torch.is_grad_enabled()
+            self._calls, self._had_grad = {}, torch.is_grad_enabled()
             for around in _local.first_runs():
                 around.inner.add(self)
         _local.runs.append(_Run(self, self._calls, self._inner, not is_first))
