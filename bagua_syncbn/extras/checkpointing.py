@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -72,7 +72,7 @@ class Repeatable:
         if is_first:
             self._first_runs += 1
             self._calls, self._had_grad = {}, torch.is_grad_enabled()
-            for around in _local.first_runs():
+            for around in _local.around_a_call()[1]:
                 around.inner.add(self)
         _local.runs.append(_Run(self, self._calls, self._inner, not is_first))
         _note_runs()
@@ -125,30 +125,33 @@ class _Run:
 
     def recall(self, layer: nn.Module | None) -> _Made | None:
         """Returns the call that the next call of ``layer`` repeats."""
-        made = self._next_of(layer)
-        for run in self._around:
-            if run._next_of(layer) is not made:
-                raise RuntimeError("expected a repetition with the calls of the first run in their order, got another")
-        return made
-
-    def _next_of(self, layer: nn.Module | None) -> _Made | None:
-        calls, number = self.calls.get(layer, []), self._repeated[layer]
-        if number == len(calls):
-            raise RuntimeError(
-                "expected a repetition to call it no more often than the first run, which called it "
-                f"{number} time(s), got one call more"
-            )
-        self._repeated[layer] += 1
-        return calls[number]
+        found = []
+        for run in (self, *self._around):
+            calls, number = run.calls.get(layer, []), run._repeated[layer]
+            if number == len(calls):
+                raise RuntimeError(
+                    "expected a repetition to call it no more often than the first run, which called it "
+                    f"{number} time(s), got one call more"
+                )
+            run._repeated[layer] += 1
+            found.append(calls[number])
+        if any(made is not found[0] for made in found):
+            raise RuntimeError("expected a repetition with the calls of the first run in their order, got another")
+        return found[0]
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
         self.runs: list[_Run] = []  # that this thread is in, the innermost last
 
-    def first_runs(self) -> list[_Run]:
-        """Returns the first runs inside of the innermost repetition, which record the calls of this thread."""
-        return list(takewhile(lambda run: not run.repeats, reversed(self.runs)))
+    def around_a_call(self) -> tuple[_Run | None, list[_Run]]:
+        """Returns the innermost repetition, and the first runs inside of it, which record the calls of this thread."""
+        first_runs: list[_Run] = []
+        for run in reversed(self.runs):
+            if run.repeats:
+                return run, first_runs
+            first_runs.append(run)
+        return None, first_runs
 
 
 _local = _Local()
@@ -168,8 +171,7 @@ def _prepare_in_run(call: Call, make: Callable[[], Any]) -> Any:
             are not known.
     """
     layer, tracks = call.layer, call.buffers.running_mean is not None
-    first_runs = _local.first_runs()
-    repetition = next((run for run in reversed(_local.runs) if run.repeats), None)
+    repetition, first_runs = _local.around_a_call()
     made = None
     try:
         raise_if_under_unknown_checkpoint()
