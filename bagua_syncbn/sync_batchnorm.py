@@ -240,7 +240,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
         replica: SyncBatchNorm = super()._replicate_for_data_parallel()
-        vars(replica).update(_attached=(refuse_alone, *self._attached), _known=None)
+        vars(replica)["_attached"] = refuse_alone, *self._attached
         return replica
 
     def extra_repr(self) -> str:

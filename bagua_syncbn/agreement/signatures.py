@@ -18,8 +18,7 @@ from ..communicators.c10d import is_large
 from ..groups import Communicator
 from ..names import kind_of, name_of
 from ..options import Options
-from ..step.exchange import as_number
-from ..torch_internals.autograd import untraced
+from ..torch_internals.autograd import as_number, untraced
 
 # Values that all ranks have in common in a call: number of channels, whether it is in float64, what becomes of the
 # running statistics (a key of _TRACKING), and the options but the activation. Flat, as torch.compile hands values to a

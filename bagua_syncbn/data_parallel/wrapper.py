@@ -46,15 +46,13 @@ class DataParallelWithCallback(DataParallel):
 
     def replicate(self, module: _Module, device_ids: Sequence[Any]) -> list[_Module]:
         replicas = super().replicate(module, device_ids)
-        for replica in replicas:
-            _pass_on_known(module, replica)
         execute_replication_callbacks(replicas)
         return replicas
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         try:
             outputs = super().parallel_apply(replicas, inputs, kwargs)
-            _pass_on_known(replicas[0], self.module)
+            _keep_known(replicas[0], self.module)
             return outputs
         except Exception as error:
             failure = first_error(replicas[0], error)
@@ -62,11 +60,11 @@ class DataParallelWithCallback(DataParallel):
         raise failure
 
 
-def _pass_on_known(source: nn.Module, target: nn.Module) -> None:
-    """Has the layers of ``target`` know what those of ``source`` do: what they checked need not be checked again."""
-    for layer, copy in zip(source.modules(), target.modules(), strict=False):
-        if isinstance(layer, SyncBatchNorm) and isinstance(copy, SyncBatchNorm):
-            vars(copy)["_known"] = layer._known
+def _keep_known(replica: nn.Module, module: nn.Module) -> None:
+    """Has the layers of ``module``, and so the replicas of later passes, know what those of ``replica`` checked."""
+    for copy, layer in zip(replica.modules(), module.modules(), strict=False):
+        if isinstance(copy, SyncBatchNorm) and isinstance(layer, SyncBatchNorm):
+            vars(layer)["_known"] = copy._known
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:

@@ -73,8 +73,8 @@ class Repeatable:
             self._first_runs += 1
             self._calls, self._had_grad = {}, torch.is_grad_enabled()
             for around in _local.around_a_call()[1]:
-                around.inner.add(self)
-        _local.runs.append(_Run(self, self._calls, self._inner, not is_first))
+                around.region._inner.add(self)
+        _local.runs.append(_Run(self, not is_first))
         _note_runs()
         return self
 
@@ -109,8 +109,8 @@ _Calls = dict["nn.Module | None", "list[_Made | None]"]
 class _Run:
     """One run of a region in this thread, the first one or a repetition."""
 
-    def __init__(self, region: Repeatable, calls: _Calls, inner: WeakSet[Repeatable], repeats: bool) -> None:
-        self.calls, self.inner, self.repeats = calls, inner, repeats
+    def __init__(self, region: Repeatable, repeats: bool) -> None:
+        self.region, self.calls, self.repeats = region, region._calls, repeats
         self._repeated: Counter[nn.Module | None] = Counter()
         self._entered: set[Repeatable] = set()
         # Repetitions around this one whose first runs recorded the calls of its first run too: this repetition is the
@@ -119,7 +119,7 @@ class _Run:
 
     def _is_entered_by(self, region: Repeatable) -> bool:
         """Notes that ``region`` is entered. Returns whether it is in place of its first run, which was within."""
-        is_first = region in self.inner and region not in self._entered
+        is_first = region in self.region._inner and region not in self._entered
         self._entered.add(region)
         return is_first
 

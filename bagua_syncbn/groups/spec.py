@@ -102,7 +102,7 @@ class GroupSpec:
         """Returns the communicator if it was already made in the running job, else None; LOCAL where no job runs."""
         if self.given_communicator is not None:
             return self.given_communicator
-        job = None
+        job = None  # as running, without its call
         for engine in ENGINES:
             job = engine.default_group() or job
         if job is None:

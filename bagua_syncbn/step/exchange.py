@@ -1,9 +1,9 @@
-"""What crosses ranks in a call: the seam between the step and the ways in which ranks communicate."""
+"""Exchanges: the messages of a call, and the seam between the step and the ways in which ranks communicate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..groups import Communicator
 from ..options import Options
-
-_Number = TypeVar("_Number")
+from ..torch_internals.autograd import as_number
 
 
 class Exchange:
@@ -80,8 +79,3 @@ def exchange_of(
         as_number(input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
     exchange = Exchange(communicator, is_traced)
     return lambda: exchange
-
-
-def as_number(value: _Number) -> _Number:
-    """Returns ``value`` as a number, where torch.compile may have a symbol for it: sets hold numbers only."""
-    return next(iter({value}))

@@ -11,12 +11,18 @@ from torch.fx.proxy import TraceError
 from torch.utils import _python_dispatch, checkpoint
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Number = TypeVar("_Number")
 
 
 def untraced(function: _Function) -> _Function:
     """Has torch.compile run ``function`` while it traces a call of it, and take the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def as_number(value: _Number) -> _Number:
+    """Returns ``value`` as a number, where torch.compile may have a symbol for it: sets hold numbers only."""
+    return next(iter({value}))
 
 
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active

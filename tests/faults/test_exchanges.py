@@ -23,6 +23,7 @@ from tests.helpers.threads import run_threads
 
 CHANNELS = {"a": 3, "b": 3, "c": 5}
 FIRST = {"a": "1", "b": "2", "c": "3"}
+NAMES = {first: name for name, first in FIRST.items()}
 OPTIONS = Options()
 
 
@@ -57,7 +58,7 @@ def made(calls):
     """Returns ``calls`` without the backward passes of nothing, each with the number of the forward that it follows."""
     open_calls, found = {name: [] for name in CHANNELS}, []
     for call in calls:
-        name = call.lower() if call.isalpha() else "abc"["123".find(call)]
+        name = NAMES.get(call, call.lower())
         if call.islower():
             open_calls[name].append(len(found))
             found.append((call, len(found)))

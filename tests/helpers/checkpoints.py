@@ -70,7 +70,7 @@ CHECKPOINTS = {
     "reentrant, nested": partial(_nested, outer_is_reentrant=False, inner_is_reentrant=True),
     "selective, some": _selective("some"),
     "selective, all": _selective("all"),
-    "own": _own,  # of no package that is known
+    "own": _own,  # a package that nobody knows
 }
 
 

@@ -40,8 +40,8 @@ def in_a_thread(outputs, grad_outputs):
 class Trained(NamedTuple):
     rows: Tensor  # outputs and gradients of the inputs of all microbatches, side by side
     buffers: list[Tensor]
-    gradients: list[Tensor]  # of parameters
-    collectives: Counter  # of all backward passes
+    gradients: list[Tensor]  # gradients of the parameters
+    collectives: Counter  # collectives in all backward passes
 
 
 def train(program, layer, own, dtype=torch.float64, microbatches=1, backward=in_order):

@@ -18,8 +18,11 @@ OUTSIDE = (
     *("agreement", "communicators", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib"),
     *("vacancy", "with_bagua", "models"),
 )
-# What a layer trains over two ranks without: all but the engine of torch.
-HIDDEN = *OUTSIDE[:1], "communicators.bagua", "communicators.hosts", "communicators.shared", *OUTSIDE[2:]
+# All of these but torch's engine, which a layer needs to train over two ranks.
+HIDDEN = (
+    *(name for name in OUTSIDE if name != "communicators"),
+    *("communicators.bagua", "communicators.hosts", "communicators.shared"),
+)
 
 
 def imported_by(module):

@@ -29,7 +29,7 @@ from tests.helpers.user_layers import BatchNormAct
 
 
 class Forwards(nn.Module):
-    """What a forward does with outputs of layers, which nobody can know before a call."""
+    """A forward that uses outputs of layers in one of many ways, which nobody can know before a call."""
 
     def __init__(self, name):
         super().__init__()
