@@ -90,7 +90,7 @@ def pytest_pyfunc_call(pyfuncitem):
     is_new = mark.kwargs.get("new_job", False)
     if is_new:
         pool.forget_job()
-    pool.run(test, *mark.args, timeout=mark.kwargs.get("timeout", 120))
+    pool.run(test, *mark.args, timeout=mark.kwargs.get("timeout", 300))
     if is_new:
         pool.forget_job()
     return True

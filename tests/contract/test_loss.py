@@ -243,7 +243,7 @@ def alike(layer, values):
 def test_ranks_that_differ_raise_on_all(name, steps):
     diverge, told = DIVERGENCES[name]
     values = torch.randn(4, 3, requires_grad=True)
-    with own_group(20.0) as communicator:
+    with own_group() as communicator:
         layer = SyncBatchNorm1d(3, process_group=communicator)
 
         def run(last):

@@ -15,7 +15,7 @@ from tests.helpers.tolerances import assert_close
 pytestmark = pytest.mark.reference_too
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_evaluation_waits_for_nobody():
     for track_running_stats in (True, False):
         layer = SyncBatchNorm(3, track_running_stats=track_running_stats).eval()

@@ -235,7 +235,7 @@ def test_ctrl_c_ends_a_wait_and_the_others_learn_of_it(pool):
     other, (told, seconds) = pool.run(interrupted, 2)
     assert "rank 1 of the group has left it after an error" in other
     assert "one thread at a time" in told
-    assert seconds < 10
+    assert seconds < 60
 
 
 @pytest.mark.ranks(2)
@@ -262,7 +262,7 @@ def test_the_time_out_is_that_of_the_group():
     begin = time.monotonic()
     told = message_of(communicator.all_gather, torch.ones(2))
     assert told == "rank 1 of the group did not come within the time-out"
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
 
 
 # Lives

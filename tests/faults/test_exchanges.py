@@ -18,7 +18,6 @@ from bagua_syncbn.errors import tell_peers
 from bagua_syncbn.names import ConvertedModel, Origin
 from bagua_syncbn.options import Options
 from bagua_syncbn.step.exchange import exchange_of
-from tests.helpers import threads
 from tests.helpers.threads import run_threads
 
 CHANNELS = {"a": 3, "b": 3, "c": 5}
@@ -133,7 +132,6 @@ def first_difference(programs):
 
 @pytest.mark.parametrize("adds_up", [False, True], ids=["rows", "sums"])
 @pytest.mark.parametrize("seeds", range(8))
-@patch.object(threads, "SECONDS", 10)
 def test_ranks_make_the_calls_that_all_make_and_raise_in_the_first_other_one(adds_up, seeds):
     with patch("bagua_syncbn.communicators.c10d.FEWEST_ADDED", 2 if adds_up else 32):
         for seed in range(40 * seeds, 40 * seeds + 40):

@@ -19,7 +19,7 @@ from torch import nn
 import bagua_syncbn
 from bagua_syncbn.communicators import shared
 from tests.faults.programs import is_odd, own_group
-from tests.helpers.own_groups import join
+from tests.helpers.own_groups import Meeting, join
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 PLACES = "agreement/protocol.py", "agreement/", "communicators/", "step/", "functional.py"
@@ -104,7 +104,7 @@ def interrupt_everywhere(way, before, places):
     with patch.object(shared, "_WANTED", way):
         for number in itertools.count(1):
             begin = time.monotonic()
-            with own_group(60.0) as communicator:
+            with own_group() as communicator:
                 step = Step(communicator)
                 message, seen = steps_until_an_error(step, number, before, places)
                 place = f"event {number}, {seen[-1] if seen else ''}"
@@ -116,7 +116,7 @@ def interrupt_everywhere(way, before, places):
                     communicator.leave("ended")
                 if way == "shared":  # the end of a group tells the other rank too: that comes after
                     dist.barrier()
-            assert time.monotonic() - begin < 20, f"{place}: the other rank was not told"
+            assert time.monotonic() - begin < 100, f"{place}: the other rank was not told"
             dist.barrier()
             events = [len(seen)]
             dist.broadcast_object_list(events, dist.get_world_size() - 1)
@@ -137,7 +137,7 @@ def test_an_interrupt_anywhere_in_a_step_ends_in_right_numbers_or_by_name(way, p
 
 def use_by_two_threads(way):
     """Two threads train layers of other sizes in one group, as fast as they can. Returns how each of them ended."""
-    with patch.object(shared, "_WANTED", way), own_group(60.0) as communicator:
+    with patch.object(shared, "_WANTED", way), own_group() as communicator:
         layers = [bagua_syncbn.SyncBatchNorm(channels, process_group=communicator) for channels in (5, 900)]
         ends = []
 
@@ -174,7 +174,7 @@ FIRST_USE = re.compile(
 
 def interrupt_first_uses(store):
     """Interrupts the first use of a group on the last rank, at every 40th event. Then each rank may try once more."""
-    rank, shared_keys = dist.get_rank(), dist.FileStore(f"{store} of this test", 2)
+    rank, meeting = dist.get_rank(), Meeting(f"{store} of this test")
     join(("file", store), 2, rank)
     x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.batch_norm(x.flatten(0, 1), None, None, training=True).unflatten(0, (2, 4))
@@ -191,8 +191,7 @@ def interrupt_first_uses(store):
             except RuntimeError as error:
                 message = str(error)
         assert not message or FIRST_USE.search(message), message
-        shared_keys.set(f"{number} {rank}", "")
-        shared_keys.wait([f"{number} {1 - rank}"], timedelta(seconds=60))
+        meeting.wait_for_all(number)
 
 
 @pytest.mark.slow

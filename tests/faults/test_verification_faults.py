@@ -72,7 +72,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CASES)
 def test_an_error_of_one_rank_is_told_to_all(name):
     change, batch, wrong, told = CASES[name]

@@ -1,7 +1,7 @@
 """A rank that waits in a group for half of its time-out says in its log what it waits in."""
 
 import logging
-import time
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +11,7 @@ from bagua_syncbn.agreement.history import history_in
 from bagua_syncbn.extras import watch
 from tests.faults.programs import message_of, own_model
 
-SECONDS = 2.0
+SECONDS = 6.0  # time-out of the group; its half is far above what a call takes on a busy machine
 
 
 @contextmanager
@@ -28,27 +28,23 @@ def logged():
         logger.removeHandler(handler)
 
 
-def stay_away(kind):
-    """After two steps all ranks pause between calls; then rank 1 does not come."""
+def stay_away():
+    """Takes two steps. Then rank 1 does not come to the next one."""
     with logged() as messages, own_model(SECONDS) as model:
-        if kind == "later":
-            for _ in range(2):
-                model.run("abc<")
-            time.sleep(SECONDS)
-        in_pause = len(messages)
+        for _ in range(2):
+            model.run("abc<")
         error = message_of(lambda: model.run("abc<")) if dist.get_rank() == 0 else ""
         dist.barrier()
-        return in_pause, messages, error, model.a.process_group.name
+        return messages, error, model.a.process_group.name
 
 
-@pytest.mark.parametrize(("kind", "call"), [("first", 1), ("later", 13)])
-def test_a_rank_that_waits_says_in_time_in_which_call_of_which_group(pool, kind, call):
-    (in_pause, messages, error, group), (_, none, _, _) = pool.run(stay_away, 2, kind)
-    assert in_pause == 0
+def test_a_rank_that_waits_says_in_time_in_which_call_of_which_group(pool):
+    (messages, error, group), (none, _, _) = pool.run(stay_away, 2)
     assert not none
     (message,) = messages
-    what = f"forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), call {call}"
-    assert message.startswith("sync_batch_norm: rank 0 of 2 has waited for 1")
+    what = "forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), call 13"
+    waited = re.match(r"sync_batch_norm: rank 0 of 2 has waited for ([\d.]+) s, half of ", message)
+    assert SECONDS / 2 <= float(waited[1]) < SECONDS
     assert f"in the {what}. " in message
     assert f"(group {group})" in message
     assert f"collective failed in the {what}, on rank 0" in error

@@ -9,8 +9,6 @@ from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import jobs
 from bagua_syncbn.groups import EVERYONE, spec_of
 
-SECONDS = 2.0  # time-out of the job that join() begins
-
 
 def forget_groups():
     job = jobs.job_of(dist.group.WORLD)
@@ -31,8 +29,8 @@ def mean_over(process_group):
     return layer.running_mean.item()
 
 
-def join(store, world_size, rank, seconds=SECONDS):
-    """Begins a job with a time-out of ``seconds``, and a store of the kind that is named."""
+def join(store, world_size, rank, seconds=300.0):
+    """Starts a job with a time-out of ``seconds``. ``store`` is a kind ("tcp" or "file") and a port or path."""
     dist.barrier()
     dist.destroy_process_group()
     kind, place = store
@@ -43,3 +41,14 @@ def join(store, world_size, rank, seconds=SECONDS):
         keeper = dist.FileStore(place, world_size)
         keeper.set_timeout(timeout)
     dist.init_process_group("gloo", store=keeper, rank=rank, world_size=world_size, timeout=timeout)
+
+
+class Meeting:
+    """Lets the ranks wait for each other longer than the time-out of their job allows. ``path`` names a new file."""
+
+    def __init__(self, path):
+        self._store = dist.FileStore(path, dist.get_world_size())
+
+    def wait_for_all(self, event):
+        self._store.set(f"{event} {dist.get_rank()}", "")
+        self._store.wait([f"{event} {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=300))

@@ -46,7 +46,7 @@ class WorkerPool:
         self._store = self._directory / "none"
         self._world_size = 0
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
         self._start(world_size)
         if world_size != self._world_size:
             self._world_size = world_size

@@ -134,7 +134,7 @@ def test_wrong_calls_are_refused_by_name_and_change_no_buffer(error, message, ca
         assert torch.equal(buffer, torch.full_like(buffer, name == "running_var")), f"{name} changed"
 
 
-@pytest.mark.ranks(2, new_job=True, timeout=60)  # in a job whose group is not made yet
+@pytest.mark.ranks(2, new_job=True)  # in a job whose group is not made yet
 def test_no_rank_waits_for_one_with_a_wrong_call():
     """Rank 0 alone makes the calls, so that it would wait for ever if one communicated."""
     if dist.get_rank() == 0:
@@ -218,7 +218,7 @@ def test_limits_of_training_are_refused_in_training_alone(options, shape, messag
     assert layer.train()(torch.randn(4, 3)).isfinite().all()
 
 
-@pytest.mark.ranks(2, new_job=True, timeout=60)
+@pytest.mark.ranks(2, new_job=True)
 def test_distributed_tensors_and_traces_of_training_are_refused():
     """Before the ranks make their group: rank 0 alone makes the calls."""
     if dist.get_rank():

@@ -156,7 +156,7 @@ def test_with_bagua_on_torch_in_a_group_by_description(kind, weights, means):
     assert model[1].running_mean.item() == means[rank]
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_evaluation_of_a_wrapped_model_waits_for_nobody():
     """Before any training step, as validation scripts do; rank 1 stays away."""
     model = with_bagua(convert_sync_batchnorm(make_model()), []).eval()

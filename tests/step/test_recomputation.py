@@ -341,4 +341,4 @@ for context in (nullcontext(), bagua_syncbn.Repeatable()):
 @pytest.mark.parametrize("program", [NO_LAYER, OTHER_TORCH], ids=["no layer", "other torch"])
 def test_checkpoints_from_the_first_call_on(program):
     """In a process that makes no layer; and with a torch whose checkpoints are not known, where they are refused."""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
