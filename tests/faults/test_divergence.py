@@ -419,15 +419,6 @@ def test_ranks_go_on_after_a_call_that_all_are_refused(pool, kind):
         assert kind in message
 
 
-def test_a_model_stays_the_same_one_when_it_is_converted_again():
-    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
-    before = model[0]._origin.model
-    bagua_syncbn.convert_sync_batchnorm(model)
-    assert model[0]._origin.model is model[1]._origin.model is before
-    copied = copy.deepcopy(model)
-    assert copied[0]._origin.model is copied[1]._origin.model is not before
-
-
 # Two models that look alike, what the last rank calls in the third of three steps, and what the error says of it.
 SWAPPED = {
     "models of two classes": (

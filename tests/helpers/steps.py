@@ -1,0 +1,48 @@
+"""A training step of any model, with its results by name; ranks and one process, compared."""
+
+import torch
+import torch.distributed as dist
+
+
+def draw(*size, seed=0, dtype=torch.float64):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def step(model, input, grad_output=None, *, order=1, call=None):
+    """Runs ``model``, or ``call`` with its layers, forward and backward; returns all results by name.
+
+    ``order`` 2 differentiates the squared input gradient instead of the output.
+    """
+    for parameter in model.parameters():
+        parameter.grad = None
+    input = input.detach().clone().requires_grad_()
+    output = (call or model)(input)
+    if grad_output is None:
+        grad_output = draw(*output.shape, seed=2)
+    grad_output = grad_output.to(output)
+    if order == 2:
+        (grad,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
+        grad.square().sum().backward()
+    else:
+        output.backward(grad_output)
+    results = {"output": output, "input.grad": input.grad}
+    results |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
+    return {name: None if value is None else value.detach() for name, value in results.items()} | {
+        name: buffer.clone() for name, buffer in model.named_buffers()
+    }
+
+
+def assert_same_bits(actual, expected, what="results"):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def check_ranks(model, plain, input, grad_output, splits, **options):
+    """Compares a step of ``model`` on this rank's share with a step of ``plain`` on the whole batch."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    actual = step(model, input.split(splits)[rank], grad_output.split(splits)[rank], **options)
+    for (name, value), expected in zip(actual.items(), step(plain, input, grad_output).values(), strict=True):
+        if name in ("output", "input.grad"):
+            expected = expected.split(splits)[rank]
+        elif name.endswith(".grad") and value is not None and len(splits) > 1:
+            dist.all_reduce(value)
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
