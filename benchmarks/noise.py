@@ -62,12 +62,13 @@ def gradient_errors(model: nn.Module, images: Tensor, labels: Tensor, sizes: lis
 
 
 def draw(found: BatchNoise, path: Path) -> None:
-    """Draws the noise of each layer at several numbers of samples a rank, and the limit."""
+    """Draws the noise of each layer at several numbers of samples per rank, and the limit."""
     names = [layer.name for layer in found.layers]
-    with chart(path, "Batch noise, as a share of the deviation", "layers of the demo", "make demo", 66, 40) as axes:
+    title = "Batch noise, as a share of the standard deviation"
+    with chart(path, title, "layers of the demo", "make demo", 66, 40) as axes:
         for size, color in {2: "sky", 8: "blue", 32: "text"}.items():  # the longest first, so that the others lie on it
             noise = [layer.at(size) for layer in found.layers]
-            bars = axes.barh(names, noise, 0.7, color=COLORS[color], label=f"{size} samples a rank")
+            bars = axes.barh(names, noise, 0.7, color=COLORS[color], label=f"{size} samples per rank")
             if size == 2:
                 axes.bar_label(bars, [f"{share:.0%}" for share in noise], padding=4)
         axes.axvline(found.limit, color=COLORS["orange"], linestyle=(0, (4, 3)), label=f"limit: {found.limit:.0%}")

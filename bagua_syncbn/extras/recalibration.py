@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import ops
 from ..checks import named
+from ..dry_run import forward_of, observe_inputs
 from ..errors import tells_peers
 from ..groups import spec_of
 from ..masks import masking_of
@@ -21,7 +22,6 @@ from .accumulator import StatisticsAccumulator
 from .masks import masks_of
 from .merging import layers_with_statistics, merged_over_ranks
 from .sums import sum_over_ranks
-from .unchanged import forward_of, observe
 
 _NAME = "recalibrate_statistics"
 
@@ -104,7 +104,7 @@ def recalibrate_statistics(
         name: StatisticsAccumulator(layer.running_mean.numel(), layer.running_mean.device)
         for name, layer in layers.items()
     }
-    observe(module, layers, partial(_add, Lock(), accumulators), shown, run, training=True)
+    observe_inputs(module, layers, partial(_add, Lock(), accumulators), shown, run, training=True)
     own = [accumulator.moments() for accumulator in accumulators.values()]
     _set_statistics(layers, merged_over_ranks(_NAME, module, layers, own, communicator))
 

@@ -1,4 +1,4 @@
-"""Ranks that compute together: each knows the results of all, and an error of one is raised on all."""
+"""Ranks that compare results: each rank gets all results, and an error on one rank is raised on all."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,11 @@ _T = TypeVar("_T")
 
 
 class RankError(RuntimeError):
-    """An error of some ranks, raised on all."""
+    """An error on some ranks, raised on all."""
 
 
 class Peers:
-    """Ranks of a group; this process alone where there is no job."""
+    """The ranks of a group; only this process if there is no job."""
 
     def __init__(self, caller: str, process_group: Any) -> None:
         self._caller = caller
@@ -29,39 +29,40 @@ class Peers:
         self.size = dist.get_world_size(self.group) if self.in_job else 1
         self.rank = dist.get_rank(self.group) if self.in_job else 0
 
-    def together(self, what: str, do: Callable[[], _T]) -> list[_T]:
-        """Returns the results of ``do`` on all ranks, in rank order, with tensors on CPU. ``do`` may make such calls.
+    def gather(self, step: str, compute: Callable[[], _T]) -> list[_T]:
+        """Returns the results of ``compute`` on all ranks, in rank order, with tensors on CPU. Calls may be nested.
 
         Raises:
-            RankError: ``do`` raised on some ranks, which the error names. An error that is the same on all ranks is
-                raised as it is.
+            RankError: ``compute`` raised on some ranks, or ranks are in different steps. An error that is the same on
+                all ranks is raised unchanged.
         """
-        cause, error, packed = None, "", b""
+        cause, error, result = None, "", b""
         try:
-            packed = pickle.dumps(pytree.tree_map_only(Tensor, _on_cpu, do()))
+            result = pickle.dumps(pytree.tree_map_only(Tensor, _on_cpu, compute()))
         except RankError:
             raise
         except Exception as raised:
-            cause, error = raised, f"{type(raised).__name__}: {raised}"
-        gathered = [(what, error, packed)] * self.size
+            cause, error = raised, f": {type(raised).__name__}: {raised}"
+        gathered = [(step, error, result)] * self.size
         if self.size > 1:
-            dist.all_gather_object(gathered, (what, error, packed), group=self.group)
-        if cause is not None and all(own == error for _, own, _ in gathered):
+            dist.all_gather_object(gathered, gathered[0], group=self.group)
+        steps, errors, results = zip(*gathered, strict=True)
+        if cause is not None and len({*errors}) == 1:
             raise cause
-        said = [(rank, f"{where}: {own}") for rank, (where, own, _) in enumerate(gathered) if own]
-        errors = "; ".join(f"{ranks} in {text}" for ranks, text in said_by(said))
-        if not errors and any(where != what for where, _, _ in gathered):
-            places = said_by((rank, where) for rank, (where, _, _) in enumerate(gathered))
-            got = "; ".join(f"{ranks} in {where}" for ranks, where in places)
-            errors = f"expected all ranks to call the same layers, got {got}"
-        if errors:
-            raise RankError(f"{self._caller}: {errors}") from cause
-        return [pickle.loads(packed) for _, _, packed in gathered]
+        if any(errors) or len({*steps}) > 1:
+            where = [
+                (rank, f"{steps[rank]}{errors[rank]}") for rank in range(self.size) if errors[rank] or not any(errors)
+            ]
+            text = "; ".join(f"{ranks} in {step}" for ranks, step in said_by(where))
+            raise RankError(
+                f"{self._caller}: {text if any(errors) else f'ranks call different layers: {text}'}"
+            ) from cause
+        return [pickle.loads(result) for result in results]
 
-    def each(self, what: str, do: Callable[[], _T]) -> _T:
-        """Returns the result of ``do`` on this rank, after all have one; raises as :meth:`together`."""
+    def run(self, step: str, compute: Callable[[], _T]) -> _T:
+        """Returns the result of ``compute`` on this rank once all ranks have one; raises like :meth:`gather`."""
         own: list[_T] = []
-        self.together(what, lambda: own.append(do()))
+        self.gather(step, lambda: own.append(compute()))
         return own[0]
 
     def mean(self, tensor: Tensor) -> Tensor:
@@ -82,33 +83,34 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Any], name: str) -> Any:
-    """Returns nested tuples, lists and dicts of tensors as one, joined along the first dimension of each tensor.
+    """Concatenates each tensor of nested tuples, lists and dicts along its first dimension.
 
     Raises:
-        ValueError: ``parts`` differ in other values or in other dimensions.
+        ValueError: ``parts`` differ in structure, in other dimensions or in values that are not tensors.
     """
-
-    def join(path: Any, *row: Any) -> Any:
-        place, kinds = name + pytree.keystr(path), "tensors, or the same on all ranks"
-        if all(isinstance(part, Tensor) and part.dim() for part in row):
-            if len({(part.shape[1:], part.dtype) for part in row}) == 1:
-                return torch.cat(row).detach().requires_grad_(row[0].requires_grad)
-            row = tuple(f"{list(part.shape)} of {part.dtype}" for part in row)
-            kinds = "tensors that differ in their first dimension alone"
-        elif len({pickle.dumps(part) for part in row}) == 1:
-            return row[0]
-        raise ValueError(f"{place}: expected {kinds}, got {', '.join(map(str, row))}; merge makes one batch of others")
-
+    hint = "pass merge, which makes one batch of a list of batches"
     first, *others = map(pytree.tree_structure, parts)
     for other in others:
         if other != first:
-            kinds = "the same tuples, lists and dicts on all ranks"
-            raise ValueError(f"{name}: expected {kinds}, got {first} and {other}; merge makes one batch of others")
+            raise ValueError(f"{name}: expected the same structure on all ranks, got {first} and {other}; {hint}")
+
+    def join(path: Any, *row: Any) -> Any:
+        if all(isinstance(part, Tensor) and part.dim() for part in row):
+            if len({(part.shape[1:], part.dtype) for part in row}) == 1:
+                return torch.cat(row).detach().requires_grad_(row[0].requires_grad)
+            expected = "tensors that differ only in their first dimension"
+            row = tuple(f"{list(part.shape)} of {part.dtype}" for part in row)
+        elif len({pickle.dumps(part) for part in row}) == 1:
+            return row[0]
+        else:
+            expected = "tensors, or equal values on all ranks"
+        raise ValueError(f"{name}{pytree.keystr(path)}: expected {expected}, got {', '.join(map(str, row))}; {hint}")
+
     return pytree.tree_map_with_path(join, *parts)
 
 
 def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor | None:
-    """Returns the part of ``rank`` in ``whole``, joined from parts of ``shapes``; None if these do not fit."""
+    """Returns the part of ``rank`` if ``whole`` is a concatenation of tensors of ``shapes``; otherwise None."""
     for dim, size in enumerate(whole.shape):
         others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         if others == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
@@ -118,9 +120,9 @@ def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tenso
 
 
 def in_float64(values: Any, like: Any) -> Any:
-    """Returns a copy of ``values`` with floating point tensors in float64, on the devices of ``like``.
+    """Returns a copy of ``values`` with floating point tensors in float64, on the devices of the tensors in ``like``.
 
-    If ``like`` has another number of tensors, all go to the device of its first one.
+    If ``like`` has a different number of tensors, all go to the device of its first one.
     """
     devices, number = [tensor.device for tensor in tensors_in(like)], len(tensors_in(values))
     places: Iterator[Any] = iter(devices if number == len(devices) else [*devices[:1], "cpu"][:1] * number)

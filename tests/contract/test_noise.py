@@ -1,4 +1,4 @@
-"""Batch noise: predictions against many random batches, one process against ranks, and what stays as it was."""
+"""Batch noise: predictions for many random batches, ranks against one process, and an unchanged model."""
 
 import copy
 import random
@@ -31,7 +31,7 @@ def layer():
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.1, 0.6])
-def test_the_prediction_is_what_many_random_batches_show(rho):
+def test_the_prediction_holds_for_many_random_batches(rho):
     (found,) = measure_batch_noise(layer(), correlated(20_000, rho, 0).split(100)).layers
     assert found.positions == POSITIONS
     assert found.worth == pytest.approx(POSITIONS / (1 + (POSITIONS - 1) * rho), rel=0.03)
@@ -45,8 +45,8 @@ def test_the_prediction_is_what_many_random_batches_show(rho):
         assert errors.square().mean().sqrt() == pytest.approx(found.at(samples), rel=0.1)
 
 
-# Batches of few different samples: worth, whether there is noise, spread of the means of batches and whether that is
-# more than chance. What is zero in them comes out of differences, which rounding makes a bit more or less than zero.
+# Batches with few distinct samples: worth, whether there is noise, spread of batch means, and whether it is mixed.
+# Zeros are computed as differences, so rounding makes them slightly positive or negative.
 EQUAL = {
     "all samples": (lambda x: [x[:1].expand(5, -1, -1)] * 4, torch.inf, False, None, False),
     "samples of a batch": (lambda x: [one.expand(5, -1, -1) for one in x.split(1)], None, True, torch.inf, True),
@@ -68,8 +68,8 @@ def test_equal_samples_and_batches_have_no_noise_between_them(name, positions):
         assert (found.of_one_sample > 0) == is_noisy
         assert found.worth == pytest.approx(shuffled.worth if worth is None else worth)
         assert (found.spread, found.is_mixed) == (spread, is_mixed)
-        assert ("synchronize; over 5% in 1 of 1" in noise.verdict) == is_noisy
-        assert ("means of batches spread inf times" in str(noise)) == is_mixed
+        assert ("synchronize; above 5% in 1 of 1" in noise.verdict) == is_noisy
+        assert ("batch means spread inf times" in str(noise)) == is_mixed
 
 
 def model(**options):
@@ -116,15 +116,15 @@ def test_the_verdict_is_about_the_size_and_the_order_of_batches():
     x = correlated(400, 0.6, 0)
     noise = measure_batch_noise(layer(), x.split(4))
     few, many = noise.at(2), noise.at(2000)
-    assert few.verdict.endswith("of the deviation in '0': synchronize; over 5% in 1 of 1 layers")
-    assert "no need to synchronize; over 5% in 0 of 1" in many.verdict
+    assert few.verdict.endswith("of the standard deviation in '0': synchronize; above 5% in 1 of 1 layers")
+    assert "no need to synchronize; above 5% in 0 of 1" in many.verdict
     assert noise.samples == 4
     assert f"{noise.layers[0].at(8):.0%}" in str(few)
     assert "#" * 30 in str(few)
     assert "spread" not in noise.verdict
     ordered = x[x.mean((1, 2)).argsort()]
     mixed = measure_batch_noise(layer(), ordered.split(4))
-    assert "means of batches spread" in mixed.verdict
+    assert "batch means spread" in mixed.verdict
     assert mixed.layers[0].spread > 1.5
     assert mixed.layers[0].of_one_sample == pytest.approx(noise.layers[0].of_one_sample)
 
@@ -133,8 +133,9 @@ def test_calls_are_told_apart_and_dead_channels_have_no_noise():
     own = layer()
     x = correlated(50, 0.1, 0)
     x[:, 2] = 5
-    noise = measure_batch_noise(own, x.split(5), forward=lambda batch: own(own(batch)))
+    noise = measure_batch_noise(own, x.split(6), forward=lambda batch: own(own(batch)))
     first, second = noise.layers
+    assert noise.samples == 6  # the last batch has 2
     assert (first.name, second.name) == ("0", "0, call 2")
     assert 0 < first.of_one_sample < 1
     assert first.of_one_sample == pytest.approx(second.of_one_sample, rel=1e-3)
@@ -146,8 +147,8 @@ def test_wrong_arguments_are_named():
         (TypeError, "module: expected a torch.nn.Module, got int", (3, x)),
         (TypeError, "batches: expected an iterable of batches, got Tensor", (layer(), x[0])),
         (TypeError, "batches: expected tensors, or lists", (layer(), ["a"])),
-        (ValueError, "batches: expected at least one that reaches a layer", (layer(), [])),
-        (ValueError, "batches: expected at least one that reaches a layer", (layer(), [x[0][:0]])),
+        (ValueError, "batches: expected a non-empty batch on some rank", (layer(), [])),
+        (ValueError, "batches: expected a non-empty batch on some rank", (layer(), [x[0][:0]])),
         (ValueError, "batches: expected at least two samples, got 1 in '0'", (layer(), [x[0][:1]])),
         (ValueError, "module: expected batch normalization layers in training mode", (layer().eval(), x)),
     ):
@@ -162,5 +163,5 @@ def test_wrong_arguments_are_named():
         pytest.raises(ValueError, match="module: expected layers without masks"),
     ):
         measure_batch_noise(masked, x)
-    with pytest.warns(UserWarning, match="these layers have not seen a batch"):
+    with pytest.warns(UserWarning, match="these layers were never trained"):
         measure_batch_noise(nn.Sequential(nn.BatchNorm1d(3)).double(), x)

@@ -147,7 +147,7 @@ def test_batches_of_another_kind_go_through_forward():
     plain, batches = Model().double(), draw((4, 3))
     model = convert_sync_batchnorm(copy.deepcopy(plain))
     given = [{"image": batch} for batch in batches]
-    with pytest.raises(TypeError, match="got a batch of dict; give forward"):
+    with pytest.raises(TypeError, match="got a batch of type dict; pass forward"):
         recalibrate_statistics(model, given)
     recalibrate_statistics(model, given, forward=lambda batch: model(input=batch["image"]))
     check(model, expected_statistics(plain, batches))

@@ -1,4 +1,4 @@
-"""Ranks that raise alone, or all, within verify_synchronization: all raise, at once, and the model is as before."""
+"""An error on one rank inside verify_synchronization is raised on all, and the model is unchanged."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def loss(model, batch):
 
 
 def own_batch_alone(model, batch):
-    """A loss that raises for the batch of one rank, and not for that of all."""
+    """A loss that raises for the batch of one rank, but not for the merged batch."""
     if len(batch) == 4:
         raise ArithmeticError("of 4 samples")
     return loss(model, batch)
@@ -51,22 +51,20 @@ def raises_at(call):
 
 
 X = torch.randn(4, 3)
-FIRST = raises_at(1), X, loss
-IN_EVALUATION = nn.Module.eval, X, loss, "rank 1 in .*: ValueError: model: expected training mode, got evaluation"
-# On the last rank: a change of the model, its batch, its loss; and the error on all.
+IN_EVALUATION = nn.Module.eval, X, loss, "rank 1 in .*: ValueError: model: expected training mode, got evaluation mode"
+# A change of the model, the batch and the loss of the last rank, and the error on all ranks.
 CASES = {
-    "the first call": (*FIRST, "rank 1 in a trial of the loss: ArithmeticError: between two"),
     "one process": (raises_at(2), X, loss, "rank 1 in the step in one process: ArithmeticError: between two"),
     "the step": (raises_at(3), X, loss, "rank 1 in the step on ranks: ArithmeticError: between two"),
     "its batch": (None, X, own_batch_alone, "rank 1 in a trial of the loss: ArithmeticError: of 4 samples"),
-    "the loss": (None, X, lambda model, x: model(x), "rank 1 in .*: TypeError: loss: expected .*scalar tensor, got si"),
-    "its channels": (None, torch.ones(4, 3, 1), loss, "batch: expected tensors that differ in their first dimension"),
+    "the loss": (None, X, lambda model, x: model(x), "rank 1 in .*: TypeError: loss: .*scalar tensor, got si"),
+    "its channels": (None, torch.ones(4, 3, 1), loss, "batch: expected tensors that differ only in their first dim"),
     "no loss": (None, X, None, "rank 1 in .*: TypeError: loss: expected a function of the model and a batch, got None"),
     "a batch that cannot be sent": (None, [lambda: 0], lambda model, _: loss(model, X), "rank 1 in .*: .*ickl"),
     "evaluation": IN_EVALUATION,
-    "the first call, by layer": (*FIRST, "rank 1 in the forward pass: ArithmeticError: between two"),
+    "the first call, by layer": (raises_at(1), X, loss, "rank 1 in the forward pass: ArithmeticError: between two"),
     "another layer, by layer": (
-        leave_out_last, X, loss, "rank 0 in the input of SyncBatchNorm1d 'last'; rank 1 in the forward"
+        leave_out_last, X, loss, "layers: rank 0 in the input of SyncBatchNorm1d 'last'; rank 1 in the forward"
     ),
     "evaluation, by layer": IN_EVALUATION,
 }  # fmt: skip
@@ -74,15 +72,15 @@ CASES = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CASES)
-def test_an_error_of_one_rank_is_told_to_all(name):
-    change, batch, wrong, told = CASES[name]
+def test_an_error_on_one_rank_is_raised_on_all(name):
+    change, batch, wrong, error = CASES[name]
     model = convert_sync_batchnorm(Model(), dist.new_group())
     model.first.running_mean.fill_(2.0)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last and change is not None:
         change(model)
     mode, state = model.training, torch.get_rng_state()
-    with pytest.raises((RuntimeError, ValueError), match=told):
+    with pytest.raises((RuntimeError, ValueError), match=error):
         verify_synchronization(model, batch if is_last else X, wrong if is_last else loss, by_layer="by layer" in name)
     assert model.first.running_mean.eq(2).all()
     assert model.training is model.last.training is mode

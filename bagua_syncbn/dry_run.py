@@ -1,4 +1,4 @@
-"""Runs of a model that leave it, and the generators of random numbers, as they were."""
+"""Runs a model and leaves it, and the random number generators, as they were."""
 
 import ctypes
 import hashlib
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checks import check_callable, is_distributed
-from ..groups import LOCAL, spec_of
-from ..sync_batchnorm import SyncBatchNorm
-from .accumulation import Accumulation
-from .attaching import replace_attached
+from .checks import check_callable, is_distributed
+from .extras.accumulation import Accumulation
+from .extras.attaching import replace_attached
+from .groups import LOCAL, spec_of
+from .sync_batchnorm import SyncBatchNorm
 
-# Attributes of modules that are as before after a run; the last is what torch calls broadcast_buffers from 2.13 on.
+# Module attributes that are restored. The last is the name of broadcast_buffers since torch 2.13.
 _STATE = "training", "_frozen", "_group_spec", "_attached", "_known", "broadcast_buffers", "forward_sync_buffers"
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Context after which the modes and buffers of ``model``, and random states, are as before.
+    """Restores modes and buffers of ``model`` and all random states on exit.
 
-    Compiled models run as they are written within it, because compiled code passes over new hooks.
+    Compiled models run eagerly inside the context, because compiled code ignores new hooks.
     """
     cuda = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
     states = [
@@ -35,59 +35,59 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     ]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    numpy = sys.modules.get("numpy.random")  # absent where nothing draws from it
+    numpy = sys.modules.get("numpy.random")  # None if NumPy was never imported
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(cuda))
         stack.callback(random.setstate, random.getstate())
         if numpy is not None:
             stack.callback(numpy.set_state, numpy.get_state())
-        if "torch._dynamo" in sys.modules:  # absent where nothing is compiled
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             yield
         finally:
-            for state, state_before in states:
+            for state, saved in states:
                 for name in _STATE:
                     state.pop(name, None)
-                state.update(state_before)
-            for own, own_before in buffers:
-                own.clear()
-                own.update(own_before)
-            for buffer, before in values:
-                if digest(buffer) != digest(before):  # a write would fail the backward of an earlier call
-                    buffer.detach().copy_(before)
+                state.update(saved)
+            for current, saved in buffers:
+                current.clear()
+                current.update(saved)
+            for buffer, value in values:
+                if digest(buffer) != digest(value):  # an unnecessary write would break the backward of an earlier call
+                    buffer.detach().copy_(value)
 
 
-def observe(
+def observe_inputs(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
-    see: Callable[[str, Any, Any, Any], None],
+    callback: Callable[[str, Any, Any, Any], None],
     batches: Iterable[Any],
     forward: Callable[[Any], Any],
     training: bool,
 ) -> None:
-    """Runs ``forward`` on ``batches`` without gradients, and leaves ``model`` unchanged.
+    """Runs ``forward`` on ``batches`` without gradients or communication, and leaves ``model`` unchanged.
 
-    Calls ``see`` with name, module, args and kwargs before each call of one of ``layers``, which are in ``training`` or
-    not. All other modules are in evaluation, and nothing communicates.
+    Calls ``callback`` with name, module, args and kwargs before each call of one of ``layers``, which run in training
+    mode if ``training`` is true. All other modules run in evaluation mode.
     """
-    alone, training_layers = spec_of(LOCAL), set(layers.values()) if training else set()
+    local, training_layers = spec_of(LOCAL), set(layers.values()) if training else set()
     with unchanged(model), torch.no_grad(), ExitStack() as hooks:
         for part in model.modules():
-            vars(part)["training"] = part in training_layers  # not by train() or eval(), in which some modules do more
+            vars(part)["training"] = part in training_layers  # train() and eval() have side effects in some modules
             if isinstance(part, DistributedDataParallel):
                 part.broadcast_buffers = False
             if isinstance(part, SyncBatchNorm):
-                part._group_spec = alone
+                part._group_spec = local
                 replace_attached(part, Accumulation, None)
         for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(partial(see, name), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_pre_hook(partial(callback, name), with_kwargs=True).remove)
         for batch in batches:
             forward(batch)
 
 
 def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any], Any]:
-    """Returns ``forward``; if it is None, a call of ``module`` with a batch, or with the first item of one.
+    """Returns ``forward``; if None, a function that calls ``module`` with a batch or the first item of a batch.
 
     Raises:
         TypeError: ``forward`` is not callable.
@@ -103,8 +103,8 @@ def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any
         input = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
         if not isinstance(input, Tensor):
             raise TypeError(
-                "batches: expected tensors, or lists or tuples that begin with one, got a batch of "
-                f"{type(batch).__name__}; give forward"
+                "batches: expected tensors, or lists or tuples that begin with a tensor, got a batch of type "
+                f"{type(batch).__name__}; pass forward"
             )
         return module(input if device is None else input.to(device))
 
@@ -112,9 +112,9 @@ def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a hash of the values of ``tensor``, or of its part on this rank."""
-    own: Any = tensor.detach()
-    values = (own.to_local() if is_distributed(own) else own).cpu().contiguous()
+    """Returns a hash of the values of ``tensor``, or of the local shard of a DTensor."""
+    local: Any = tensor.detach()
+    values = (local.to_local() if is_distributed(local) else local).cpu().contiguous()
     size = values.numel() * values.element_size()
     data = (ctypes.c_char * size).from_address(values.data_ptr()) if size else b""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
