@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..extras.checkpointing import refuse_to_recompute_replicas
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from .replicas import CallbackContext, Replicas
@@ -27,6 +28,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         ValueError: ``modules`` is empty, or not all of them have the same submodules.
+        RuntimeError: activation checkpointing recomputes replicas that were or are in training.
     """
     structures = [dict(module.named_modules()) for module in modules]
     if not structures or any(structure.keys() != structures[0].keys() for structure in structures):
@@ -34,6 +36,10 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             "modules: expected replicas of one model, at least one and all with the same submodules, got "
             f"{len(structures)} with {sorted({len(structure) for structure in structures})} submodules"
         )
+    layers = [(name, child) for name, child in structures[0].items() if isinstance(child, SyncBatchNorm)]
+    if layers:
+        name, layer = layers[0]
+        refuse_to_recompute_replicas(name_of(layer, name), any(layer.training for _, layer in layers))
     replicas = Replicas(len(modules))
     contexts = {
         name: CallbackContext(replicas, name_of(child, name))
@@ -43,7 +49,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     for copy_id, structure in enumerate(structures):
         for name, context in contexts.items():
             structure[name].__data_parallel_replicate__(context, copy_id)
-    if len(modules) > 1 and any(isinstance(child, SyncBatchNorm) for child in structures[0].values()):
+    if len(modules) > 1 and layers:
         for rank, module in enumerate(modules):
             replicas.watch(rank, module)
 

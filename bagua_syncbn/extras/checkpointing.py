@@ -59,6 +59,7 @@ class Repeatable:
         self._inner: WeakSet[Repeatable] = WeakSet()  # regions whose first run was within this one's
         self._first_runs = 0
         self._had_grad = False
+        self.trained_replicas = False  # whether replicas ran in training, in threads that know no region
 
     def __enter__(self) -> Repeatable:
         is_first = not self._first_runs or (bool(self._calls) and self._is_first_run())
@@ -196,6 +197,21 @@ def _prepare_in_run(call: Call, make: Callable[[], Any]) -> Any:
         for run in first_runs:
             run.calls.setdefault(layer, []).append(made)
     return prepared
+
+
+def refuse_to_recompute_replicas(name: str, in_training: bool) -> None:
+    """Raises RuntimeError if a checkpoint recomputes replicas, whose threads would update running statistics again.
+
+    Call it in the thread that starts the replicas. ``name`` is that of a layer in the model.
+    """
+    repetition, first_runs = _local.around_a_call()
+    if repetition is not None and (in_training or repetition.region.trained_replicas):
+        raise RuntimeError(
+            f"{name}: activation checkpointing cannot recompute replicas, which would update the running statistics "
+            "again; checkpoint parts of the model without synchronized layers, or use one process for each device"
+        )
+    for run in first_runs:
+        run.region.trained_replicas |= in_training
 
 
 def is_repetition() -> bool:

@@ -132,6 +132,27 @@ def test_recomputation_in_backward_is_refused(use_reentrant):
         promptly(output.sum().backward)
 
 
+@pytest.mark.parametrize("modes", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_around_replicas_never_update_running_statistics_twice(use_reentrant, count, modes):
+    layer = SynchronizedBatchNorm1d(2).train(modes[0])
+    model = parallel(nn.Sequential(layer), "cpu", 2)
+
+    def region(input):
+        return model(input[:count]).sin()  # the sine needs its input, so backward repeats the replicas
+
+    output = checkpoint(region, torch.randn(4, 2, 3, requires_grad=True), use_reentrant=use_reentrant)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.train(modes[1])
+    if any(modes):
+        with pytest.raises(RuntimeError, match=r"'0': activation checkpointing cannot recompute replicas"):
+            output.sum().backward()
+    else:
+        output.sum().backward()
+    torch.testing.assert_close(layer.state_dict(), before)
+
+
 def test_one_value_per_channel_in_one_replica_is_refused():
     with pytest.raises(ValueError, match="expected more than 1 value per channel"):
         parallel(SynchronizedBatchNorm1d(4), "cpu", 3)(torch.randn(1, 4))
