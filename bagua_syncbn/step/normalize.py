@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import raise_for_all
-from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
+from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, untraced, unwrapped
 from .call import Normalization, follow
 from .derivatives import differentiable_backward
 
@@ -27,9 +27,10 @@ def normalize(
     Without an exchange the statistics are constants.
     """
     if by.exchange is not None and by.exchange.is_traced:
+        _make_it_one_node()
         # The compiler plans what to fuse, and what to repeat in backward.
         alone = Normalization(by.options._replace(activation=None), by.exchange, by.layer, by.masking, by.statistics)
-        output: Tensor = _Normalize.apply(input, weight, bias, None, alone)
+        output: Tensor = _Normalize.apply(*_without_second_derivatives(input, weight, bias), None, alone)
         return follow(output, residual, by.options, by.masking)
     # A transform that has ended may have left a wrapper around a tensor.
     weight, bias = weight if weight is None else unwrapped(weight), bias if bias is None else unwrapped(bias)
@@ -116,6 +117,49 @@ class _Normalize(torch.autograd.Function):
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
         return grad_input, grad_weight, grad_bias, grad_residual, None
+
+
+def _without_second_derivatives(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns ``tensors``. Their gradients under ``create_graph=True`` raise when they are differentiated.
+
+    Compiled code runs ``_Normalize.backward`` without gradients, so ``backend="eager"`` would silently leave second
+    derivatives out. This function is one node of the graph: that backend calls it as it is here, and other backends,
+    which refuse second derivatives by themselves, trace through it and find nothing to compute.
+    """
+    return _Refusing.apply(*tensors)  # type: ignore[no-any-return]
+
+
+@untraced
+def _make_it_one_node() -> None:
+    torch.compiler.allow_in_graph(_without_second_derivatives)  # not at import, because it imports the compiler
+
+
+class _Refusing(torch.autograd.Function):
+    """Identity for :func:`_without_second_derivatives`."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grads
+        return tuple(grad if grad is None else _Refused.apply(grad.detach().requires_grad_()) for grad in grads)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        raise RuntimeError(
+            "sync_batch_norm: compiled code has no second derivatives; call the model without torch.compile if its "
+            "loss contains a gradient (create_graph=True)"
+        )
 
 
 def after(activation: ops.Activation | None, residual: Tensor | None) -> tuple[Any, ...]:

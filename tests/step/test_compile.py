@@ -161,6 +161,21 @@ def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
     pool.run(partial(compare, "aot_eager", kind=kind), 2)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ranks", "one rank"])
+def test_second_derivatives_through_compiled_code_are_refused(kind):
+    """Of the input's gradient, and of the weight's. torch refuses them itself with its other backends."""
+    layer = SyncBatchNorm(3, momentum=None, process_group=1 if kind == "one rank" else None)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    input = torch.randn(4, 3, requires_grad=True)
+    for wanted in (input, layer.weight):
+        (grad,) = torch.autograd.grad(compiled(input).sin().sum(), wanted, create_graph=True)
+        with pytest.raises(RuntimeError, match="sync_batch_norm: compiled code has no second derivatives"):
+            grad.square().sum().backward()
+    compiled(input).sin().sum().backward(create_graph=True)  # alone it is no reason to refuse
+    assert input.grad is not None
+
+
 def test_compiled_models_under_autocast_equal_eager(pool):
     pool.run(partial(compare, "aot_eager", autocast=True), 2)
 
