@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
@@ -57,6 +57,10 @@ def running() -> Engine | None:
     return next((engine for engine in reversed(ENGINES) if engine.default_group() is not None), None)
 
 
+# Communicators by job, then by rule and given group: specifications of one group share a communicator.
+_ready: WeakKeyDictionary[Any, WeakValueDictionary[Any, Communicator]] = WeakKeyDictionary()
+
+
 class GroupSpec:
     """Specification of the ranks that a layer synchronizes with. Copies and pickles hold its description.
 
@@ -107,7 +111,13 @@ class GroupSpec:
             job = engine.default_group() or job
         if job is None:
             return LOCAL
-        return self._communicator if self._world() is job else None
+        if self._world() is job:
+            return self._communicator
+        ready = None if self._is_gone() else _ready.get(job)
+        communicator = None if ready is None else ready.get(self._key())
+        if communicator is not None:
+            self._keep(job, communicator)
+        return communicator
 
     def _make(self) -> Communicator:
         """Makes the communicator, together with the other ranks of the group, for the rest of the running job."""
@@ -117,12 +127,19 @@ class GroupSpec:
             raise RuntimeError(DESTROYED)
         world = engine.default_group()
         communicator = engine.communicator_of(self.rule, None if self.given is None else self.given())
+        if communicator is not LOCAL:
+            _ready.setdefault(world, WeakValueDictionary())[self._key()] = communicator
+        self._keep(world, communicator)
+        return communicator
 
+    def _key(self) -> tuple[Any, ...]:
+        return self.rule, None if self.rule is None else self.given
+
+    def _keep(self, world: Any, communicator: Communicator) -> None:
         def clear(_: Any) -> None:
             self._communicator = None
 
         self._world, self._communicator = ref(world, clear), communicator
-        return communicator
 
     @untraced
     def _make_untraced(self) -> None:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagua_syncbn import convert_sync_batchnorm
+from bagua_syncbn import SyncBatchNorm1d, convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup, jobs
 from bagua_syncbn.communicators.jobs import MeetingError, meet
 from bagua_syncbn.torch_internals import groups as torch_groups
-from tests.helpers.own_groups import Meeting, join, mean_over
+from tests.helpers.own_groups import Meeting, forget_groups, join, mean_over
 
 SECONDS = 5.0  # time-out of a job in which a rank waits in vain
 
@@ -78,6 +78,28 @@ def test_ranks_that_make_other_groups_or_stay_away_end_in_time_and_are_named(poo
         assert group in message
     waited = [f"; rank {1 - rank} waits in the first use of {told[1 - rank]}" in messages[rank] for rank in range(2)]
     assert any(waited)
+
+
+ALL_RANKS = {
+    "given": dist.new_group,
+    "number": lambda: 2,
+    "node": lambda: "node",
+    "lists": lambda: [[1, 0]],
+    "default": lambda: dist.group.WORLD,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL_RANKS)
+def test_peers_learn_of_an_error_in_the_first_call_of_a_second_layer_in_a_group(kind):
+    group = ALL_RANKS[kind]()
+    SyncBatchNorm1d(3, process_group=group)(torch.randn(4, 3))
+    second = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), group)
+    begin, fails = time.monotonic(), dist.get_rank() == 1
+    with pytest.raises(TypeError if fails else RuntimeError, match=r"input: expected .* got torch\.int64"):
+        second(torch.ones(4, 3, dtype=torch.int64 if fails else torch.float32))
+    assert time.monotonic() - begin < 60
+    forget_groups()  # the group has failed
 
 
 def first_use_of_a_group_with_less_time(store):

@@ -7,13 +7,14 @@ import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import jobs
-from bagua_syncbn.groups import EVERYONE, spec_of
+from bagua_syncbn.groups import EVERYONE, spec, spec_of
 
 
 def forget_groups():
     job = jobs.job_of(dist.group.WORLD)
     for known in (job._own_ranks, job._made, job._given):
         known.clear()
+    spec._ready.clear()
     EVERYONE._communicator = None
 
 
