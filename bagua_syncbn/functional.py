@@ -278,7 +278,7 @@ def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     spec = spec_of(call.process_group)
-    communicator = spec.communicator()
+    communicator = spec.communicator("" if torch.compiler.is_compiling() else name_of(layer))
     if communicator.size == 1 and spec is EVERYONE and not torch.compiler.is_compiling():
         _warn_if_launched_with_others()
     exchange = exchange_of(layer, input, options, moved_by(call), communicator)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from contextvars import copy_context
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -18,12 +20,18 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 
-from ..groups import NODE, Ranks, Rule, is_ranks, said_by, text_of_ranks
+from ..groups import NODE, Ranks, Rule, first_user, is_ranks, said_by, text_of_ranks
 from ..groups.rules import check_rule, described, ranks_by_rule, text_of
 from ..torch_internals import groups as torch_groups
 from .c10d import is_alive
 
+_log = logging.getLogger("bagua_syncbn")
+
 _Made = TypeVar("_Made")
+_CAUSES = (
+    "Likely causes: a rank has ended or raised an error, is evaluating or running other code, or has a model that was "
+    "not converted"
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -51,7 +59,7 @@ def in_one_piece(make: Callable[[], _Made]) -> _Made:
         except BaseException as error:
             made.set_exception(error)
 
-    thread = _FirstUse(target=run, daemon=True)
+    thread = _FirstUse(target=copy_context().run, args=(run,), daemon=True)
     try:
         thread.start()
         return made.result()
@@ -73,35 +81,54 @@ def meet(
     value: Any,
     seconds: float,
     decide: Callable[[list[Any]], Any] = list,
-    tell: Callable[[list[int]], str] = lambda missing: "",
+    what: str = "a group",
+    time_out: str = "the group's time-out",
+    explain: Callable[[list[int]], str] = lambda missing: f". {_CAUSES}",
 ) -> Any:
-    """Returns what ``decide`` makes, on the first of ``ranks``, of the values that they bring, in their order.
+    """Returns the result of ``decide``, which the first of ``ranks`` calls with the values of all ranks in their order.
 
-    Each of ``ranks`` makes the call once, with a ``value`` of JSON's types and a ``store`` of this meeting alone. The
-    meeting takes place for all of them or for none: the first rank that gives up decides for later ones.
+    Each of ``ranks`` makes the call once, with a ``value`` that JSON can represent and a ``store`` of this meeting. The
+    meeting succeeds on all ranks or on none: the first rank that gives up decides for later ones.
+
+    Args:
+        what: the group whose first use this is, for messages.
+        time_out: the time-out of ``seconds``, for messages.
+        explain: returns the end of a sentence about missing ranks, which says why they are missing.
 
     Raises:
-        MeetingError: some ranks did not come within ``seconds``, and ``tell`` may say more about them; or one has left.
+        MeetingError: some ranks did not arrive within ``seconds``, or one has left.
     """
 
     def arrived(others: Sequence[int]) -> bool:
         return bool(store.check([str(other) for other in others]))
 
-    deadline, pause, outcome = time.monotonic() + seconds, 0.0005, None
+    def missing() -> tuple[str, str]:
+        """Returns the ranks that have not arrived, and the end of a sentence that says why."""
+        absent = [other for other in ranks if not arrived([other])]
+        return (text_of_ranks(absent), explain(absent)) if absent else ("an answer", "")
+
+    begin, pause, outcome, has_logged = time.monotonic(), 0.0005, None, False
     try:
         store.set(str(rank), json.dumps(value))
         while outcome is None:
+            waited = time.monotonic() - begin
             if store.check(["outcome"]):
                 outcome = json.loads(store.get("outcome"))
             elif (error := getattr(threading.current_thread(), "left_with", None)) is not None:
                 outcome = _settle(store, _left(rank, error))
             elif rank == ranks[0] and arrived(ranks):
                 outcome = _settle(store, {"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
-            elif time.monotonic() > deadline:
-                missing = [other for other in ranks if not arrived([other])]
-                who = text_of_ranks(missing) if missing else "an answer"
-                outcome = _settle(store, {"failed": f"rank {rank} waited for {who} for {seconds:g} s{tell(missing)}"})
-            else:  # polls, because a blocking wait would keep other threads from the store, and ignore Ctrl-C
+            elif waited > seconds:
+                who, why = missing()
+                text = f"rank {rank} waited for {who} for {seconds:g} s, {time_out}{why}"
+                outcome = _settle(store, {"failed": text})
+            else:
+                if waited > seconds / 2 and not has_logged:
+                    (who, why), has_logged = missing(), True
+                    use = f"{first_user.get()}: first use of {what}"
+                    half = f"{seconds / 2:.3g} s, half of {time_out}"
+                    _log.warning("%s: rank %d has waited for %s for %s%s", use, rank, who, half, why)
+                # Polls, because a blocking wait would keep other threads from the store and ignore Ctrl-C.
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
     except BaseException as error:
@@ -180,7 +207,8 @@ class Job:
             return rules, of_rank if rule == NODE else []
 
         value = [str(described(rule)), *host_name()]
-        rules, hosts = self._meet(f"exchange {number}", range(self.size), value, text_of(rule), compare)
+        hint = "" if rule is None else "; if only some ranks have such layers, call sync_group on all ranks first"
+        rules, hosts = self._meet(f"exchange {number}", range(self.size), value, text_of(rule), compare, hint=hint)
         if len(rules) > 1:
             what = ", ".join(f"{rule} on rank {rank}" for rule, rank in rules.items())
             raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {what}")
@@ -230,42 +258,43 @@ class Job:
         what: str,
         decide: Callable[[list[Any]], Any],
         limit: timedelta | None = None,
+        hint: str = "",
     ) -> Any:
-        """Returns what :func:`meet` does of ``key``, a meeting of ``ranks`` that make the first use of ``what``.
+        """Runs :func:`meet` as the meeting ``key`` of ``ranks``, which make the first use of ``what``.
 
-        The meeting is in the job's store, because in the middle of a trace no tensor can be sent.
+        The meeting is in the job's store, because no tensor can be sent while a trace runs.
+
+        Args:
+            limit: time-out of the group, if it may be shorter than the job's.
+            hint: advice for the case that ranks do not arrive.
 
         Raises:
-            RuntimeError: some ranks did not arrive within the job's time-out, or the ``limit`` of the group if less.
+            RuntimeError: some ranks did not arrive in time, or the store did not answer.
         """
         if str(self._backend) == "fake":  # torch's backend without other processes
             return decide([value] * len(ranks))
-        # Holds for each rank the first use that it waits in.
-        doing = torch_groups.prefix_store("bagua_syncbn/doing", self._store)
+        doing = torch_groups.prefix_store("bagua_syncbn/doing", self._store)  # the first use that each rank waits in
 
-        def tell(missing: list[int]) -> str:
+        def explain(missing: list[int]) -> str:
             does = [(rank, doing.get(str(rank)).decode()) for rank in missing if doing.check([str(rank)])]
-            uses = said_by((rank, what) for rank, what in does if what)
-            waits = (f"; {who} wait{'s' * who.startswith('rank ')} in the first use of {what}" for who, what in uses)
-            return f", the {whose} time-out{''.join(waits)}"
+            waits = said_by((rank, use) for rank, use in does if use)
+            texts = [f"; {who} wait{'s' * who.startswith('rank ')} in the first use of {use}" for who, use in waits]
+            return "".join(texts) or f". {_CAUSES}{hint}"
 
-        timeout, whose = self._timeout, "job's"
+        timeout, time_out = self._timeout, "the job's time-out"
         if limit is not None and limit < timeout:
-            timeout, whose = limit, "group's"
+            timeout, time_out = limit, "the group's time-out"
         store, seconds = torch_groups.prefix_store(f"bagua_syncbn/{key}", self._store), timeout.total_seconds()
         try:
             doing.set(str(self.rank), what)
-            decided = meet(store, self.rank, ranks, value, seconds, decide, tell)
+            decided = meet(store, self.rank, ranks, value, seconds, decide, what, time_out, explain)
             doing.set(str(self.rank), "")
         except MeetingError as error:
-            raise RuntimeError(
-                f"process_group: expected {text_of_ranks(ranks)} to make the first use of {what} together, got that "
-                f"{error}; sync_group makes a description's groups beforehand"
-            ) from None
+            raise RuntimeError(f"first use of {what} failed: {error}") from None
         except RuntimeError as error:
             raise RuntimeError(
-                f"process_group: expected the job's store to answer in the first use of {what}, got "
-                f"{type(error).__name__}: {error}; the rank that keeps it may have ended"
+                f"first use of {what} failed: the job's store does not answer ({type(error).__name__}: {error}); the "
+                "rank that hosts it may have ended"
             ) from error
         return decided
 
@@ -319,8 +348,8 @@ class Job:
             return torch_groups.make_group(self._world(), ranks, model, store, name, self._device, splits)
         except RuntimeError as error:
             raise RuntimeError(
-                f"process_group: expected {text_of_ranks(ranks)} to connect in the first use of {what}, got on rank "
-                f"{self.rank} {type(error).__name__}: {error}; another rank may have ended"
+                f"first use of {what} failed: rank {self.rank} cannot connect to the others "
+                f"({type(error).__name__}: {error}); one of them may have ended"
             ) from error
 
 

@@ -207,9 +207,7 @@ def first_use(group: Any, what: str, *meetings: str) -> Iterator[tuple[Any, Call
         try:
             return meet(prefix_store(key, store), rank, range(size), value, seconds, decide)
         except MeetingError as error:
-            raise RuntimeError(
-                f"process_group: expected the {size} ranks of a group to make its first use together, got that {error}"
-            ) from None
+            raise RuntimeError(f"first use of a group of {size} ranks failed: {error}") from None
 
     try:
         yield store, together

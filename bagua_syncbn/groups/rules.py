@@ -61,8 +61,8 @@ def described(rule: Rule) -> Any:
 
 
 def text_of(rule: Rule) -> str:
-    """Returns ``rule`` as it stands in messages."""
-    return f"process_group={described(rule)!r}"
+    """Returns a description of ``rule`` for messages."""
+    return "the group of all ranks" if rule is None else f"process_group={described(rule)!r}"
 
 
 def text_of_ranks(ranks: Iterable[int]) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -57,6 +58,9 @@ def running() -> Engine | None:
     return next((engine for engine in reversed(ENGINES) if engine.default_group() is not None), None)
 
 
+# Name of the layer or function that makes the first use of a group, for messages of ranks that wait there.
+first_user: ContextVar[str] = ContextVar("first_user", default="a synchronized layer")
+
 # Communicators by job, then by rule and given group: specifications of one group share a communicator.
 _ready: WeakKeyDictionary[Any, WeakValueDictionary[Any, Communicator]] = WeakKeyDictionary()
 
@@ -80,8 +84,11 @@ class GroupSpec:
         self._communicator: Communicator | None = None
         self._world: Callable[[], Any] = lambda: None
 
-    def communicator(self) -> Communicator:
+    def communicator(self, user: str = "") -> Communicator:
         """Returns the communicator of this process in the running job; the local one where no job runs.
+
+        Args:
+            user: name of the caller, for the log of ranks that wait in the first use of the group.
 
         Raises:
             ValueError: this job has no such ranks, or ranks have different descriptions.
@@ -100,7 +107,7 @@ class GroupSpec:
         # The communicator of a given group of one rank, the local one, outlives the group.
         if self._communicator is None and self._is_gone():
             raise RuntimeError(DESTROYED)
-        return self.made() or self._make()
+        return self.made() or self._make(user)
 
     def made(self) -> Communicator | None:
         """Returns the communicator if it was already made in the running job, else None; LOCAL where no job runs."""
@@ -119,14 +126,18 @@ class GroupSpec:
             self._keep(job, communicator)
         return communicator
 
-    def _make(self) -> Communicator:
+    def _make(self, user: str = "") -> Communicator:
         """Makes the communicator, together with the other ranks of the group, for the rest of the running job."""
         engine = running()
         assert engine is not None
         if self._is_gone():
             raise RuntimeError(DESTROYED)
         world = engine.default_group()
-        communicator = engine.communicator_of(self.rule, None if self.given is None else self.given())
+        token = first_user.set(user or first_user.get())
+        try:
+            communicator = engine.communicator_of(self.rule, None if self.given is None else self.given())
+        finally:
+            first_user.reset(token)
         if communicator is not LOCAL:
             _ready.setdefault(world, WeakValueDictionary())[self._key()] = communicator
         self._keep(world, communicator)

@@ -17,6 +17,7 @@ from bagua_syncbn import SyncBatchNorm1d, convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup, jobs
 from bagua_syncbn.communicators.jobs import MeetingError, meet
 from bagua_syncbn.torch_internals import groups as torch_groups
+from tests.faults.test_watch import logged
 from tests.helpers.own_groups import Meeting, forget_groups, join, mean_over
 
 SECONDS = 5.0  # time-out of a job in which a rank waits in vain
@@ -31,9 +32,9 @@ def store(request, tmp_path):
         return "tcp", probe.getsockname()[1]
 
 
-# A group of both ranks, and what messages call it.
+# A group of both ranks, and how messages describe it.
 KINDS = {
-    "everyone": (lambda pair: None, "process_group=None"),
+    "everyone": (lambda pair: None, "the group of all ranks"),
     "given": (lambda pair: pair, "group '1' of ranks 0, 1"),
     "number": (lambda pair: 2, "process_group=2"),
     "ranks": (lambda pair: RankGroup((0, 1)), "process_group=RankGroup(ranks=(0, 1))"),
@@ -41,21 +42,27 @@ KINDS = {
 
 
 def first_uses(store, meeting, *kinds):
-    """Each rank has a layer of another kind, None for a rank that stays away. Then all make a group anew."""
+    """Each rank has a layer with another kind of group; None for a rank that stays away. Then all make a new group."""
     rank, meeting = dist.get_rank(), Meeting(meeting)
     join(store, 2, rank, SECONDS)
     pair = dist.new_group([0, 1])  # with the time-out of torch, 30 minutes
-    message, begin = "", time.monotonic()
+    message, logs, begin = "", [], time.monotonic()
     if kinds[rank] is not None:
         model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), KINDS[kinds[rank]][0](pair))
-        with pytest.raises(RuntimeError) as caught:
+        with logged() as logs, pytest.raises(RuntimeError) as caught:
             model(torch.randn(4, 3))
         message = str(caught.value)
     assert time.monotonic() - begin < SECONDS + 60
     meeting.wait_for_all("failed")
     assert mean_over(dist.new_group([0, 1])) == 0.5  # a group made anew works
     dist.barrier()
-    return message
+    return message, logs
+
+
+CAUSES = (
+    "Likely causes: a rank has ended or raised an error, is evaluating or running other code, or has a model that was "
+    "not converted"
+)
 
 
 @pytest.mark.parametrize(("store", "kinds"), [
@@ -67,17 +74,20 @@ def first_uses(store, meeting, *kinds):
 ], indirect=["store"])  # fmt: skip
 def test_ranks_that_make_other_groups_or_stay_away_end_in_time_and_are_named(pool, tmp_path, store, kinds):
     pool.forget_job()
-    messages = pool.run(first_uses, 2, store, str(tmp_path / "meeting"), *kinds)
+    results = pool.run(first_uses, 2, store, str(tmp_path / "meeting"), *kinds)
     pool.forget_job()
+    layer, uses = "SyncBatchNorm1d '0': ", [kind and f"first use of {KINDS[kind][1]}" for kind in kinds]
     if kinds[1] is None:
-        assert f"rank 0 waited for rank 1 for {SECONDS:g} s, the job's time-out; sync_group" in messages[0]
+        message, (log,) = results[0]
+        assert message == f"{layer}{uses[0]} failed: rank 0 waited for rank 1 for 5 s, the job's time-out. {CAUSES}"
+        assert log == f"{layer}{uses[0]}: rank 0 has waited for rank 1 for 2.5 s, half of the job's time-out. {CAUSES}"
         return
-    told = [KINDS[kind][1] for kind in kinds]
-    for message, group in zip(messages, told, strict=True):
-        assert "SyncBatchNorm1d '0': process_group: expected ranks 0, 1 to make the first use of" in message
-        assert group in message
-    waited = [f"; rank {1 - rank} waits in the first use of {told[1 - rank]}" in messages[rank] for rank in range(2)]
-    assert any(waited)
+    for rank, (message, (log,)) in enumerate(results):
+        assert message.startswith(f"{layer}{uses[rank]} failed: rank "), message
+        assert log.startswith(f"{layer}{uses[rank]}: rank {rank} has waited for rank {1 - rank} for 2.5 s, half of ")
+    for which in range(2):  # in the message and in the log of a rank
+        waits = [f"; rank {1 - rank} waits in the {uses[1 - rank]}" for rank in range(2)]
+        assert any(waits[rank] in str(result[which]) for rank, result in enumerate(results))
 
 
 ALL_RANKS = {
