@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ..communicators.c10d import AsyncCollective, TorchCommunicator
-from ..groups import Communicator, spec_of
+from ..groups import FORKED, Communicator, spec_of
 from ..names import kind_of, name_of
 from ..torch_internals.autograd import NO_ERRORS, unseen_by_selective_checkpointing
 from .faults import differ_text, is_checked_at_once, record_of
@@ -84,6 +84,8 @@ def resume(history: CallHistory) -> None:
     """Raises, unless this rank has raised an error in its last call and all others have done so too."""
     pending: PendingError | None = history.pending
     history.pending = None
+    if history.failure == FORKED:
+        raise RuntimeError(f"sync_batch_norm: {FORKED}")
     if pending is None:
         raise RuntimeError(
             f"process_group: expected one that works, got one that failed before, in the {history.failure}; "

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..communicators.c10d import AsyncCollective, TorchCommunicator
-from ..groups import Communicator
+from ..groups import FORKED, Communicator
 from ..torch_internals.autograd import is_capturing, untraced
 from ..torch_internals.groups import group_named
 from .faults import forget_records, record_of
@@ -174,7 +174,7 @@ def _history_of(group: Any) -> CallHistory:
 def _fail_after_fork() -> None:
     """Fails all groups in a child of this process, since only the parent has the threads that their backends run."""
     for history in histories():
-        history.failure, history.pending = "process that this one was forked from", None
+        history.failure, history.pending = FORKED, None
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,16 +1,17 @@
 """torch.distributed as an engine: its jobs, process groups and meshes."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch.distributed as dist
 
-from ..groups import DESTROYED, LOCAL, Communicator, GroupSpec, Ranks, Rule, is_ranks
+from ..groups import DESTROYED, FORKED, LOCAL, Communicator, GroupSpec, Ranks, Rule, is_ranks
 from . import c10d
 from .c10d import IS_AVAILABLE, is_alive
-from .jobs import in_one_piece, job_of
+from .jobs import Job, in_one_piece, job_of
 
 # Returns the job's default group, or None where there is no job. Every call of a layer asks: without a frame of Python.
 default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_AVAILABLE else lambda: None
@@ -53,20 +54,40 @@ def ranks_of(rule: Rule) -> Ranks:
 
     All ranks of the job make the first use of a rule together, except for one that lists the ranks of a single group.
     """
-    return job_of(default_group()).ranks_of(rule)
+    return _running_job().ranks_of(rule)
 
 
 def communicator_of(rule: Rule, given: Any) -> Communicator:
     """Returns the communicator of layers that synchronize by ``rule``; another one for each ``given`` group."""
-    world, group = default_group(), None if rule is None else given
+    job, group = _running_job(), None if rule is None else given
     if group is not None and not is_alive(group):
         raise RuntimeError(DESTROYED)
 
     def make() -> Communicator:
-        job = job_of(world)
         return LOCAL if len(job.ranks_of(rule)) == 1 else c10d.communicator_of(job.layers_group(rule, group))
 
     return in_one_piece(make)
+
+
+# Default groups of the parent, in a forked child.
+_inherited: WeakSet[Any] = WeakSet()
+
+
+def _note_inherited() -> None:
+    if default_group() is not None:
+        _inherited.add(default_group())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_inherited)
+
+
+def _running_job() -> Job:
+    """Returns the running job; raises RuntimeError in a forked child of a process of that job."""
+    world = default_group()
+    if world in _inherited:
+        raise RuntimeError(FORKED)
+    return job_of(world)
 
 
 def is_process_group(process_group: object) -> bool:

@@ -2,12 +2,13 @@
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .rules import NODE, RankGroup, Ranks, Rule, is_ranks, said_by, text_of_ranks
-from .spec import DESTROYED, ENGINES, EVERYONE, Engine, GroupSpec, first_user, spec_of
+from .spec import DESTROYED, ENGINES, EVERYONE, FORKED, Engine, GroupSpec, first_user, spec_of
 
 __all__ = [
     "DESTROYED",
     "ENGINES",
     "EVERYONE",
+    "FORKED",
     "LOCAL",
     "NODE",
     "Communicator",

@@ -52,6 +52,11 @@ DESTROYED = (
     "destroy_process_group()"
 )
 
+FORKED = (
+    "cannot synchronize in a forked process, such as a DataLoader worker: it cannot use its parent's process groups; "
+    "call the model in the parent, or in evaluation mode, or start the worker by spawn"
+)
+
 
 def running() -> Engine | None:
     """Returns the engine that runs the job; None without a job."""
