@@ -13,6 +13,7 @@ ranks share the work, they train the same model on the same batches.
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -118,6 +119,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     if args.sync:
         model = bagua_syncbn.convert_sync_batchnorm(model)
+    else:
+        warnings.filterwarnings("ignore", "with_bagua: found no synchronized layer")
     # Bagua's data parallelism, or torch's, or none in a single process: whatever join_job found.
     model = bagua_syncbn.with_bagua(model, [optimizer])
 

@@ -8,6 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 from unittest.mock import patch
+from warnings import catch_warnings, filterwarnings
 
 import pytest
 import torch.distributed as dist
@@ -36,7 +37,8 @@ def run_script(port, arguments):
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     launched["CUDA_VISIBLE_DEVICES"] = ""
-    with patch.dict(os.environ, launched), patch.object(sys, "argv", [str(SCRIPT), *arguments]):
+    with patch.dict(os.environ, launched), patch.object(sys, "argv", [str(SCRIPT), *arguments]), catch_warnings():
+        filterwarnings("error", "with_bagua")  # the demo's own control must not warn
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
