@@ -67,6 +67,17 @@ def test_the_method_comes_with_the_import_and_can_be_taken_away():
     assert not hasattr(model, "with_bagua")
 
 
+def test_algorithms_that_need_bagua_cannot_be_imported_without_it():
+    with imported():
+        algorithms = import_module("bagua_syncbn.contrib.algorithms")
+        for name in ("bytegrad", "decentralized", "low_precision_decentralized", "q_adam", "async_model_average"):
+            with pytest.raises(ImportError, match=f"the algorithm {name} needs Bagua, .* only gradient_allreduce"):
+                getattr(algorithms, name)
+        with pytest.raises(ImportError, match="the algorithm bytegrad needs Bagua"):
+            from bagua_syncbn.contrib.algorithms import bytegrad  # noqa: F401
+        assert not hasattr(algorithms, "another")
+
+
 def test_an_installation_of_bagua_that_is_not_whole_is_not_taken_for_none():
     with pytest.raises(ModuleNotFoundError, match=r"bagua\.torch_api"), imported(bagua=ModuleType("bagua")):
         pass
