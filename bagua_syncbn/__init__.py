@@ -18,7 +18,6 @@ from .extras import watch as _watch  # noqa: F401  # looks at each group from it
 from .extras.accumulation import accumulate_statistics
 from .extras.checkpointing import Repeatable
 from .extras.freezing import freeze_statistics, unfreeze_statistics
-from .extras.groups import sync_group
 from .extras.loss import mean_over_ranks
 from .extras.masks import masked
 from .extras.merging import merge_statistics
@@ -26,6 +25,7 @@ from .extras.recalibration import recalibrate_statistics
 from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from .sync_group import sync_group
 from .verification import measure_batch_noise, verify_synchronization
 from .version import __version__
 from .with_bagua import with_bagua

@@ -1,43 +1,42 @@
-"""Process groups for users, by the descriptions that layers take."""
+"""Process groups for users, from the descriptions that layers accept."""
 
 from typing import Any
 
-from ..communicators.torch_engine import is_mesh, torch_group_of
-from ..groups import NODE, spec_of
+from .communicators.torch_engine import is_mesh, torch_group_of
+from .groups import NODE, describe_kind, spec_of
 
 
 def sync_group(process_group: Any) -> Any:
-    """Returns the process group of this rank that a description stands for.
+    """Returns the process group of this rank for a description.
 
-    The first use of a description in a job finds out who is in its groups, so all ranks of the job make that use
-    together, whether it is this call or the first training forward of a layer, and first uses of several descriptions
-    in the same order. This call is the way to have it done at a moment of your choice. It makes the group of the layers
-    too, which is another one of the same ranks, so that what you send through this one cannot get in their way.
+    All ranks of a job make the first use of a description together, because it determines the groups' members. First
+    uses of several descriptions must be in the same order on all ranks. A first use is this call or the first training
+    forward of a layer. This call also makes the layers' group, a second group of the same ranks, so that your messages
+    do not interfere with theirs.
 
     Args:
         process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of
             ranks, or a 1-D :class:`torch.distributed.device_mesh.DeviceMesh`.
 
     Returns:
-        A :class:`torch.distributed.ProcessGroup`; the default one if all ranks of the job are in the group. None where
-        there is no job.
+        A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None without a job.
 
     Raises:
         TypeError: ``process_group`` is of another kind.
-        ValueError: the job's ranks do not divide into groups of this number; a rank of the job is in no list, or the
-            job has no rank that is in one; numbers or lists that make sense in no job; ranks gave different ones.
+        ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job once;
+            ranks have different descriptions.
 
     Example::
 
         >>> group = bagua_syncbn.sync_group(8)
         >>> torch.distributed.all_reduce(tensor, group=group)
     """
-    of_its_kind = type(process_group) in (int, list, tuple) or is_mesh(process_group)
-    if not of_its_kind and not (isinstance(process_group, str) and process_group == NODE):
+    is_description = type(process_group) in (int, list, tuple) or is_mesh(process_group)
+    if not is_description and not (isinstance(process_group, str) and process_group == NODE):
         raise TypeError(
             'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
-            f"got {type(process_group).__name__}"
+            f"got {describe_kind(process_group)}"
         )
     spec = spec_of(process_group)
-    spec.communicator()
+    spec.communicator("sync_group")
     return torch_group_of(spec)

@@ -2,7 +2,7 @@
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .rules import NODE, RankGroup, Ranks, Rule, is_ranks, said_by, text_of_ranks
-from .spec import DESTROYED, ENGINES, EVERYONE, FORKED, Engine, GroupSpec, first_user, spec_of
+from .spec import DESTROYED, ENGINES, EVERYONE, FORKED, Engine, GroupSpec, describe_kind, first_user, spec_of
 
 __all__ = [
     "DESTROYED",
@@ -18,6 +18,7 @@ __all__ = [
     "RankGroup",
     "Ranks",
     "Rule",
+    "describe_kind",
     "first_user",
     "is_ranks",
     "said_by",

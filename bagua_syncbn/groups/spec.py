@@ -237,7 +237,7 @@ def spec_of(process_group: Any) -> GroupSpec:
         return GroupSpec(given_communicator=process_group)
     rule = rule_of(process_group)
     if rule is None:
-        raise TypeError(f"process_group: expected {_KINDS}, got {_kind_of(process_group)}")
+        raise TypeError(f"process_group: expected {_KINDS}, got {describe_kind(process_group)}")
     in_job = running()
     if in_job is not None:
         check_rule(rule, *in_job.rank_and_size())
@@ -250,7 +250,10 @@ _KINDS = (
 )
 
 
-def _kind_of(given: Any) -> str:
+def describe_kind(given: Any) -> str:
+    """Returns a description of an object that is not a group, for messages."""
     if isinstance(given, (list, tuple)) and given and all(isinstance(rank, int) for rank in given):
         return f"{given}; one group of these ranks is {[list(given)]}"
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
     return repr(given) if isinstance(given, str) else type(given).__name__

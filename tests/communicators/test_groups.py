@@ -159,7 +159,7 @@ def test_compiled_layers_use_the_running_job_while_the_group_of_an_earlier_one_l
     rank, layer = dist.get_rank(), SyncBatchNorm(1, momentum=1.0)
     assert mean_over(None) == 0.5
     earlier = dist.group.WORLD
-    join(("file", str(tmp_path / "store")), 2, rank)
+    join(("file", str(tmp_path / "store")), 2, rank, seconds=300)
     torch.compile(layer, backend="eager")(torch.full((2, 1), float(rank)))
     assert layer.running_mean.item() == 0.5
     assert earlier is not dist.group.WORLD
@@ -236,6 +236,7 @@ def check_refused(process_group, error, message):
     ([0, 1], TypeError, r"got \[0, 1\]; one group of these ranks is \[\[0, 1\]\]"),
     ([0, "1"], TypeError, "got list"),
     (object(), TypeError, "got object"),
+    (dist.ProcessGroup, TypeError, "got the class ProcessGroup"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_nonsense_is_refused_at_construction(process_group, error, message):
     check_refused(process_group, error, message)

@@ -16,7 +16,7 @@ PACKAGE = Path(bagua_syncbn.__file__).parent
 # Folders and files that attach to the core from outside.
 OUTSIDE = (
     *("agreement", "communicators", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib"),
-    *("dry_run", "vacancy", "with_bagua", "models"),
+    *("dry_run", "vacancy", "with_bagua", "models", "sync_group"),
 )
 # All of these but torch's engine, which a layer needs to train over two ranks.
 HIDDEN = (
