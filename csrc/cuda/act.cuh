@@ -5,7 +5,6 @@
 #pragma once
 
 #include "../activations.h"
-#include "batch.cuh"
 #include "factors.cuh"
 
 namespace bagua_syncbn::cuda {

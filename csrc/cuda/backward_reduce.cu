@@ -1,42 +1,44 @@
-// batch_norm_backward_reduce: sum of g and of g * (x - mean) of each channel, and from them the gradients of weight and
-// bias of this rank; g = dy * act'(z), which it may store.
+// batch_norm_backward_reduce: per-channel sums of g and of g * (x - mean), and this rank's gradients of weight and bias
+// from them; g = dy * act'(z), which can be stored.
 //
-// Threads are mapped to data as in stats.cu, over two tensors at once: a thread has half as many slots of each under
-// way. A batch is added up before it is added to the sums of the thread, and all levels above it are those of
-// reduce.cuh.
+// Threads are mapped to data as in stats.cu. A thread sums a batch before it adds it to its total, the block sums over
+// its threads, and merge_sums over the parts of a channel, in double.
 
 #include "act.cuh"
+#include "reduce.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, int W, typename Plan, bool kActivates>
-struct Traits {
-  static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
-  // Whether a batch is added up before it is added to the sums: else there are no registers for it.
-  static constexpr bool kAddsUp = !kActivates || kPlanar;
-  static constexpr int kUnroll = kActivates ? 1 : kPairs<W>;  // the code of all activations is long
-  // Blocks for which a multiprocessor has the registers: with one more the compiler spills, or puts off a load. 0: as
-  // many as the compiler sees fit. nvcc 12.4 still spills one register for sm_90, of interleaved float with an
-  // activation: it is stored before the loop and loaded after it.
-  static constexpr int resident() {
-    if (kActivates) return sizeof(T) == 4 ? 3 : 2;
-    if (kPlanar) return W == 1 ? 4 : 0;
-    return sizeof(T) == 8 ? 2 : 3;
-  }
+// Sums of a part of a channel.
+struct Part {
+  double dy, dy_xmu;
 };
 
-// Without an activation, `residual` and `act` are not used.
-template <typename T, int W, typename Plan, bool kActivates, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, kActivates>::resident())
-    backward_reduce(Plan plan, const T* dy, const T* x, T* __restrict__ grad, BackwardReduceArguments arguments,
-                    const T* residual, Act<A> act, Scratch scratch) {
-  using Slots = Batch<Plan, W, kPairs<W>>;
-  constexpr bool kAddsUp = Traits<T, W, Plan, kActivates>::kAddsUp;
-  using Own = std::conditional_t<kActivates, NormalizeFactors<A>, Center<A>>;
-  constexpr int kLanes = Slots::kLanes;
-  Slots batch(plan, false);
-  Loaded<T, W, kPairs<W>, Read::kAgain> grads, values, residuals;
+template <typename A>
+__device__ __forceinline__ void write_sums(const BackwardReduceArguments& arguments, int64_t channels, int64_t c,
+                                           double dy, double dy_xmu) {
+  A* const sums = static_cast<A*>(arguments.sums);
+  sums[c] = static_cast<A>(dy);
+  sums[channels + c] = static_cast<A>(dy_xmu);
+  if (c == 0) pack_words(sums + 2 * channels, arguments.words);
+  write_channel(arguments.grad_bias, c, dy);
+  write_channel(arguments.grad_weight, c, dy_xmu * ChannelValue(arguments.factors.invstd, c).as<double>());
+}
+
+// `residual` and `act` are unused unless Traits::kActivates.
+template <typename Traits>
+__global__ void __launch_bounds__(kThreads, Traits::resident())
+    backward_reduce_kernel(typename Traits::Plan plan, const typename Traits::T* dy, const typename Traits::T* x,
+                           typename Traits::T* __restrict__ grad_buffer, BackwardReduceArguments arguments,
+                           const typename Traits::T* residual, Act<typename Traits::A> act, Part* parts) {
+  using A = typename Traits::A;
+  constexpr bool kActivates = Traits::kActivates;
+  constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
+  // Interleaved kernels with an activation have no registers for sums of a batch.
+  constexpr bool kSumsBatch = !kActivates || Traits::kPlanar;
+  Batch<Traits> batch(plan, false);
+  Loaded<Traits> grads, values, residuals;
   const auto load = [&] {
     batch.next();
     grads.load(dy, batch);
@@ -45,57 +47,70 @@ __global__ void __launch_bounds__(kThreads, Traits<T, W, Plan, kActivates>::resi
     batch.read_mask();
   };
   load();
-  Own factors[kLanes] = {};  // waited for together with the first batch
-  share_factors(factors, batch.walk, [&](int64_t c) { return Own(arguments.factors, c); });
-  Sums<A> sums[kLanes] = {};
+  NormalizeFactors<A> factors[kLanes] = {};  // waited for together with the first batch
+  share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(arguments.factors, c); });
+  Sums<A, kLanes> sums{};
   while (batch.any) {
-    Sums<A> added[kLanes] = {};
-#pragma unroll(Traits<T, W, Plan, kActivates>::kUnroll)
-    for (int u = 0; u < kPairs<W>; ++u) {
+    Sums<A, kLanes> added{};
+#pragma unroll(Traits::kUnroll)
+    for (int u = 0; u < Traits::kSlots; ++u) {
       const auto slot = batch.pop();
-      const Pack<T, W> dy_slot = grads.pop(), x_slot = values.pop();
-      A g[W];
+      const auto dy_slot = grads.pop(), x_slot = values.pop();
+      A g[kWidth];
       if constexpr (kActivates) {
         normalize(factors, x_slot, g);
         if (residual != nullptr) add(residuals.pop(), g);
         activate<true>(g, act);
       }
 #pragma unroll
-      for (int w = 0; w < W; ++w) {
+      for (int w = 0; w < kWidth; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = kActivates ? g[w] * dy_value : dy_value;
-        if (slot.counts(w)) (kAddsUp ? added : sums)[w % kLanes].add(g[w], g[w] * deviation);
+        if (slot.counts(w)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
       }
-      if (kActivates && grad != nullptr) store_slot(grad, slot.slot, narrow_all<T>(g));
+      if (kActivates && grad_buffer != nullptr) store_slot(grad_buffer, slot.slot, narrow_all<typename Traits::T>(g));
     }
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane].add(added[lane].first, added[lane].second);
+    if (kSumsBatch) sums.merge(added);
     if (batch.walk.done()) break;
     load();
   }
-  double uncounted = 0;
-  Sums<double> total = Sums<double>::unpacked(reduce_threads(batch.walk, sums, uncounted).packed());
-  if (!merge_parts(total, uncounted, plan, batch.walk, scratch)) return;
-  write_sums<A>(arguments, plan.channels, batch.walk.first_channel() + thread_index(), total);
+  const Sums<A, 1> total = reduce_block<Traits::kTile>(sums, batch.walk.columns());
+  const int64_t c = batch.walk.own_channel();
+  if (c < 0) return;
+  if (parts != nullptr) {
+    parts[c * plan.parts + batch.walk.part] = {total.first[0], total.second[0]};
+  } else {
+    write_sums<A>(arguments, plan.channels, c, total.first[0], total.second[0]);
+  }
 }
 
-template <bool kActivates>
-struct BackwardReduce {
-  static constexpr int kEntries = 1;
-  template <typename T, int W, typename Plan>
-  static constexpr auto kernel = backward_reduce<T, W, Plan, kActivates>;
-};
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    merge_sums(int64_t count, const Part* parts, int64_t channels, BackwardReduceArguments arguments) {
+  const Part* const own = parts + blockIdx.x * count;
+  Sums<double, 1> sums{};
+  for (int64_t p = threadIdx.x; p < count; p += blockDim.x) sums.add(0, own[p].dy, own[p].dy_xmu);
+  sums = reduce_block(sums);
+  if (threadIdx.x == 0) write_sums<A>(arguments, channels, blockIdx.x, sums.first[0], sums.second[0]);
+}
 
 }  // namespace
 
-void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device) {
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
-  const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad)};
-  const auto start = [&](auto op) {
-    launch_reduction<decltype(op)>(dtype, g, tensors, device, dy, x, grad, arguments, epilogue.residual, epilogue.act);
+  const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad_buffer)};
+  const auto start = [&](auto traits, const auto& plan) {
+    using Chosen = decltype(traits);
+    Part* const parts = allocate_parts<Part>(device, plan);
+    Kernel<backward_reduce_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, grad_buffer,
+                                                   arguments, epilogue.residual, epilogue.act, parts);
+    if (parts != nullptr)
+      launch_merge<merge_sums<typename Chosen::A>>(device, g.channels, plan.parts, parts, g.channels, arguments);
   };
-  return epilogue.act.code != 0 || grad != nullptr ? start(BackwardReduce<true>()) : start(BackwardReduce<false>());
+  const bool activates = epilogue.act.code != 0 || grad_buffer != nullptr;
+  if (activates) return choose_kernel<Op::kBackwardReduce, false, true>(dtype, g, tensors, start);
+  choose_kernel<Op::kBackwardReduce, false, false>(dtype, g, tensors, start);
 }
 
 }  // namespace bagua_syncbn::cuda

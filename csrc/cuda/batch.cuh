@@ -1,28 +1,34 @@
-// Slots that a thread loads at once, and which of their values count: for kernels that are written once for both
-// layouts, with a mask and without.
+// Batches: the slots that a thread loads before it uses the first value. Kernels are written once for both layouts,
+// with and without a mask.
 #pragma once
 
+#include "traits.cuh"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {
 
-// Planar: a bit for each value that `slot` of `sample` and `channel` holds and that counts.
+// The unsigned integer of kBytes bytes.
+template <int kBytes>
+using Unsigned =
+    std::conditional_t<kBytes == 8, uint64_t,
+                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
+
+// Planar: a bit for each valid value of `slot`, which is in `sample` and `channel`.
 template <int W>
-__device__ __forceinline__ unsigned counting(const Mask& mask, const Planar& plan, int64_t channel, int64_t sample,
-                                             const Slot<W>& slot) {
+__device__ __forceinline__ unsigned valid_bits(const Mask& mask, const Planar& plan, int64_t channel, int64_t sample,
+                                               const Slot<W>& slot) {
   if (slot.last <= 0) return 0;
-  // In its row; before it, where the slot is cut short.
-  const int64_t begin = slot.offset - (sample * plan.channels + channel) * plan.inner;
+  const int64_t begin = slot.offset - (sample * plan.channels + channel) * plan.inner;  // negative before the row
   unsigned bits = 0;
   if (mask.positions == nullptr) {
-    const int64_t kept = mask.lengths[sample];
-    int64_t place = begin + slot.first;
-    if (mask.length != plan.inner) place %= mask.length;
+    const int64_t length = mask.lengths[sample];
+    int64_t position = begin + slot.first;
+    if (mask.length != plan.inner) position %= mask.length;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       if (!slot.holds(j)) continue;
-      if (place < kept) bits |= 1u << j;
-      if (++place == mask.length) place = 0;
+      if (position < length) bits |= 1u << j;
+      if (++position == mask.length) position = 0;
     }
     return bits;
   }
@@ -42,15 +48,15 @@ __device__ __forceinline__ unsigned counting(const Mask& mask, const Planar& pla
   return bits;
 }
 
-// Interleaved: whether `row`, in which a thread has `slot`, counts.
-__device__ __forceinline__ unsigned counting(const Mask& mask, const Interleaved&, int64_t, int64_t row,
-                                             const RowSlot& slot) {
+// Interleaved: 1 if `row`, which `slot` is in, is valid.
+__device__ __forceinline__ unsigned valid_bits(const Mask& mask, const Interleaved&, int64_t, int64_t row,
+                                               const RowSlot& slot) {
   return slot.offset >= 0 &&
          (mask.positions != nullptr ? mask.positions[row] != 0 : row % mask.length < mask.lengths[row / mask.inner]);
 }
 
-// The first of `items`; the rest moves up. With an index that is known only when a kernel runs, an array would have to
-// lie in local memory.
+// Returns the first of `items` and moves the others up. An array with an index that is not a compile-time constant
+// would be in local memory.
 template <typename V, int K>
 __device__ __forceinline__ V take(V (&items)[K]) {
   const V first = items[0];
@@ -59,60 +65,57 @@ __device__ __forceinline__ V take(V (&items)[K]) {
   return first;
 }
 
-// K slots of each tensor; a thread has `kLanes` channels. All channels share a mask, so its bytes are mostly cached;
-// they are read after the loads of values have begun.
-template <typename Plan, int W, int K, bool kMasked = false>
+// A batch of slots. All channels share a mask, so its bytes are mostly cached: they are read after the loads of values
+// were issued.
+template <typename Traits>
 class Batch {
  public:
-  static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
-  static constexpr int kLanes = kPlanar ? 1 : W;
-  static constexpr int kBits = kPlanar ? W : 1;  // of a slot
-  using Walk = std::conditional_t<kPlanar, PlanarWalk<W>, InterleavedWalk<W>>;
-  using AnySlot = std::conditional_t<kPlanar, Slot<W>, RowSlot>;
+  static constexpr int kSlots = Traits::kSlots;
+  static constexpr int kBits = Traits::kPlanar ? Traits::kWidth : 1;  // per slot
+  using Walk = std::conditional_t<Traits::kPlanar, PlanarWalk<Traits::kWidth>, InterleavedWalk<Traits::kWidth>>;
 
   struct Taken {
-    AnySlot slot;
+    typename Walk::Slot slot;
     unsigned valid;
 
-    // Whether value w counts. An interleaved slot that is not there is all zeros, which add nothing to a sum of
-    // gradients.
+    // True if value w is valid. An empty interleaved slot is all zeros, which add nothing to a sum of gradients.
     __device__ __forceinline__ bool counts(int w) const {
-      if (!kMasked && !kPlanar) return true;
+      if (!Traits::kMasked && !Traits::kPlanar) return true;
       return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
     }
   };
 
   Walk walk;
-  AnySlot slots[K];
-  bool any;
+  typename Walk::Slot slots[kSlots];
+  bool any;  // whether there is a slot
 
-  __device__ __forceinline__ Batch(const Plan& plan, bool reversed, const Mask& mask = {})
+  __device__ __forceinline__ Batch(const typename Traits::Plan& plan, bool reversed, const Mask& mask = {})
       : walk(plan, reversed), plan_(plan), mask_(mask) {}
 
   __device__ __forceinline__ void next() {
     any = !walk.done();
 #pragma unroll
-    for (int u = 0; u < K; ++u) {
-      if constexpr (kMasked) places_[u] = walk.place();
+    for (int u = 0; u < kSlots; ++u) {
+      if constexpr (Traits::kMasked) places_[u] = walk.place();
       slots[u] = walk.next();
     }
   }
-  // Reads which values count: after the loads.
+  // Determines the valid values. To be called after the loads.
   __device__ __forceinline__ void read_mask() {
     valid_ = 0;
 #pragma unroll
-    for (int u = 0; u < K; ++u) valid_ |= valid(u) << (u * kBits);
+    for (int u = 0; u < kSlots; ++u) valid_ |= valid(u) << (u * kBits);
   }
 
-  // Whether value w of slot u counts.
+  // True if value w of slot u is valid.
   __device__ __forceinline__ bool counts(int w, int u) const {
     return (valid_ >> (u * kBits + (kBits == 1 ? 0 : w)) & 1) != 0;
   }
-  // So many of the values of a channel count; whether all do.
-  __device__ __forceinline__ int found() const { return __popc(valid_); }
-  __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - K * kBits); }
+  // Number of valid values per channel; whether all are valid.
+  __device__ __forceinline__ int count() const { return __popc(valid_); }
+  __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - kSlots * kBits); }
 
-  // The first slot, which is gone then.
+  // Removes the first slot.
   __device__ __forceinline__ Taken pop() {
     const Taken first{take(slots), valid_};
     valid_ >>= kBits;
@@ -121,41 +124,43 @@ class Batch {
 
  private:
   __device__ __forceinline__ unsigned valid(int u) const {
-    if constexpr (kMasked) return counting(mask_, plan_, walk.channel, places_[u], slots[u]);
+    if constexpr (Traits::kMasked) return valid_bits(mask_, plan_, walk.channel, places_[u], slots[u]);
     return slots[u].mask();
   }
 
-  const Plan& plan_;
+  const typename Traits::Plan& plan_;
   const Mask mask_;
-  int64_t places_[K];  // samples or rows
-  unsigned valid_;     // a bit for each value, or row, that counts
+  int64_t places_[kSlots];  // samples or rows
+  unsigned valid_;          // kBits for each slot
 };
 
-// A batch's values of one tensor, as they were loaded.
-template <typename T, int W, int K, Read kRead>
+// The values of a batch in one tensor, as they were loaded.
+template <typename Traits>
 struct Loaded {
-  Bits<T, W> bits[K];
+  using T = typename Traits::T;
+  static constexpr int W = Traits::kWidth, kSlots = Traits::kSlots;
 
-  template <typename Slots>
-  __device__ __forceinline__ void load(const T* tensor, const Slots& batch) {
+  Bits<T, W> bits[kSlots];
+
+  __device__ __forceinline__ void load(const T* tensor, const Batch<Traits>& batch) {
 #pragma unroll
-    for (int u = 0; u < K; ++u) bits[u] = load_slot<W, kRead>(tensor, batch.slots[u], batch.walk.whole());
+    for (int u = 0; u < kSlots; ++u) bits[u] = load_slot<W, Traits::kRead>(tensor, batch.slots[u], batch.walk.whole());
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
-  // Sets values that do not count to those of their channels in `others`.
-  template <typename Slots, typename A, int kLanes>
-  __device__ __forceinline__ void replace(const Slots& batch, const A (&others)[kLanes]) {
+  // Replaces invalid values by those of their channels in `others`.
+  __device__ __forceinline__ void replace(const Batch<Traits>& batch,
+                                          const typename Traits::A (&others)[Traits::kLanes]) {
 #pragma unroll
-    for (int u = 0; u < K; ++u) {
+    for (int u = 0; u < kSlots; ++u) {
       Pack<T, W> pack = slot(u);
 #pragma unroll
       for (int w = 0; w < W; ++w) {
-        if (!batch.counts(w, u)) pack.values[w] = narrow<T>(others[w % kLanes]);
+        if (!batch.counts(w, u)) pack.values[w] = narrow<T>(others[w % Traits::kLanes]);
       }
       memcpy(&bits[u], &pack, sizeof(pack));
     }
   }
-  // The first slot, which is gone then.
+  // Removes the first slot.
   __device__ __forceinline__ Pack<T, W> pop() {
     const Pack<T, W> first = slot(0);
     take(bits);

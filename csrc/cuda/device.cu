@@ -47,26 +47,4 @@ void set_device(int32_t device) {
   expect_success(cudaSetDevice(device));
 }
 
-StreamState state_of(Stream stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  // The legacy stream cannot be captured; asking about it is an error while a stream that it waits for is.
-  if (stream != nullptr && stream != cudaStreamLegacy) expect_success(cudaStreamIsCapturing(stream, &status));
-  expect_success(cudaStreamGetId(stream, &id));
-  return {status != cudaStreamCaptureStatusNone, id};
-}
-
-uint32_t* make_tickets(Stream stream) {
-  void* memory = nullptr;
-  // Another thread may be capturing a graph, which by default forbids allocations to all threads.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  expect_success(cudaThreadExchangeStreamCaptureMode(&mode));
-  cudaError_t error = cudaMalloc(&memory, kTickets * sizeof(uint32_t));
-  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kTickets * sizeof(uint32_t), stream);
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  if (error != cudaErrorMemoryAllocation) expect_success(error);
-  cudaGetLastError();
-  return static_cast<uint32_t*>(memory);
-}
-
 }  // namespace bagua_syncbn::cuda

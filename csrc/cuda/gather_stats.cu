@@ -1,11 +1,8 @@
-// batch_norm_gather_stats: merges the statistics of all ranks, and updates the running ones.
+// batch_norm_gather_stats: merges the statistics of all ranks and updates the running statistics.
 //
-// A thread merges one channel in double, in two passes over the ranks: mean and average variance, then the deviations
-// of the means. A rank weighs as its share of all values, which one lane of a warp computes for all of them. The order
-// depends on the number of ranks alone, so all ranks get the same bits.
-//
-// The first thread increases the counter of batches. There is one block if a thread needs more than its channels: the
-// counter, for the average over all batches; or whether the statistics of all channels are finite.
+// A thread merges a channel in double, in two passes over the ranks: mean and average variance, then the deviations of
+// the means. A rank's weight is its share of all values, which one lane of a warp computes for the others. The order
+// depends on the number of ranks only, so all ranks get the same bits.
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -13,30 +10,30 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// How many ranks' values a thread loads at once.
+// Ranks whose values a thread loads before it uses the first.
 constexpr int kRanksAtOnce = 8;
-// Threads of a block where there are several: few, so that many multiprocessors share the arithmetic in double.
+// Threads of each of several blocks: few, so that many multiprocessors share the arithmetic in double.
 constexpr int kFewThreads = 64;
 
-// The sum over the lanes of a warp; all of them get it.
-template <typename A>
-__device__ __forceinline__ A add_lanes(A value) {
+// Returns the sum over the lanes of a warp to all of them.
+template <typename V>
+__device__ __forceinline__ V add_lanes(V value) {
 #pragma unroll
   for (int distance = kWarp / 2; distance >= 1; distance /= 2) value += from_lane_after(value, distance);
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The rows of the ranks. All lanes of a warp must construct it together, and merge channels together.
+// The gathered rows of all ranks. Constructed, and used to merge channels, by all lanes of a warp together.
 template <typename A>
 class Ranks {
   const A* rows;
   int64_t channels, words, row_size;
   int number;
-  double inverse;  // of the total; NaN if a row is not valid
+  double inverse;  // of the total; NaN if a row is invalid
 
  public:
-  bool valid;         // whether all rows are
-  int64_t total = 0;  // values of a channel; 0 if a row is not valid
+  bool valid;         // whether all rows are valid
+  int64_t total = 0;  // values per channel; 0 if a row is invalid
 
   __device__ __forceinline__ explicit Ranks(const GatherArguments& arguments)
       : rows(static_cast<const A*>(arguments.gathered)),
@@ -61,7 +58,7 @@ class Ranks {
     record_fault(arguments.fault, find_fault(rows, number, channels, words), rows, channels, words);
   }
 
-  // Sets mean and variance of channel `c`, if there is one.
+  // Sets mean and variance of channel `c`, if it exists.
   __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
     each(c, [&](double share, double rank_mean, double rank_var) {
       mean += share * rank_mean;
@@ -71,7 +68,7 @@ class Ranks {
   }
 
  private:
-  // Calls add(share, mean, variance) for channel `c` of each rank; with zeros if there is no channel `c`.
+  // Calls add(share, mean, variance) for channel `c` of each rank; zeros if channel `c` does not exist.
   template <typename Add>
   __device__ __forceinline__ void each(int64_t c, const Add& add) const {
     for (int begin = 0; begin < number; begin += kRanksAtOnce) {
@@ -79,9 +76,9 @@ class Ranks {
       const A* row = rows + begin * row_size + c;
 #pragma unroll
       for (int u = 0; u < kRanksAtOnce; ++u, row += row_size) {
-        const bool there = begin + u < number && c < channels;
-        means[u] = there ? row[0] : A(0);
-        vars[u] = there ? row[channels] : A(0);
+        const bool exists = begin + u < number && c < channels;
+        means[u] = exists ? row[0] : A(0);
+        vars[u] = exists ? row[channels] : A(0);
       }
       const int rank = begin + thread_index() % kWarp;
       const double share = rank < number ? static_cast<double>(valid ? count(rank) : 1) * inverse : 0;
@@ -93,7 +90,7 @@ class Ranks {
   }
 };
 
-// What the ranks have added up, in double.
+// Sums over all ranks, in double.
 class SumOfRanks {
   const double* sums;
   int64_t channels;
@@ -119,75 +116,79 @@ class SumOfRanks {
   }
 };
 
-// `running` += factor * (value - running), in double; `old` is what it was.
+// running += momentum * (value - running), in double; `old` is the value of `running`.
 __device__ void update_running(const MutablePerChannel& running, int64_t c, const ChannelValue& old, double value,
-                               double factor) {
+                               double momentum) {
   const double before = old.as<double>();
-  write_channel(running, c, before + factor * (value - before));
+  write_channel(running, c, before + momentum * (value - before));
 }
 
-// Whether `holds` for all threads of the block.
-__device__ __forceinline__ bool all_threads(bool holds) {
-  __shared__ int failed[kThreads / kWarp];
-  const int failures = add_lanes(holds ? 0 : 1);
-  if (threadIdx.x % kWarp == 0) failed[threadIdx.x / kWarp] = failures;
-  __syncthreads();
-  int all = 0;
-  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) all += failed[warp];
-  return all == 0;
-}
+// What a launch of merge_ranks does. Two launches share the work if a thread must know more than its own channels
+// before it updates a buffer (the counter of batches, which one thread changes, or whether all channels are finite),
+// and the channels need several blocks.
+enum class Phase { kAll, kMerge, kUpdate };
 
+// `found`, used between kMerge and kUpdate: for each block 1 if its statistics are finite, then the momentum.
 template <typename A, typename Source>
-__global__ void __launch_bounds__(kThreads, 2) merge_ranks(const GatherArguments arguments) {
+__global__ void __launch_bounds__(kThreads, 2)
+    merge_ranks(const GatherArguments arguments, Phase phase, double* found) {
   const Source ranks(arguments);
-  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
-  double factor = arguments.momentum;
-  if (arguments.averages) factor = 1.0 / static_cast<double>(max(*arguments.batches + 1, int64_t(1)));
-  bool updates = ranks.total >= 2;  // else there is no unbiased variance
-  if (first) {
-    *arguments.count = ranks.total;
-    if (!ranks.valid) ranks.record(arguments);
+  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const bool first = c == 0, exists = c < arguments.channels, tracks = exists && arguments.running_mean.data != nullptr;
+  ChannelValue old_mean, old_var;
+  if (tracks) {
+    old_mean = {arguments.running_mean, c};
+    old_var = {arguments.running_var, c};
   }
-
-  // Twice if it has to be known of all channels, before any buffer changes, whether they are finite.
-  bool finite = true;
-#pragma unroll 1
-  for (bool writes = !arguments.skip_nonfinite;; writes = true) {
-    if (writes) {
-      updates &= all_threads(finite);  // also the barrier after which all threads have read the counter
-      if (first && updates && arguments.batches != nullptr) ++*arguments.batches;
-    }
-    for (int64_t begin = int64_t(blockIdx.x) * blockDim.x; begin < arguments.channels;
-         begin += gridDim.x * blockDim.x) {
-      const int64_t c = begin + threadIdx.x;
-      const bool there = c < arguments.channels, tracks = there && arguments.running_mean.data != nullptr;
-      ChannelValue old_mean{}, old_var{};
-      if (tracks) {
-        old_mean = load_channel(arguments.running_mean, c);
-        old_var = load_channel(arguments.running_var, c);
-      }
-      double mean = 0, var = 0;
-      ranks.merge(c, mean, var);
-      finite &= isfinite(mean) && isfinite(var);
-      if (!writes || !there) continue;
+  double momentum = arguments.momentum, mean = 0, var = 0;
+  if (arguments.averages && phase != Phase::kUpdate)
+    momentum = 1.0 / static_cast<double>(max(*arguments.batches + 1, int64_t(1)));
+  ranks.merge(c, mean, var);
+  bool finite = isfinite(mean) && isfinite(var);
+  if (phase == Phase::kUpdate) {
+    for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) finite &= found[block] != 0;
+    momentum = found[gridDim.x];
+  } else {
+    if (exists) {
       static_cast<A*>(arguments.mean)[c] = static_cast<A>(mean);
       static_cast<A*>(arguments.invstd)[c] = static_cast<A>(1 / sqrt(var + arguments.eps));
-      if (!updates || !tracks) continue;
-      const auto count = static_cast<double>(ranks.total);
-      update_running(arguments.running_mean, c, old_mean, mean, factor);
-      update_running(arguments.running_var, c, old_var, var * (count / (count - 1)), factor);
     }
-    if (writes) return;
+    if (first) {
+      *arguments.count = ranks.total;
+      if (!ranks.valid) ranks.record(arguments);
+    }
   }
+  // Also the barrier after which all threads of the block have read the counter.
+  finite = __syncthreads_and(finite) || !arguments.skip_nonfinite;
+  if (phase == Phase::kMerge) {
+    if (threadIdx.x == 0) found[blockIdx.x] = finite;
+    if (first) found[gridDim.x] = momentum;
+    return;
+  }
+  if (!finite || ranks.total < 2) return;  // a single value has no unbiased variance
+  if (first && arguments.batches != nullptr) ++*arguments.batches;
+  if (!tracks) return;
+  const auto count = static_cast<double>(ranks.total);
+  update_running(arguments.running_mean, c, old_mean, mean, momentum);
+  update_running(arguments.running_var, c, old_var, var * (count / (count - 1)), momentum);
 }
 
 }  // namespace
 
 void gather_stats(const GatherArguments& arguments, Device& device) {
-  const bool one_block = arguments.averages || arguments.skip_nonfinite || arguments.channels == 0;
+  const bool shares = arguments.averages || arguments.skip_nonfinite;  // threads share the counter or a flag
+  const bool one_block = shares && arguments.channels <= kThreads, two_launches = shares && !one_block;
   const int threads = one_block ? kThreads : kFewThreads;
-  const int64_t blocks = one_block ? 1 : ceil_div(arguments.channels, threads);
-  const auto start = [&](auto merge) { merge.launch({blocks, 1}, {threads, 1}, device.stream, arguments); };
+  const int64_t blocks = std::max<int64_t>(1, ceil_div(arguments.channels, threads));
+  double* const found = two_launches ? device.allocate(blocks + 1) : nullptr;
+  const auto start = [&](auto merge) {
+    const auto run = [&](Phase phase) {
+      merge.launch({blocks, 1}, {threads, 1}, device.stream, arguments, phase, found);
+    };
+    if (!two_launches) return run(Phase::kAll);
+    run(Phase::kMerge);
+    run(Phase::kUpdate);
+  };
   if (arguments.is_sum) return start(Kernel<merge_ranks<float, SumOfRanks>>());
   dispatch(arguments.accumulate, [&](auto value) {
     using A = Accumulate<decltype(value)>;

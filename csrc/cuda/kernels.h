@@ -14,8 +14,6 @@ namespace bagua_syncbn::cuda {
 
 using Stream = CUstream_st*;
 
-constexpr int64_t kTickets = 1024;
-
 // Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
 void set_device(int32_t device);
 
@@ -38,26 +36,12 @@ struct Versions {
 };
 Versions versions();
 
-// Whether work on a stream is being recorded into a graph; and a number that no other stream of this program has or
-// will have, unlike the handle of one that was destroyed.
-struct StreamState {
-  bool capturing;
-  uint64_t id;
-};
-StreamState state_of(Stream stream);
-
-// `kTickets` counters on the current device, which are zero for work on `stream`. They are never freed. Null: there is
-// no memory.
-uint32_t* make_tickets(Stream stream);
-
-// Where an op runs: a stream, and memory for reductions that are split over blocks, which only those ask for.
+// Where an op runs.
 class Device {
  public:
   Stream stream = nullptr;
-  // `count` doubles, not initialized.
-  virtual double* partials(int64_t count) = 0;
-  // `kTickets` counters, all zero; kernels leave them so. No two kernels that could overlap may have the same.
-  virtual uint32_t* tickets() = 0;
+  // Returns memory for `count` doubles, uninitialized, for the kernels that this call launches on the stream.
+  virtual double* allocate(int64_t count) = 0;
 
  protected:
   ~Device() = default;

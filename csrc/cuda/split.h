@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 
@@ -36,8 +35,6 @@ constexpr int64_t kFewBlocks = 264;
 constexpr int kBatch = 4;
 // Fewest slots for each thread of a part, once there are kFewBlocks blocks.
 constexpr int64_t kFewestSlots = kBatch + kBatch / 2;
-// Partial results that a thread of the last block loads before it uses the first.
-constexpr int kPartialsAtOnce = 8;
 // Most values of a planar row, slots of a planar channel, and rows of an interleaved part.
 constexpr int64_t kMost = int64_t(1) << 30;
 
@@ -105,8 +102,6 @@ struct Planar {
   bool cut_before = false;        // whether the first slot begins before the tensor
   bool cut_after = false;         // whether the last slot ends after it
 
-  BAGUA_SYNCBN_HOST_DEVICE int64_t values_of_channel() const { return batch * inner; }
-  BAGUA_SYNCBN_HOST_DEVICE int64_t channel_stride() const { return inner; }
   Extent grid() const { return {channels, parts}; }
   Extent block() const { return {threads, 1}; }
 };
@@ -122,20 +117,16 @@ struct Interleaved {
   Sharing sharing{1, 1, 1, false};
   int64_t step = 0;  // from a slot of a thread to its next
 
-  BAGUA_SYNCBN_HOST_DEVICE int64_t values_of_channel() const { return height; }
-  BAGUA_SYNCBN_HOST_DEVICE int64_t channel_stride() const { return 1; }
   Extent grid() const { return {tiles, parts}; }
   Extent block() const { return {columns, rows}; }
 };
 
-enum class Pass { kReduction, kElementwise };
-
 // Returns the number of parts of each of `units` channels or tiles, where a thread of a single part has `slots` slots.
-inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, Pass pass) {
+inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, bool reduces) {
   const int64_t least = width == 1 ? kBatch : kBatch / 2;  // a batch of two tensors
   const int64_t several = slots / kFewestSlots;
   const int64_t fill = std::min(slots / least, ceil_div(kFewBlocks, units));
-  const int64_t most = pass == Pass::kReduction ? kReduceBlocks : kElementBlocks;
+  const int64_t most = reduces ? kReduceBlocks : kElementBlocks;
   return std::max<int64_t>(1, std::min(most / units, std::max(several, fill)));
 }
 
@@ -151,14 +142,14 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
   return aligned || g.inner >= 4 * width;  // shorter rows are mostly ends
 }
 
-inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, Pass pass) {
+inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, bool reduces) {
   const bool aligned = misaligned == 0 && g.inner % width == 0;
   const int64_t slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width), all = g.batch * slots;
-  Planar plan{g.batch, g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, pass), kThreads};
+  Planar plan{g.batch, g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, reduces), kThreads};
   // Where blocks fill the card, small ones, so that a thread has something to do beside beginning and ending.
   const int64_t slots_of_thread = plan.parts * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
   plan.threads = power_of_two(ceil_div(ceil_div(all, plan.parts), slots_of_thread), kWarp, kThreads);
-  plan.sharing = {all, plan.parts, plan.threads, pass == Pass::kReduction};
+  plan.sharing = {all, plan.parts, plan.threads, reduces};
   plan.inverse = static_cast<uint32_t>(UINT32_MAX / slots);
   plan.slots_on = static_cast<int>(plan.sharing.step % slots);
   plan.rows_on = static_cast<int>(plan.sharing.step / slots);
@@ -179,24 +170,18 @@ inline bool fits(const Interleaved& plan) {
   return ceil_div(plan.height, plan.parts) < kMost;
 }
 
-inline Interleaved split_interleaved(const Geometry& g, int64_t width, Pass pass) {
+inline Interleaved split_interleaved(const Geometry& g, int64_t width, bool reduces) {
   Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
   const int64_t slots = ceil_div(g.channels, width);
-  const int64_t bytes = pass == Pass::kReduction ? kReducedBytes : kLineBytes;
+  const int64_t bytes = reduces ? kReducedBytes : kLineBytes;
   plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : bytes / kVectorBytes);
   plan.tiles = ceil_div(slots, plan.columns);
   const int64_t threads = power_of_two(plan.columns * plan.height, 64, kThreads);  // one for each channel of a tile
   plan.rows = threads / plan.columns;
   const int64_t slots_of_thread = plan.height / plan.rows;
-  plan.parts = parts_of(plan.tiles, slots_of_thread, width, pass);
-  if (pass == Pass::kReduction) {
-    // The number of parts that takes the least time: a part takes a round for each of its batches; the last block
-    // merges kPartialsAtOnce parts in each of its groups of threads in half the time of a round.
-    const int64_t batches = slots_of_thread / kBatch, groups = threads / (plan.columns * width);
-    const auto quickest = static_cast<int64_t>(std::sqrt(static_cast<double>(2 * kPartialsAtOnce * groups * batches)));
-    plan.parts = std::max<int64_t>(1, std::min({plan.parts, quickest, kReduceRowBlocks / plan.tiles}));
-  }
-  plan.sharing = {plan.height, plan.parts, plan.rows, pass == Pass::kReduction && plan.height < kMost};
+  plan.parts = parts_of(plan.tiles, slots_of_thread, width, reduces);
+  if (reduces) plan.parts = std::max<int64_t>(1, std::min(plan.parts, kReduceRowBlocks / plan.tiles));
+  plan.sharing = {plan.height, plan.parts, plan.rows, reduces && plan.height < kMost};
   plan.step = plan.sharing.step * plan.channels;
   return plan;
 }

@@ -1,12 +1,11 @@
-// batch_norm_stats: mean and biased variance of each channel, of all values or of those that a mask counts, and their
-// number, packed for sending; and the message of a rank without values.
+// batch_norm_stats: per-channel mean, biased variance and count, of all values or of those that a mask selects, packed
+// into the message that ranks exchange. Also the message of a rank without values.
 //
-// Planar: a block takes a part of a channel, its threads go over slots of it (walk.cuh). Interleaved: a block takes a
-// range of rows of a tile of channels, a thread W channels. Either way a thread adds up deviations from a center, its
-// own first value that counts, and their squares, a batch at a time. This costs no precision where the mean is large
-// beside the deviation; and as the center is one of the values, little where it is far from the mean, since then it
-// makes the variance as large. The threads of a block are merged by center, mean beside it, sum of squared deviations
-// and count. Parts are merged in double: without a mask as sums about the first value of the channel.
+// Planar: a block takes a part of a channel, its threads take slots in turn (walk.cuh). Interleaved: a block takes some
+// rows of a tile of channels, a thread kLanes channels. Each thread sums deviations from a center, its first valid
+// value, and their squares, one batch at a time. This stays precise if the mean is large compared to the deviation. A
+// center far from the mean costs little: it is one of the values, so it makes the variance as large. The block merges
+// the moments of its threads. If a channel has several parts, merge_stats merges them in double.
 
 #include "../packed_stats.h"
 #include "batch.cuh"
@@ -15,83 +14,86 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-template <typename T, typename Plan, bool kMasked>
-struct Traits {
-  // Blocks for which a multiprocessor has the registers: with more, the compiler spills on some card.
-  static constexpr int resident() {
-    if (kMasked) return 2;
-    if (std::is_same_v<Plan, Planar> || sizeof(T) == 4) return 4;
-    return sizeof(T) == 8 ? 3 : 2;
-  }
+// Moments of a part of a channel.
+struct Part {
+  double mean, m2, count;
 };
 
-template <typename T, int W, typename Plan, bool kMasked, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kThreads, Traits<T, Plan, kMasked>::resident())
-    stats(Plan plan, const T* x, Mask mask, void* packed, Words words, Scratch scratch) {
-  using Slots = Batch<Plan, W, kSlots<W>, kMasked>;
-  constexpr int kLanes = Slots::kLanes, kValues = kSlots<W> * W / kLanes;
-  Slots batch(plan, false, mask);
-  Loaded<T, W, kSlots<W>, Read::kAgain> values;
+template <typename Traits>
+__global__ void __launch_bounds__(kThreads, Traits::resident())
+    stats_kernel(typename Traits::Plan plan, const typename Traits::T* x, Mask mask, Part* parts, void* packed,
+                 Words words) {
+  using A = typename Traits::A;
+  constexpr int kSlots = Traits::kSlots, kWidth = Traits::kWidth, kLanes = Traits::kLanes;
+  Batch<Traits> batch(plan, false, mask);
+  Loaded<Traits> values;
   const auto load = [&] {
     batch.next();
     values.load(x, batch);
     batch.read_mask();
   };
   load();
-  const int64_t channel = batch.walk.first_channel() + thread_index();  // if this thread writes one
-  T first_of_channel = narrow<T>(0);                                    // waited for after the reduction
-  if (!kMasked && batch.walk.writes()) first_of_channel = x[channel * plan.channel_stride()];
-  A centers[kLanes] = {};
-  Sums<A> sums[kLanes] = {};
-  unsigned count = 0;
+  Moments<A, kLanes> moments{};
+  Sums<A, kLanes> sums{};
   while (batch.any) {
-    if (count == 0) {
+    if (moments.count == 0) {
 #pragma unroll
-      for (int i = kSlots<W> * W - 1; i >= 0; --i) {
-        if (batch.counts(i % W, i / W)) centers[i % kLanes] = widen(values.slot(i / W).values[i % W]);
+      for (int i = kSlots * kWidth - 1; i >= 0; --i) {
+        const A value = widen(values.slot(i / kWidth).values[i % kWidth]);
+        if (batch.counts(i % kWidth, i / kWidth)) moments.center[i % kLanes] = value;
       }
     }
-    // The other values become centers, with a deviation of zero. A branch for each value would diverge in most warps.
-    if (!batch.full()) values.replace(batch, centers);
+    // Invalid values become centers, with a deviation of zero. A branch for each value would diverge in most warps.
+    if (!batch.full()) values.replace(batch, moments.center);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      Sums<A> added{0, 0};
+      Sums<A, 1> added{};
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        const A value = widen(values.slot(i * kLanes / W).values[i * kLanes % W + lane]);
-        added.add(value - centers[lane], (value - centers[lane]) * (value - centers[lane]));
+      for (int i = lane; i < kSlots * kWidth; i += kLanes) {
+        const A deviation = widen(values.slot(i / kWidth).values[i % kWidth]) - moments.center[lane];
+        added.add(0, deviation, deviation * deviation);
       }
-      sums[lane].add(added.first, added.second);
+      sums.add(lane, added.first[0], added.second[0]);
     }
-    count += batch.found();
+    moments.count += batch.count();
     if (batch.walk.done()) break;
     load();
   }
-  const A inverse = count > 0 ? 1 / static_cast<A>(count) : 0;
-  Centered<A> own[kLanes];
+  const A inverse = moments.count > 0 ? 1 / static_cast<A>(moments.count) : 0;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {
-    const A mean = sums[lane].first * inverse;
-    own[lane] = {centers[lane], mean, max(A(0), sums[lane].second - mean * sums[lane].first)};
+    moments.mean[lane] = sums.first[lane] * inverse;
+    moments.m2[lane] = max(A(0), sums.second[lane] - moments.mean[lane] * sums.first[lane]);
   }
-  const double2 of_block = reduce_threads(batch.walk, own, count).packed();
-  double all = count;
-  if constexpr (kMasked) {
-    Centered<double> total = Centered<double>::unpacked(of_block);
-    if (!merge_parts(total, all, plan, batch.walk, scratch)) return;
-    const double2 moments = total.packed();
-    pack_moments<A>(packed, plan.channels, channel, moments.x, moments.y, all, words);
+  const Moments<A, 1> total = reduce_block<Traits::kTile>(moments, batch.walk.columns());
+  const int64_t c = batch.walk.own_channel();
+  if (c < 0) return;
+  const double mean = static_cast<double>(total.center[0]) + static_cast<double>(total.mean[0]);
+  if (parts != nullptr) {
+    parts[c * plan.parts + batch.walk.part] = {mean, static_cast<double>(total.m2[0]),
+                                               static_cast<double>(total.count)};
   } else {
-    const double origin = widen(first_of_channel), distance = of_block.x - origin;
-    Sums<double> total{all * distance, of_block.y + all * distance * distance};
-    if (!merge_parts(total, all, plan, batch.walk, scratch)) return;
-    // This cancels by the squared distance from mean to origin, in variances. As the origin is one of the values, the
-    // distance adds at least its square / count to the variance: so much is left of double precision.
-    all = static_cast<double>(plan.values_of_channel());
-    const double difference = total.first / all;
-    pack_moments<A>(packed, plan.channels, channel, origin + difference, total.second - total.first * difference, all,
-                    words);
+    pack_moments<A>(packed, plan.channels, c, mean, total.m2[0], total.count, words);
   }
+}
+
+// In two passes: the mean of a channel, then the squared deviations from it.
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    merge_stats(int64_t count, const Part* parts, int64_t channels, void* packed, Words words) {
+  const Part* const own = parts + blockIdx.x * count;
+  Sums<double, 1> values{}, squares{};
+  for (int64_t p = threadIdx.x; p < count; p += blockDim.x) values.add(0, own[p].count, own[p].count * own[p].mean);
+  values = reduce_block(values);
+  __shared__ double mean;
+  if (threadIdx.x == 0) mean = values.second[0] / max(values.first[0], 1.0);
+  __syncthreads();
+  for (int64_t p = threadIdx.x; p < count; p += blockDim.x) {
+    const double difference = own[p].mean - mean;
+    squares.add(0, own[p].m2 + own[p].count * difference * difference, 0);
+  }
+  squares = reduce_block(squares);
+  if (threadIdx.x == 0) pack_moments<A>(packed, channels, blockIdx.x, mean, squares.first[0], values.first[0], words);
 }
 
 template <typename A>
@@ -101,21 +103,20 @@ __global__ void __launch_bounds__(kThreads) write_zeros(A* target, int64_t zeros
   if (i == 0) pack_words(target + zeros, words);
 }
 
-template <bool kMasked>
-struct Stats {
-  static constexpr int kEntries = kMasked ? 2 : 1;
-  template <typename T, int W, typename Plan>
-  static constexpr auto kernel = stats<T, W, Plan, kMasked>;
-};
-
 }  // namespace
 
 void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
            Device& device) {
-  const auto start = [&](auto op) {
-    launch_reduction<decltype(op)>(dtype, g, {x}, device, x, mask == nullptr ? Mask{} : *mask, packed, words);
+  const auto start = [&](auto traits, const auto& plan) {
+    using Chosen = decltype(traits);
+    Part* const parts = allocate_parts<Part>(device, plan);
+    Kernel<stats_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, x,
+                                         mask == nullptr ? Mask{} : *mask, parts, packed, words);
+    if (parts != nullptr)
+      launch_merge<merge_stats<typename Chosen::A>>(device, g.channels, plan.parts, parts, g.channels, packed, words);
   };
-  return mask != nullptr ? start(Stats<true>()) : start(Stats<false>());
+  if (mask != nullptr) return choose_kernel<Op::kStats, true, false>(dtype, g, {x}, start);
+  choose_kernel<Op::kStats, false, false>(dtype, g, {x}, start);
 }
 
 void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device& device) {

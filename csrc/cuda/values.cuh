@@ -1,4 +1,4 @@
-// Values as they lie in memory and as they are computed.
+// Conversions, loads and stores.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,14 +37,14 @@ __device__ __forceinline__ T narrow(Accumulate<T> value) {
 template <typename T>
 constexpr int kVector = static_cast<int>(vector_width(sizeof(T)));
 
-// W values that are loaded and stored at once. They stay in their storage type until all loads of a batch are under
-// way: a conversion would wait for its load.
+// W values that are loaded and stored together. They keep their storage type until all loads of a batch are issued: a
+// conversion would wait for its load.
 template <typename T, int W>
 struct alignas(W * sizeof(T)) Pack {
   T values[W];
 };
 
-// A slot as it was loaded, kept as raw registers: unpacking 16-bit values at the join of two load paths would stall.
+// A loaded slot, kept as raw registers: unpacking 16-bit values where two load paths join would stall.
 template <typename T, int W>
 using Bits = std::conditional_t<W == 1, T, std::conditional_t<W * sizeof(T) == kVectorBytes, uint4, uint2>>;
 
@@ -55,18 +55,7 @@ __device__ __forceinline__ Pack<T, W> pack_of(const Bits<T, W>& bits) {
   return pack;
 }
 
-template <typename T, int W>
-__device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
-  if constexpr (W > 1) {
-    Bits<T, W> bits;
-    memcpy(&bits, &pack, sizeof(bits));
-    *reinterpret_cast<Bits<T, W>*>(address) = bits;
-  } else {
-    *address = pack.values[0];
-  }
-}
-
-// Planar: the W values at `offset` belong to the row from `first` to before `last`. `last` <= 0: none.
+// Planar: values `first` to `last` - 1 of the W at `offset` belong to the row; none if `last` <= 0.
 template <int W>
 struct Slot {
   int64_t offset;
@@ -75,7 +64,7 @@ struct Slot {
 
   __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
   __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
-  // A bit for each value that it holds.
+  // A bit for each value of the row.
   __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
 };
 
@@ -87,8 +76,7 @@ struct RowSlot {
   __device__ __forceinline__ unsigned mask() const { return offset >= 0; }
 };
 
-// How a tensor is read: to be read once more by the next pass; or for the last time, so that its lines are the first to
-// leave the cache, before those that are yet to be read.
+// Whether the next pass reads the tensor again. If not, its lines are marked to be evicted first.
 enum class Read { kAgain, kLast };
 
 template <Read kRead, typename V>
@@ -100,8 +88,8 @@ __device__ __forceinline__ V load(const V* address) {
   }
 }
 
-// The W values at the place of `slot`; those that it does not hold are any. `whole`: whether all of them are in the
-// tensor, so that they can be loaded at once.
+// Loads the W values of `slot`; those outside of its row are arbitrary. `whole`: all W values are inside the tensor, so
+// one load is safe.
 template <int W, Read kRead, typename T>
 __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
   if constexpr (W == 1) {
@@ -125,6 +113,13 @@ __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const RowSlot& slot,
   return slot.offset >= 0 ? load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset)) : Bits<T, W>{};
 }
 
+template <typename T, int W>
+__device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
+  Bits<T, W> bits;
+  memcpy(&bits, &pack, sizeof(bits));
+  *reinterpret_cast<Bits<T, W>*>(address) = bits;
+}
+
 template <int W, typename T>
 __device__ __forceinline__ void store_slot(T* y, const RowSlot& slot, const Pack<T, W>& pack) {
   if (slot.offset >= 0) store_pack(y + slot.offset, pack);
@@ -141,13 +136,7 @@ __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack
   }
 }
 
-// The unsigned integer of kBytes bytes.
-template <int kBytes>
-using Unsigned =
-    std::conditional_t<kBytes == 8, uint64_t,
-                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
-
-// Calls `body(T())` for the type of `dtype`, on the host or on the device.
+// Calls `body(T())` with the storage type T of `dtype`, on host or device.
 #pragma nv_exec_check_disable
 template <typename Body>
 BAGUA_SYNCBN_HOST_DEVICE auto dispatch(DType dtype, const Body& body) {
@@ -161,30 +150,34 @@ BAGUA_SYNCBN_HOST_DEVICE auto dispatch(DType dtype, const Body& body) {
   __builtin_unreachable();
 }
 
-// A value of a per-channel tensor as it was loaded. It is converted later, by as(), so that those of several tensors
-// are under way together: a conversion waits for its load, and which one it is has to be found out by a branch.
+// A value of a per-channel tensor of any dtype, as it was loaded. as() converts it, which branches on the dtype and
+// waits for the load: so a thread loads the values of several tensors before it converts the first.
 struct ChannelValue {
-  uint64_t bits;
-  DType dtype;
+  DType dtype = DType::kFloat;
+  uint64_t bits = 0;
+
+  ChannelValue() = default;
+  // Value c of `tensor`, or `otherwise` if there is no tensor.
+  __device__ __forceinline__ ChannelValue(const PerChannel& tensor, int64_t c, float otherwise = 0)
+      : dtype(tensor.data == nullptr ? DType::kFloat : tensor.dtype) {
+    if (tensor.data == nullptr) {
+      memcpy(&bits, &otherwise, sizeof(otherwise));
+    } else {
+      dispatch(dtype, [&](auto value) {
+        value = static_cast<const decltype(value)*>(tensor.data)[c];
+        memcpy(&bits, &value, sizeof(value));
+      });
+    }
+  }
 
   template <typename A>
   __device__ __forceinline__ A as() const {
     return dispatch(dtype, [&](auto value) {
-      const auto own = static_cast<Unsigned<sizeof(value)>>(bits);
-      memcpy(static_cast<void*>(&value), &own, sizeof(value));
+      memcpy(static_cast<void*>(&value), &bits, sizeof(value));
       return static_cast<A>(widen(value));
     });
   }
 };
-
-// Loads value c of a per-channel tensor; nothing if there is none.
-__device__ __forceinline__ ChannelValue load_channel(const PerChannel& tensor, int64_t c) {
-  if (tensor.data == nullptr) return {0, tensor.dtype};
-  const auto load_bits = [&](auto value) -> uint64_t {
-    return static_cast<const Unsigned<sizeof(value)>*>(tensor.data)[c];
-  };
-  return {dispatch(tensor.dtype, load_bits), tensor.dtype};
-}
 
 template <typename A>
 __device__ __forceinline__ void write_channel(const MutablePerChannel& tensor, int64_t c, A value) {

@@ -1,5 +1,4 @@
-// How a thread goes over the values of its part: in slots of W values, kBatch of them at a time, so that several loads
-// are under way before the first is used.
+// Iteration of a thread over its part of a tensor, in slots of W values.
 #pragma once
 
 #include "split.h"
@@ -11,8 +10,8 @@ __device__ __forceinline__ int thread_index() {
   return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-// The index of this block in the order of memory; `reversed`, counted from the end, where the previous pass over the
-// tensor has left values in the cache.
+// The index of this block in memory order; `reversed`: from the end of the tensor, which the previous pass left in the
+// cache.
 struct Place {
   unsigned x, y;
 
@@ -20,19 +19,18 @@ struct Place {
       : x(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x), y(reversed ? gridDim.y - 1 - blockIdx.y : blockIdx.y) {}
 };
 
-// Planar: block (channel, part). Threads take slots of the channel in turn, sample by sample. Of two parts of two
-// threads, in turns, where a row has seven slots:
+// Planar: block (channel, part). Threads take the slots of the channel in turn, sample by sample. Two parts, a and b,
+// of two threads each, in turns, with seven slots in a row:
 //
 //     sample 0  | a0 a1 b0 b1 a0 a1 b0 |
 //     sample 1  | b1 a0 a1 b0 b1 a0 a1 |
 template <int W>
 class PlanarWalk {
  public:
+  using Slot = cuda::Slot<W>;
+
   int64_t channel, part;
 
-  __device__ __forceinline__ int64_t first_channel() const { return channel; }  // of the block
-  // Whether this thread reads the factors and writes the result of a channel: thread t of channel first_channel() + t.
-  __device__ __forceinline__ bool writes() const { return thread_index() == 0; }
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
     channel = place.x;
@@ -51,20 +49,26 @@ class PlanarWalk {
     offset_ = (sample_ * plan.channels + channel) * plan.inner;
   }
 
+  // Threads of the block along its channels, and this thread's place among them.
+  __device__ __forceinline__ int columns() const { return 1; }
+  __device__ __forceinline__ int column() const { return 0; }
+  // The channel that this thread reads and writes per-channel values of, or -1.
+  __device__ __forceinline__ int64_t own_channel() const { return thread_index() == 0 ? channel : -1; }
+
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
   // The sample of the next slot.
   __device__ __forceinline__ int64_t place() const { return sample_; }
 
-  // Whether every slot of the part lies in the tensor with all its values, those of neighbouring rows included.
+  // True if every slot of the part is inside the tensor, including the values of neighboring rows.
   __device__ __forceinline__ bool whole() const { return whole_; }
 
-  // The next slot; one without values when there are no more. Without a branch: all slots of a batch are found at once.
-  __device__ __forceinline__ Slot<W> next() {
-    // The row begins so far into its first slot.
+  // Returns the next slot, an empty one at the end. Without a branch, so that all slots of a batch are found at once.
+  __device__ __forceinline__ Slot next() {
+    // The offset of the row within its first slot.
     const int shift = W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(offset_) + plan_.misaligned) % W);
     const int begin = slot_ * W - shift, rest = static_cast<int>(plan_.inner) - begin;
-    const Slot<W> slot{offset_ + begin, begin < 0 ? shift : 0, done() ? 0 : min(rest, W)};
+    const Slot slot{offset_ + begin, begin < 0 ? shift : 0, done() ? 0 : min(rest, W)};
     slot_ += plan_.slots_on;
     const bool across = slot_ >= static_cast<int>(plan_.slots);
     slot_ -= across ? static_cast<int>(plan_.slots) : 0;
@@ -79,7 +83,7 @@ class PlanarWalk {
   bool whole_;
   int64_t offset_;  // of the row
   int sample_, slot_;
-  int left_;  // slots of the part from the next one on
+  int left_;  // slots from the next one to the end of the part
 };
 
 // Interleaved: block (tile, part). A thread has the same W channels in every row.
@@ -91,27 +95,29 @@ class PlanarWalk {
 template <int W>
 class InterleavedWalk {
  public:
-  int64_t tile_begin, part;
-  int64_t channel;  // the first of the W of this thread
-  bool active;      // whether the tensor has these channels: W divides their number
+  using Slot = RowSlot;
+
+  int64_t channel, part;  // the first of the thread's channels
 
   __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
     part = place.y;
-    tile_begin = place.x * plan.columns * W;
-    channel = tile_begin + threadIdx.x * W;
-    active = channel < plan.channels;
+    tile_ = place.x * plan.columns * W;
+    channel = tile_ + threadIdx.x * W;
     const int64_t row = plan.sharing.begin_of(part);
     end_ = plan.sharing.end_of(part);
-    left_ = active ? static_cast<int>(end_ - row) - int(threadIdx.y) : 0;
+    // W divides the number of channels, so a thread has all of its channels or none.
+    left_ = channel < plan.channels ? static_cast<int>(end_ - row) - int(threadIdx.y) : 0;
     offset_ = (row + threadIdx.y) * plan.channels + channel;
   }
 
-  __device__ __forceinline__ int64_t first_channel() const { return tile_begin; }  // of the block
-  // Whether this thread reads the factors and writes the result of a channel: thread t of channel first_channel() + t.
-  __device__ __forceinline__ bool writes() const {
-    return thread_index() < static_cast<int>(blockDim.x) * W && tile_begin + thread_index() < plan_.channels;
+  __device__ __forceinline__ int columns() const { return blockDim.x; }
+  __device__ __forceinline__ int column() const { return threadIdx.x; }
+  __device__ __forceinline__ int64_t own_channel() const {
+    const int64_t own = tile_ + thread_index();
+    return thread_index() < static_cast<int>(blockDim.x) * W && own < plan_.channels ? own : -1;
   }
+
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
 
   // The row of the next slot.
@@ -119,9 +125,8 @@ class InterleavedWalk {
 
   __device__ __forceinline__ bool whole() const { return true; }
 
-  // The next slot, or an empty one when there are no more.
-  __device__ __forceinline__ RowSlot next() {
-    const RowSlot slot{done() ? -1 : offset_};
+  __device__ __forceinline__ Slot next() {
+    const Slot slot{done() ? -1 : offset_};
     left_ -= static_cast<int>(plan_.sharing.step);
     offset_ += plan_.step;
     return slot;
@@ -129,20 +134,8 @@ class InterleavedWalk {
 
  private:
   const Interleaved& plan_;
-  int64_t offset_, end_;
-  int left_;  // rows of the part from the next one on
+  int64_t tile_, offset_, end_;
+  int left_;  // rows from the next one to the end of the part
 };
-
-// Channels of an interleaved tile at most.
-template <int W>
-constexpr int kTileChannels = W == 1 ? kWarp : kLineBytes / kVectorBytes * W;
-
-// Slots of a batch, each of W values: more if they are scalars, so that a batch is not too small.
-template <int W>
-constexpr int kSlots = W == 1 ? 2 * kBatch : kBatch;
-
-// Two tensors at once, half as many values of each.
-template <int W>
-constexpr int kPairs = kSlots<W> / 2;
 
 }  // namespace bagua_syncbn::cuda

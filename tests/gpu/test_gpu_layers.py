@@ -96,7 +96,7 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
     input, grad_output = (laid_out(torch.randn(shape).half().cuda(), layout) for _ in range(2))
     input.requires_grad_()
     parameters = (input, *layer.parameters())
-    for _ in range(2):  # makes the counters of the stream, and all that is made once
+    for _ in range(2):  # so that everything cached is there
         torch.autograd.grad(layer(input), parameters, grad_output)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -108,11 +108,11 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
     backward = count(trace(lambda: torch.autograd.grad(outputs[0], parameters, grad_output), torch.cuda.synchronize))
     if not forward["runtime"]:
         pytest.skip("torch's profiler does not see the device here")
-    # One of them is of the communicator. Without a momentum, another one adds the counter of batches to the message: so
-    # ranks find out whose counters differ.
+    # One of them belongs to the communicator. Without a momentum, another one adds the counter of batches to the
+    # message, so that ranks notice different counters.
     for counted, kernels in ((forward, 3 if momentum else 4), (backward, 3)):
-        # NCCL copies where a group has one rank, or does nothing.
-        assert counted["kernels"] <= kernels, counted
+        # A reduction over several parts has a second kernel. NCCL copies if a group has one rank, or does nothing.
+        assert counted["kernels"] <= kernels + (shape[0] == 4), counted
         assert counted["copies"] <= 2, counted
         assert (counted["fills"], counted["collectives"], counted["waits"]) == (0, 1, 0), counted
 
@@ -189,7 +189,7 @@ def test_a_captured_training_step_ends_where_eager_steps_end(nccl, momentum, fus
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for i in range(3):  # gradients, workspaces and the communicator are there before the capture
+        for i in range(3):  # gradients and the communicator exist before the capture
             captured_step(batches[i], labels[i])
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

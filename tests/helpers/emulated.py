@@ -66,8 +66,7 @@ def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
     bindings = [*flags, *stable]
     files = {path: kernels for path in (CSRC / "cuda").glob("*.cu") if path.stem != "device"}
     files[EMULATOR / "emulator.cpp"] = kernels
-    torchs = CSRC / "cuda" / "torch"
-    files |= dict.fromkeys((torchs / "register.cpp", torchs / "workspace.cpp", EMULATOR / "context.cpp"), bindings)
+    files |= dict.fromkeys((CSRC / "cuda" / "torch" / "register.cpp", EMULATOR / "context.cpp"), bindings)
 
     def compile(source: Path) -> str:
         target = folder / f"{source.stem}.o"
@@ -87,20 +86,16 @@ class Library(NamedTuple):
 
     Attributes:
         ops: all by name, which are torch.ops.bagua_syncbn_emulated.
-        emulate_stream: sets handle and id of the stream, and whether a graph is captured on it.
         emulate_support: sets whether the kernels run on the device: 0, or what ``_C.cuda_support`` gives besides.
         count_kernels: returns how many kernels there are.
-        count_made_tickets: returns how many sets of counters were made for streams since the last call of it.
         launches: returns the names of the kernels that were launched since the last call of it, with "in parts" after
             those whose grid has parts.
         definitions: the ops last as long as this.
     """
 
     ops: SimpleNamespace
-    emulate_stream: Callable[[int, int, bool], None]
     emulate_support: Callable[[int], None]
     count_kernels: Callable[[], int]
-    count_made_tickets: Callable[[], int]
     launches: Callable[[], list[str]]
     definitions: torch.library.Library
 
@@ -111,15 +106,14 @@ def load_library(path: Path) -> Library:
         definitions.define(schema)
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))
-    library.emulate_stream.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool
     library.emulate_support.argtypes = (ctypes.c_int32,)
-    library.emulate_stream.restype = library.emulate_support.restype = None
+    library.emulate_support.restype = None
     library.forget_launches.restype = ctypes.c_char_p
     ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in SCHEMAS})
 
     def launches() -> list[str]:
         lines = library.forget_launches().decode().splitlines()
-        return [re.sub(r".*::(\w+<[^;]*>);.*\]", r"\1", line).replace("bagua_syncbn::cuda::", "") for line in lines]
+        names = [re.sub(r".*kKernel\)[^=]*= ([^;]*);.*\]", r"\1", line) for line in lines]
+        return [re.sub(r"bagua_syncbn::cuda::|{anonymous}::|\(anonymous namespace\)::", "", name) for name in names]
 
-    counts = library.count_kernels, library.count_made_tickets
-    return Library(ops, library.emulate_stream, library.emulate_support, *counts, launches, definitions)
+    return Library(ops, library.emulate_support, library.count_kernels, launches, definitions)

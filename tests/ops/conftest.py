@@ -25,7 +25,6 @@ def called():
 @pytest.fixture
 def emulated(library):
     """The ops with CUDA kernels, on CPU tensors."""
-    library.emulate_stream(0, 0, False)
     return library.ops
 
 

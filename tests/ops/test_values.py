@@ -29,8 +29,8 @@ CPU_EDGES = [
     *product((1, 2, 7, 8, 9, 255, 256, 257, 1000), CPU_WIDTHS),
 ]
 # On CUDA, around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a
-# block of 256 slots, and two batches of one, from which on there are parts. The last of each list has 136 parts of
-# float32, more than the last block loads at once.
+# block of 256 slots, and two batches of one, from which on there are parts. The last of each list has over 100 parts
+# in float32.
 CUDA_EDGES = [
     *((3, 3, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
     *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),

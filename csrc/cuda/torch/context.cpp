@@ -59,8 +59,4 @@ Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_i
   stream = static_cast<Stream>(current);
 }
 
-StreamState Context::state() const {
-  return state_of(stream);
-}
-
 }  // namespace bagua_syncbn::cuda

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "../../stable_abi.h"
+#include "../../allocate.h"
 #include "../kernels.h"
 
 namespace bagua_syncbn::cuda {
@@ -17,15 +17,15 @@ class Context final : public Device {
  public:
   explicit Context(const Tensor& input);
 
-  double* partials(int64_t count) override;
-  uint32_t* tickets() override;
+  double* allocate(int64_t count) override {
+    memory_ = allocate_vector(count, ScalarType::Double, input_);
+    return static_cast<double*>(memory_->mutable_data_ptr());
+  }
 
  private:
-  StreamState state() const;
-
   const Tensor& input_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-  std::optional<Tensor> partials_, tickets_;
+  std::optional<Tensor> memory_;
 };
 
 }  // namespace bagua_syncbn::cuda

@@ -1,11 +1,8 @@
 #include <sys/mman.h>
 
-#include <condition_variable>
-#include <mutex>
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -43,7 +40,7 @@ switch_stack:
 
 namespace emulator {
 
-thread_local Place place;
+Place place;
 dim3 grid_size, block_size;
 
 namespace {
@@ -64,27 +61,19 @@ struct Fiber {
   int distance = 0;
 };
 
-// The block on this system thread.
-thread_local std::vector<Fiber> fibers;
-thread_local std::vector<size_t> ready;
-thread_local size_t running = 0;
-thread_local size_t at_barrier = 0, done = 0;
-thread_local bool hands_over = false;
-thread_local void* scheduler = nullptr;
-thread_local const void* scheduler_stack = nullptr;
-thread_local size_t scheduler_stack_size = 0;
+// The block that runs.
+std::vector<Fiber> fibers;
+std::vector<size_t> ready;
+size_t running = 0;
+size_t at_barrier = 0, done = 0;
+void* scheduler = nullptr;
+const void* scheduler_stack = nullptr;
+size_t scheduler_stack_size = 0;
 
-// The launch's. Used by the worker whose turn it is, so that the same launches give the same orders.
-constexpr size_t kWorkers = 3;
-std::mt19937_64 random_bits;  // another order in each launch
+std::mt19937_64 random_bits;  // the same launches give the same orders
 std::string launches;
 const std::function<void()>* body = nullptr;
 std::string failure;
-std::vector<unsigned> blocks_left;
-std::vector<size_t> workers_left;
-size_t turn = 0;
-std::mutex turn_mutex;
-std::condition_variable turn_changed;
 
 void fail(const std::string& what) {
   const Fiber& fiber = fibers[running];
@@ -152,17 +141,7 @@ void try_shuffle() {
   }
 }
 
-// Lets another worker run, or this one on, and returns when it is this one's turn again.
-void hand_over(size_t worker) {
-  const size_t next = workers_left[random_bits() % workers_left.size()];
-  if (next == worker) return;
-  std::unique_lock<std::mutex> lock(turn_mutex);
-  turn = next;
-  turn_changed.notify_all();
-  turn_changed.wait(lock, [&] { return turn == worker; });
-}
-
-void run_block(size_t worker, unsigned block, dim3 threads) {
+void run_block(unsigned block, dim3 threads) {
   place.block = {block % grid_size.x, block / grid_size.x, 0};
   ready.clear();
   at_barrier = done = 0;
@@ -178,9 +157,6 @@ void run_block(size_t worker, unsigned block, dim3 threads) {
   }
   while (done < fibers.size() && failure.empty()) {
     if (ready.empty()) return fail("deadlock: not all threads reach a barrier, or not all lanes a shuffle");
-    if (hands_over || random_bits() % 4096 == 0) hand_over(worker);
-    hands_over = false;
-    if (!failure.empty()) return;
     std::swap(ready[random_bits() % ready.size()], ready.back());
     running = ready.back();
     ready.pop_back();
@@ -193,35 +169,17 @@ void run_block(size_t worker, unsigned block, dim3 threads) {
   }
 }
 
-// Runs blocks until there are no more.
-void work(size_t worker, dim3 threads, const std::vector<char*>& stacks) {
-  {
-    std::unique_lock<std::mutex> lock(turn_mutex);
-    turn_changed.wait(lock, [&] { return turn == worker; });
-  }
-  fibers.resize(size_t(threads.x) * threads.y);
-  for (size_t i = 0; i < fibers.size(); ++i) fibers[i].stack = stacks[i];
-  while (!blocks_left.empty() && failure.empty()) {
-    const unsigned block = blocks_left.back();
-    blocks_left.pop_back();
-    run_block(worker, block, threads);
-  }
-  workers_left.erase(std::find(workers_left.begin(), workers_left.end(), worker));
-  const std::lock_guard<std::mutex> lock(turn_mutex);
-  if (!workers_left.empty()) turn = workers_left[random_bits() % workers_left.size()];
-  turn_changed.notify_all();
-}
-
-// Stacks for the fibers of each worker, kept from launch to launch.
-const std::vector<char*>& stacks_of(size_t worker, size_t count) {
-  static std::vector<char*> stacks[kWorkers];
-  while (stacks[worker].size() < count) {
+// Gives each fiber a stack, which is kept from launch to launch.
+void make_fibers(size_t count) {
+  static std::vector<char*> stacks;
+  while (stacks.size() < count) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* stack = mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE) != 0) std::abort();
-    stacks[worker].push_back(static_cast<char*>(stack) + kGuard);
+    stacks.push_back(static_cast<char*>(stack) + kGuard);
   }
-  return stacks[worker];
+  fibers.resize(count);
+  for (size_t i = 0; i < count; ++i) fibers[i].stack = stacks[i];
 }
 
 }  // namespace
@@ -232,33 +190,17 @@ const char* launch(const char* name, dim3 blocks, dim3 threads, const std::funct
   grid_size = blocks;
   block_size = threads;
   body = &kernel;
-  const size_t all = size_t(blocks.x) * blocks.y;
-  blocks_left.resize(all);
-  std::iota(blocks_left.begin(), blocks_left.end(), 0);
-  std::shuffle(blocks_left.begin(), blocks_left.end(), random_bits);
-  const size_t count = random_bits() % 4 == 0 ? std::min(all, kWorkers) : 1;
-  workers_left.resize(count);
-  std::iota(workers_left.begin(), workers_left.end(), 0);
-  turn = random_bits() % count;
-  const size_t fibers_of_block = size_t(threads.x) * threads.y;
-  for (size_t i = 0; i < count; ++i) stacks_of(i, fibers_of_block);  // makes them, before there are threads
-  const auto work_as = [&](size_t worker) { work(worker, threads, stacks_of(worker, fibers_of_block)); };
-  std::vector<std::thread> others;
-  for (size_t i = 1; i < count; ++i) others.emplace_back(work_as, i);
-  work_as(0);  // on this thread: to wait for another takes longer than most blocks run
-  for (std::thread& worker : others) worker.join();
+  make_fibers(size_t(threads.x) * threads.y);
+  std::vector<unsigned> order(size_t(blocks.x) * blocks.y);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random_bits);
+  for (size_t i = 0; i < order.size() && failure.empty(); ++i) run_block(order[i], threads);
   return failure.empty() ? nullptr : failure.c_str();
 }
 
 void wait_at_barrier() {
   fibers[running].state = State::kAtBarrier;
   ++at_barrier;
-  switch_to_scheduler();
-}
-
-void let_others_run() {
-  hands_over = true;
-  release(running);
   switch_to_scheduler();
 }
 

@@ -1,12 +1,9 @@
 // Runs CUDA kernels on the CPU, for tests: what the kernels in csrc/cuda use of the language, as plain C++.
 //
-// A block's threads are fibers, resumed in random order. In one launch of four, a few blocks at a time are under way,
-// each on a system thread, whose thread-local variables are its shared memory; one of them runs, and hands over at
-// random. A thread runs until it waits: at a barrier, or in a shuffle for the other lanes of the mask; or until it has
-// counted something up, after which other blocks may run. What could only happen by accident on a GPU happens here
-// after a few launches: a barrier or a shuffle that not all reach is an error, and so is a shuffle from outside its
-// mask or with masks that differ; a missing barrier gives wrong results. Not to be seen here: missing fences between
-// blocks, and races within a stretch.
+// A block's threads are fibers, resumed in random order; blocks run one after the other, in random order too. A thread
+// runs until it waits at a barrier, or in a shuffle for the other lanes of the mask. Accidents that are rare on a GPU
+// are common here: a barrier or a shuffle that not all threads reach is an error, and so is a shuffle from outside its
+// mask or with masks that differ; a missing barrier gives wrong results. Not emulated: races between two waits.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +15,7 @@
 #include <functional>
 
 #undef __shared__
-#define __shared__ static thread_local
+#define __shared__ static
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 
@@ -29,14 +26,13 @@ struct Place {
   uint3 thread;
   uint3 block;
 };
-extern thread_local Place place;
+extern Place place;
 extern dim3 grid_size, block_size;
 
 // Runs `kernel`, which has this name. Returns nullptr, or what a thread did wrong.
 const char* launch(const char* name, dim3 blocks, dim3 threads, const std::function<void()>& kernel);
 
 void wait_at_barrier();
-void let_others_run();
 
 // The bits that the lane `distance` after this one gave, or this one's if there is none.
 uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance);
@@ -59,21 +55,20 @@ using std::tanh;
 inline void __syncthreads() {
   emulator::wait_at_barrier();
 }
+inline int __syncthreads_and(int holds) {
+  static int failures = 0;
+  failures += holds == 0;
+  __syncthreads();
+  const bool all = failures == 0;
+  __syncthreads();
+  failures = 0;
+  __syncthreads();
+  return all;
+}
 inline float __fdividef(float a, float b) {
   return a / b;
 }
 
-inline unsigned atomicInc(unsigned* address, unsigned highest) {
-  const unsigned old = *address;
-  *address = old >= highest ? 0 : old + 1;
-  emulator::let_others_run();
-  return old;
-}
-
-template <typename T>
-T __ldcg(const T* address) {
-  return *address;
-}
 template <typename T>
 T __ldcs(const T* address) {
   return *address;
