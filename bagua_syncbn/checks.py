@@ -67,7 +67,7 @@ def named(error: _Error, layer: nn.Module | None) -> _Error:
 def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer: nn.Module | None) -> None:
     """Raises for wrong tensors of a call of ``layer``."""
     input, weight, bias, residual = tensors
-    running_mean, running_var, num_batches_tracked, _ = buffers
+    running_mean, running_var, num_batches_tracked = buffers
     check_is_tensor("input", input)
     check_is_dense("input", input)
     if input.dtype not in ops.DTYPES:

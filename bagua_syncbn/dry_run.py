@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checks import check_callable, is_distributed
 from .extras.accumulation import Accumulation
-from .extras.attaching import replace_attached
 from .groups import LOCAL, spec_of
 from .sync_batchnorm import SyncBatchNorm
 
 # Module attributes that are restored. The last is the name of broadcast_buffers since torch 2.13.
-_STATE = "training", "_frozen", "_group_spec", "_attached", "_known", "broadcast_buffers", "forward_sync_buffers"
+_STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"
 
 
 @contextmanager
@@ -78,8 +78,8 @@ def observe_inputs(
             if isinstance(part, DistributedDataParallel):
                 part.broadcast_buffers = False
             if isinstance(part, SyncBatchNorm):
-                part._group_spec = local
-                replace_attached(part, Accumulation, None)
+                vars(part)["_sync_state"] = replace(part._sync_state, group=local, caches={})
+                part._sync_state.attach(Accumulation, None)
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(partial(callback, name), with_kwargs=True).remove)
         for batch in batches:

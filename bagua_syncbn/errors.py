@@ -1,4 +1,4 @@
-"""Errors of a call on one rank, of which its peers learn."""
+"""Errors of a call on one rank, which its peers raise too."""
 
 from __future__ import annotations
 
@@ -10,56 +10,58 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from . import ops
+from .registry import Registry
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
-# Called with the process group of a call, its layer or model, and the error that it raises: set by others.
-at_error: list[Callable[[Any, Any, Exception], None]] = []
+error_handlers: Registry[Callable[[Any, Any, Exception], None]] = Registry()
+"""Called with the process group of a call, its layer or model, and the error that it raises."""
 
 
-def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
-    """Has the ranks of ``process_group`` learn that this one raises ``error`` in a call of ``layer``."""
-    for tell in at_error:
-        tell(process_group, layer, error)
+def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
+    """Makes the other ranks of ``process_group`` raise, because this rank raises ``error`` in a call of ``layer``."""
+    for handle in error_handlers:
+        handle(process_group, layer, error)
 
 
-def raise_for_all(error: Exception, peers: tuple[Any, Any] | None) -> None:
-    """Handles the ``error`` of a call: its peers, a process group and a layer or model, are told, and raise too.
+def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
+    """Notifies ``peers``, a process group and a layer or model, of the ``error`` of a call. The caller re-raises it.
 
-    Raises torch's own error in place of ``error``, where that is of memory. Otherwise the caller raises ``error``.
+    Raises:
+        Exception: torch's own error instead of ``error``, if that is an out-of-memory error of a kernel.
     """
     if torch.compiler.is_compiling():
         return
     if peers is not None:
-        tell_peers(*peers, error)
+        notify_peers(*peers, error)
     ops.raise_torchs(error)
 
 
-def tells_peers(
+def notifies_peers(
     peers_of: Callable[..., tuple[Any, Any] | None],
 ) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
-    """Decorator for a function in which ranks meet: if a call of it raises on one rank, the other ranks raise too.
+    """Decorator for functions in which ranks communicate: if a call raises on one rank, its peers raise too.
 
-    It covers calls with wrong arguments, which raise before the body of the function runs.
+    This includes calls with wrong arguments, which raise before the body of the function runs.
 
     Args:
-        peers_of: called with the arguments of a call that raised; returns its process group and its layer or model, or
-            the name of a function without one; None if the call meets no rank.
+        peers_of: called with the arguments of a call that raised. Returns its process group and its layer or model, or
+            the name of a function instead of a layer; None if the call does not communicate.
     """
 
     def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
         @functools.wraps(function)
-        def telling(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        def notifying(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
                 peers = None
                 with suppress(Exception):  # the arguments may be anything
                     peers = peers_of(*args, **kwargs)
-                raise_for_all(error, peers)
+                handle_error(error, peers)
                 raise
 
-        return telling
+        return notifying
 
     return decorate

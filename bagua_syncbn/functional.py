@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,28 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import ops
 from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
-from .errors import tells_peers
-from .groups import EVERYONE, LOCAL, GroupSpec, spec_of
+from .errors import notifies_peers
+from .groups import ALONE, EVERYONE, GroupSpec, spec_of
+from .layer_state import CallCache, LayerState
 from .masks import masking_of
 from .names import name_of
 from .options import NO_MASKS, Options
+from .registry import Registry
 from .step.by_torch import ByTorch, in_evaluation, suits_torch
 from .step.call import Call, Normalization, Statistics, this_thread
 from .step.derivatives import differentiable_batch_norm
-from .step.exchange import Exchange, exchange_of
+from .step.exchange import exchange_of
 from .step.normalize import normalize
 from .step.statistics import batch_statistics
 from .torch_internals.autograd import has_transforms, is_transforming, level_of_duals
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
-# Functions for calls whose input is of a class of its own, such as DTensor, each with what tells that it is.
-SPECIAL_INPUTS: list[tuple[Callable[[Any], bool], Callable[[Call], Tensor]]] = []
+special_inputs: Registry[Callable[[Call], Tensor | None]] = Registry()
+"""Handlers for special input classes such as DTensor. Each returns None for inputs that it does not handle."""
 
-# Checks that extras make of the input of an eager call with new facts. False if the next call is to be checked again.
-FIRST_CALL_CHECKS: list[Callable[[Tensor], bool]] = []
+first_call_checks: Registry[Callable[[Tensor], bool]] = Registry()
+"""Checks of the input of an eager call that is not in the cache. False keeps the call out of the cache."""
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -44,7 +46,7 @@ def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
     return (given.get("process_group"), given.get("layer")) if given.get("training", True) else None
 
 
-@tells_peers(_peers_of_call)
+@notifies_peers(_peers_of_call)
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -151,27 +153,18 @@ def sync_batch_norm(
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
     masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
-    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, process_group, layer, masks))
-
-
-class Known(NamedTuple):
-    """Knowledge about calls with the same facts. They have passed all checks but those of single calls."""
-
-    facts: tuple[Any, ...] | None
-    options: Options
-    exchange: Callable[[], Exchange] | None
-    """Makes the exchange of a call in training."""
-    is_local: bool = False
-    """Whether it is a call in training in a group of one."""
+    group = process_group if training else ALONE
+    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, group, layer, masks))
 
 
 def batch_norm(call: Call) -> Tensor:
-    """Computes :func:`sync_batch_norm`. Callers tell their peers of errors."""
+    """Computes :func:`sync_batch_norm`. Callers notify their peers of errors."""
     input = call.input
     if type(input) not in _PLAIN_CLASSES:
-        for is_special, compute in SPECIAL_INPUTS:
-            if is_special(input):
-                return compute(call)
+        for compute in special_inputs:
+            output = compute(call)
+            if output is not None:
+                return output
         if isinstance(input, Tensor) and not torch.compiler.is_compiling():
             if has_torch_function_unary(input):
                 # The output gets the class, and what the class copies from the input.
@@ -183,138 +176,149 @@ def batch_norm(call: Call) -> Tensor:
     is_compiling = torch.compiler.is_compiling()
     hooks = None if is_compiling else this_thread.hooks
     if hooks is None or hooks.prepare is None:
-        by = _prepare(call, is_compiling)
+        norm = _prepare(call, is_compiling)
     else:
-        by = hooks.prepare(call, partial(_prepare, call, False))
-    if isinstance(by, ByTorch):
-        return by.normalize(input, call.weight, call.bias, call.residual)
-    if by.statistics is None or (hooks is not None and by.exchange is not None and is_transforming()):
-        return _transformed(call, by)
-    output = normalize(input, call.weight, call.bias, call.residual, by)
+        norm = hooks.prepare(call, partial(_prepare, call, False))
+    if isinstance(norm, ByTorch):
+        return norm.normalize(input, call.weight, call.bias, call.residual)
+    if norm.statistics is None or (hooks is not None and norm.exchange is not None and is_transforming()):
+        return _transformed(call, norm)
+    output = normalize(input, call.weight, call.bias, call.residual, norm)
     if hooks is not None and hooks.see_output is not None:
-        hooks.see_output(output, *call[:4], by)
+        hooks.see_output(output, *call[:4], norm)
     return output
 
 
-def _transformed(call: Call, by: Normalization) -> Tensor:
+def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
+    """Returns how to normalize the input of ``call``, in one of four ways.
+
+    1. Evaluation: by the running statistics, locally.
+    2. Training in a group of one, where F.batch_norm is exact and fast: by torch.
+    3. Training under a transform of torch.func or in forward mode: statistics follow in the differentiable form.
+    4. Training: gathers the statistics of all ranks and moves the buffers.
+    """
+    input = call.input
+    try:
+        checked = _validate(call, None) if is_compiling else checks_of(call)
+        # The compiler of torch 2.12 cannot trace whether two tuples are one.
+        masking = masking_of(input, call.masks) if is_compiling or call.masks is not NO_MASKS else None
+        if checked.is_local:
+            check_local_count(input)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise named(error, call.layer) from None
+    options = checked.options
+    if checked.exchange is None:
+        return in_evaluation(call, options, masking)
+    if checked.is_local and masking is None and suits_torch(call, options):
+        return ByTorch(options, call.tracked_buffers)
+    exchange = checked.exchange()
+    if not is_compiling and (has_transforms() or level_of_duals() >= 0):
+        return Normalization(options, exchange, call.layer, masking)
+    positions = None if masking is None else masking.positions
+    statistics = batch_statistics(input.detach() if is_compiling else input, call, exchange, options, positions)
+    return Normalization(options, exchange, call.layer, masking, statistics)
+
+
+def _transformed(call: Call, norm: Normalization) -> Tensor:
     """Computes ``call`` under a transform of torch.func or in forward mode."""
-    exchange = by.exchange
+    exchange = norm.exchange
     if exchange is None or not is_transforming():
-        raise RuntimeError(f"{name_of(call.layer)}: expected no repetition of a call that failed")
-    if by.statistics is not None:
+        raise RuntimeError(f"{name_of(call.layer)}: cannot recompute this call: its first run raised an error")
+    if norm.statistics is not None:
         raise RuntimeError(
-            "sync_batch_norm: expected no torch.func and no forward-mode differentiation through a forward that "
-            "activation checkpointing repeats; take the checkpoint away"
+            "sync_batch_norm: activation checkpointing cannot recompute a forward under torch.func or forward-mode "
+            "differentiation; remove the checkpoint"
         )
 
     def gather(input: Tensor) -> Statistics:
-        by.statistics = batch_statistics(input, exchange, moved_by(call), by.options, by.positions)
-        return by.statistics
+        norm.statistics = batch_statistics(input, call, exchange, norm.options, norm.positions)
+        return norm.statistics
 
-    return differentiable_batch_norm(*call[:4], by, gather)
-
-
-# Stands for a tensor that is not given.
-_NOTHING: Any = SimpleNamespace(dtype=None, device=None, shape=None, layout=None, stride=lambda: None)
+    return differentiable_batch_norm(*call[:4], norm, gather)
 
 
-def known_of(call: Call) -> Known:
-    """Returns what is known of calls with the facts of ``call``, which its layer keeps; checks the call if nothing is.
+# Stands in for a tensor that is not given.
+_NO_TENSOR: Any = SimpleNamespace(dtype=None, device=None, shape=None, layout=None, stride=lambda: None)
 
-    Facts are all that the checks and the choice of an exchange depend on.
+# Checked calls without a layer, by mode, number of channels and of dimensions.
+_caches: dict[Any, CallCache] = {}
+_MOST_CACHES = 256
+
+
+def checks_of(call: Call) -> CallCache:
+    """Returns the results of the checks of ``call``, from the cache if an equal call was checked before.
+
+    The key holds all that the checks and the choice of the exchange depend on, except for values.
 
     Raises:
         TypeError, ValueError, RuntimeError: a tensor or an option is wrong, see :func:`sync_batch_norm`.
     """
-    input, weight, bias, residual, (mean, var, batches, accumulator), options, training, group, _, _ = call
-    layer: Any = call.layer
-    if layer is None or is_tracing():  # a comparison would become part of the trace
-        return _examined(call, None)
-    w, b = _NOTHING if weight is None else weight, _NOTHING if bias is None else bias
-    m, v = _NOTHING if mean is None else mean, _NOTHING if var is None else var
-    n = _NOTHING if batches is None else batches
-    made = (group if type(group) is GroupSpec else spec_of(group)).made() if training else LOCAL
+    input, weight, bias, residual, (mean, var, batches), options, training, group, layer, _, accumulate = call
+    if is_tracing():  # a comparison would become part of the trace
+        return _validate(call, None)
+    w, b = _NO_TENSOR if weight is None else weight, _NO_TENSOR if bias is None else bias
+    m, v = _NO_TENSOR if mean is None else mean, _NO_TENSOR if var is None else var
+    n = _NO_TENSOR if batches is None else batches
+    ready = (group if type(group) is GroupSpec else spec_of(group)).made()
     try:
         shape = input.shape
+        place: Any = call.synchronizes
         r = (
             None
             if residual is None
             else (residual.__class__, residual.dtype, residual.device, residual.layout, residual.shape == shape)
         )
-        facts = (
-            options, training, made, accumulator is None, mean is var, layer.__class__, layer.momentum, layer._origin,
+        if shape[1].__class__ is not int:  # a symbol, on whose value the trace would come to depend
+            return _validate(call, None)
+        if layer is None:
+            caches, of_layer, place = _caches, None, (place, shape[1], len(shape))
+        else:
+            state = layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
+            caches, of_layer = state.caches, (layer.__class__, layer.momentum, state.origin)
+        key = (
+            options, training, ready, accumulate is None, mean is var, of_layer,
             input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1], r,
             w.__class__, w.dtype, w.device, w.shape, b.__class__, b.dtype, b.device, b.shape,
             m.__class__, m.dtype, m.device, m.shape, m.stride(), v.__class__, v.dtype, v.device, v.shape, v.stride(),
             n.__class__, n.dtype, n.device, n.shape,
         )  # fmt: skip
-        kept: Known | None = layer.__dict__.get("_known")
-        if kept is not None and kept.facts == facts:
-            return kept
+        cached = caches.get(place)
+        if cached is not None and cached.key == key:
+            return cached
     except (AttributeError, IndexError, RuntimeError, ValueError):  # a wrong tensor, or an option that is an array
-        return _examined(call, None)
-    known = _examined(call, facts)
-    # Without a group before, another job's could be made next time.
-    if made is not None and all(check(input) for check in FIRST_CALL_CHECKS):
-        layer.__dict__["_known"] = known
-    return known
+        return _validate(call, None)
+    checked = _validate(call, key)
+    # Not if the group was only now made: another job could make its own for the next call.
+    if ready is not None and all(check(input) for check in first_call_checks):
+        if len(_caches) == _MOST_CACHES:
+            _caches.clear()
+        caches[place] = checked
+    return checked
 
 
-def _examined(call: Call, facts: tuple[Any, ...] | None) -> Known:
-    """Checks ``call``, and returns what is known of calls with its ``facts``."""
+def _validate(call: Call, key: tuple[Any, ...] | None) -> CallCache:
+    """Checks ``call`` and returns the results, to be cached with ``key``."""
     input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
     check_tensors(call[:4], buffers, training, layer)
     if not torch.compiler.is_compiling():
-        for check in FIRST_CALL_CHECKS:
+        for check in first_call_checks:
             check(input)
     options = checked_options(call.options, training)
     if not training:
         if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
-        return Known(facts, options, None)
+        return CallCache(key, options, None)
     if not torch.compiler.is_compiling() and call.masks is not NO_MASKS:
         masking_of(input, call.masks)  # raises before this rank waits for others, to make the group
-    check_tracer(call.process_group)
+    check_tracer(call.group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    spec = spec_of(call.process_group)
+    spec = spec_of(call.group)
     communicator = spec.communicator("" if torch.compiler.is_compiling() else name_of(layer))
     if communicator.size == 1 and spec is EVERYONE and not torch.compiler.is_compiling():
         _warn_if_launched_with_others()
-    exchange = exchange_of(layer, input, options, moved_by(call), communicator)
-    return Known(facts, options, exchange, communicator.size == 1)
-
-
-def moved_by(call: Call) -> ops.Buffers:
-    """Returns the buffers that ``call``, in training, moves."""
-    # num_batches_tracked counts batches of running statistics, so it goes with them.
-    return ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers
-
-
-def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
-    """Returns what ``call`` is normalized by. In training it gathers the statistics and moves the buffers."""
-    input, buffers = call.input, call.buffers
-    try:
-        known = _examined(call, None) if is_compiling else known_of(call)
-        # The compiler of torch 2.12 cannot trace whether two tuples are one.
-        masking = masking_of(input, call.masks) if is_compiling or call.masks is not NO_MASKS else None
-        if known.is_local:
-            check_local_count(input)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise named(error, call.layer) from None
-    options = known.options
-    if known.exchange is None:
-        return in_evaluation(call, options, masking)
-    if buffers.running_mean is None:
-        buffers = moved_by(call)
-    if known.is_local and masking is None and suits_torch(call, options):
-        return ByTorch(options, buffers)
-    exchange = known.exchange()
-    statistics = None
-    if is_compiling or not (has_transforms() or level_of_duals() >= 0):
-        positions = None if masking is None else masking.positions
-        statistics = batch_statistics(input.detach() if is_compiling else input, exchange, buffers, options, positions)
-    return Normalization(options, exchange, call.layer, masking, statistics)
+    exchange = exchange_of(call, options, communicator)
+    return CallCache(key, options, exchange, communicator.size == 1)
 
 
 @functools.cache

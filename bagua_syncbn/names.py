@@ -21,9 +21,15 @@ class Origin(NamedTuple):
     model: ConvertedModel
 
 
+def origin_of(layer: nn.Module | None) -> Origin | None:
+    """Returns the place that conversion gave ``layer``; None for other modules."""
+    state = getattr(layer, "_sync_state", None)
+    return None if state is None else state.origin
+
+
 def kind_of(layer: nn.Module | None) -> str:
     """Returns the class of the model that a layer is in, or that of a layer by itself."""
-    origin: Origin | None = getattr(layer, "_origin", None)
+    origin = origin_of(layer)
     kind = type(layer).__name__ if origin is None else origin.model.name
     return "sync_batch_norm" if layer is None else kind
 
@@ -33,7 +39,7 @@ def name_of(module: nn.Module | None, name: str | None = None) -> str:
 
     Without ``name`` it takes the one that conversion gave a layer; None stands for a call without a layer.
     """
-    origin: Origin | None = getattr(module, "_origin", None)
+    origin = origin_of(module)
     if name is None and origin is not None:
         name = origin.name
     if name is None:

@@ -1,27 +1,25 @@
 """Layers: they hold parameters, buffers and options, and leave computation to :mod:`.functional`."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn, strided
-from torch.fx.proxy import Proxy, TraceError
+from torch.fx.proxy import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
 from .checks import check_dimensions, check_is_dense, check_is_tensor, checked_options, named
-from .errors import raise_for_all
-from .functional import Known, batch_norm
-from .groups import EVERYONE, LOCAL, GroupSpec, spec_of
-from .names import Origin
+from .errors import notifies_peers
+from .functional import batch_norm
+from .groups import ALONE, EVERYONE, spec_of
+from .layer_state import LayerState
 from .ops import activation_of
 from .options import NO_MASKS, Masks, Options
 from .step.call import Call
-
-# A function around calls of a layer. It gets the next one, or ``batch_norm`` at last, and a call for it.
-Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]
 
 
 class BatchNorm(_BatchNorm):
@@ -34,35 +32,10 @@ class BatchNorm(_BatchNorm):
     _check_input_dim = staticmethod(check_dimensions)
 
 
-class Frozen(NamedTuple):
-    """State of a frozen layer that :func:`~bagua_syncbn.unfreeze_statistics` gives back."""
-
-    training: bool
-    """Mode that was last asked for."""
-    parameters: tuple[str, ...] = ()
-    """Names of the parameters that required gradients."""
-
-
-def _telling_peers(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns ``forward`` of a class of layers; if a call raises, also for its arguments, the other ranks raise too."""
-
-    @functools.wraps(forward)
-    def telling(layer: "SyncBatchNorm", *args: Any, **kwargs: Any) -> Tensor:
-        try:
-            return forward(layer, *args, **kwargs)
-        except Exception as error:
-            if isinstance(args, Proxy):  # torch.fx traces the layer itself
-                name = type(layer).__name__
-                raise TraceError(f"{name} is one node of a graph; trace a model that contains it") from None
-            # Replicas run in threads, in which no process group may be used.
-            is_replica = "_is_replica" in vars(layer)
-            raise_for_all(error, (layer._group_spec, layer) if layer.training and not is_replica else None)
-            raise
-
-    # In place of __wrapped__, by which torch.fx would read the code of the wrapped function for this one's.
-    telling.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    del telling.__wrapped__
-    return telling
+def _peers_of(layer: "SyncBatchNorm", *_: Any, **__: Any) -> tuple[Any, Any] | None:
+    # Replicas run in threads, where no process group may be used.
+    synchronizes = layer.training and "_is_replica" not in vars(layer)
+    return (layer._sync_state.group, layer) if synchronizes else None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -130,13 +103,7 @@ class SyncBatchNorm(_BatchNorm):
     # does not import.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
-    _group_spec: GroupSpec = EVERYONE  # ranks to synchronize with
-    _origin: Origin | None = None  # by conversion: the layer's place in a model; copies and files keep it
-    _frozen: Frozen | None = None  # by freeze_statistics: the layer is in evaluation, whatever sets its mode
-    _attached: tuple[Attachment, ...] = ()  # by extras: functions around each call, the outermost last
-    _known: Known | None = None  # findings of the checks of its last calls
-
-    # Whether the class looks attributes up by itself: then it may give others than its parameters and buffers.
+    # True if the class overrides __getattr__, which may return tensors other than the registered ones.
     _has_getattr: ClassVar[bool] = False
 
     # Class that revert_sync_batchnorm gives the layer. A subclass must name its own.
@@ -160,10 +127,10 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         spec = spec_of(process_group)
         options = checked_options(Options(eps, momentum, eps_mode, skip_nonfinite, activation), training=False)
+        vars(self)["_sync_state"] = LayerState(spec)  # before torch's constructor, which resets the buffers
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
-        self._group_spec = spec
         self.eps_mode = eps_mode
         self.skip_nonfinite = skip_nonfinite
         self.fused_activation = options.activation
@@ -172,13 +139,13 @@ class SyncBatchNorm(_BatchNorm):
         super().__init_subclass__(**options)
         cls._has_getattr = cls.__getattr__ is not nn.Module.__getattr__
         if inspect.isfunction(vars(cls).get("forward")):
-            cls.forward = _telling_peers(cls.forward)  # type: ignore[method-assign]
+            cls.forward = notifies_peers(_peers_of)(cls.forward)  # type: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":
             value = activation_of(value)
-        elif name == "training" and self._frozen is not None:
-            vars(self)["_frozen"] = self._frozen._replace(training=value)
+        elif name == "training" and self._sync_state.frozen is not None:
+            self._sync_state.frozen = self._sync_state.frozen._replace(training=value)
             value = False
         elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
             raise AttributeError(
@@ -186,17 +153,22 @@ class SyncBatchNorm(_BatchNorm):
             )
         super().__setattr__(name, value)
 
+    @cached_property
+    def _sync_state(self) -> LayerState:
+        """State that other modules attach to the layer. Made here for a layer whose class was set by assignment."""
+        return LayerState()
+
     @property
     def process_group(self) -> Any:
         """The ranks to synchronize with. A layer does not keep its :class:`torch.distributed.ProcessGroup` alive."""
-        return spec_of(self._group_spec).process_group
+        return spec_of(self._sync_state.group).process_group
 
     @process_group.setter
     def process_group(self, process_group: Any) -> None:
-        self._group_spec = spec_of(process_group)
+        self._sync_state.group = spec_of(process_group)
 
     def reset_running_stats(self) -> None:
-        if self._frozen is not None:
+        if self._sync_state.frozen is not None:
             raise RuntimeError(
                 f"reset_running_stats: expected a layer whose statistics move, got a frozen {type(self).__name__}, "
                 "which would normalize by a mean of 0 and a variance of 1 from now on; call unfreeze_statistics first"
@@ -212,7 +184,7 @@ class SyncBatchNorm(_BatchNorm):
 
     _check_input_dim = staticmethod(check_dimensions)
 
-    @_telling_peers
+    @notifies_peers(_peers_of)
     def forward(
         self,
         input: Tensor,
@@ -236,11 +208,12 @@ class SyncBatchNorm(_BatchNorm):
             raise named(error, self) from None
         masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
         call = _call_of(self, input, residual, masks)
-        return through_attachments(self, call) if self._attached else batch_norm(call)
+        return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)
 
     def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
         replica: SyncBatchNorm = super()._replicate_for_data_parallel()
-        vars(replica)["_attached"] = refuse_alone, *self._attached
+        attachments = refuse_alone, *self._sync_state.attachments
+        vars(replica)["_sync_state"] = replace(self._sync_state, attachments=attachments)
         return replica
 
     def extra_repr(self) -> str:
@@ -248,12 +221,16 @@ class SyncBatchNorm(_BatchNorm):
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         activation = activation_of(self.fused_activation)
         act = "" if activation is None else f", activation={activation}"
-        group = "" if self._group_spec is EVERYONE else f", process_group={self._group_spec}"
-        frozen = "" if self._frozen is None else ", statistics frozen"
+        group = "" if self._sync_state.group is EVERYONE else f", process_group={self._sync_state.group}"
+        frozen = "" if self._sync_state.frozen is None else ", statistics frozen"
         return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}{frozen}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return state_to_travel(vars(self))
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        if not isinstance(reduced[2], dict):  # a subclass has its own __getstate__
+            return reduced
+        # A copy of the record: it leaves attachments and caches behind.
+        return *reduced[:2], {**reduced[2], "_sync_state": copy(self._sync_state)}, *reduced[3:]
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script replaces the layer in the given model by the result of this method: a layer that can be
@@ -280,27 +257,27 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks
     if not is_found:
         weight, bias = layer.weight, layer.bias
         mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    # As options_of, without its call.
+    # Inlined options_of(layer): saves a call.
     options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
     if layer.training:
         buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
-        return Call(input, weight, bias, residual, buffers, options, True, layer._group_spec, layer, masks)
+        return Call(input, weight, bias, residual, buffers, options, True, layer._sync_state.group, layer, masks)
     uses_batch = mean is None and var is None
     buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
-    return Call(input, weight, bias, residual, buffers, options, uses_batch, LOCAL, layer, masks)
+    return Call(input, weight, bias, residual, buffers, options, uses_batch, ALONE, layer, masks)
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
     """Computes a call of ``layer`` with all that is attached to it."""
     go = batch_norm
-    for attachment in layer._attached:
+    for attachment in layer._sync_state.attachments:
         go = partial(attachment, go)
     return go(call)
 
 
 def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
     """Attachment of a replica that knows of no other one: training would not be synchronized."""
-    if call.layer is not None and call.layer.training:
+    if call.synchronizes:
         raise RuntimeError(
             f"{type(call.layer).__name__}: expected replicas that know of each other, got one of a DataParallel "
             "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
@@ -323,11 +300,6 @@ def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Map
 def options_of(layer: Any) -> Options:
     """Returns the options of a layer, with the activation as it was given."""
     return Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
-
-
-def state_to_travel(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` of a layer without the attributes that must not be copied or pickled."""
-    return {name: value for name, value in state.items() if name not in ("_attached", "_known")}
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from .communicators import bagua
 from .communicators.torch_engine import torch_group_of
-from .groups import ENGINES, GroupSpec, spec_of
+from .groups import GroupSpec, engines, spec_of
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 from .torch_internals.modules import composable_replicate, pytree
 
-ENGINES.append(bagua)
+engines.register(bagua)
 
 _composable: Any = composable_replicate() if dist.is_available() else None
 

@@ -29,7 +29,7 @@ class PendingError(NamedTuple):
     texts: AsyncCollective | None  # on CPU, where all ranks send them as soon as they differ
 
 
-def tell_peers(process_group: Any, layer: Any, error: Exception) -> None:
+def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
     """Tells the ranks of ``process_group`` that this one raises ``error``, in place of the message that they expect.
 
     Does not block. The next call continues if every rank raised, and raises otherwise. No-op before the first message

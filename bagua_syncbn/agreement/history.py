@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import ops
 from ..communicators.c10d import AsyncCollective, TorchCommunicator
 from ..groups import FORKED, Communicator
+from ..registry import Registry
 from ..torch_internals.autograd import is_capturing, untraced
 from ..torch_internals.groups import group_named
 from .faults import forget_records, record_of
@@ -140,8 +141,8 @@ _lasting: list[tuple[Any, CallHistory]] = []  # histories of communicators that 
 _compiled_unnamed: set[int] = set()  # compiled kinds of all communicators without a group
 _numbers = itertools.count()
 
-# Called with the history of a group, and with the communicator, at the first message there: set by extras.
-at_first_message: list[Callable[[CallHistory, Communicator], None]] = []
+first_message_hooks: Registry[Callable[[CallHistory, Communicator], None]] = Registry()
+"""Called with the history of a group and with its communicator, before the first message."""
 
 
 def history_in(communicator: Communicator) -> CallHistory:

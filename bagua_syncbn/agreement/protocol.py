@@ -8,17 +8,17 @@ message. Each message says who sends it (``signatures``); the ops that read it n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..groups import Communicator
-from ..step.exchange import Exchange
+from ..step.exchange import Exchange, Received
 from .errors import codes_of, leave, resume, texts_in
 from .faults import FaultRecord, differ_text, found_text, is_checked_at_once
-from .history import CallHistory, Probe, at_first_message, can_probe
+from .history import CallHistory, Probe, can_probe, first_message_hooks
 from .signatures import ALL_BITS, CallSignature, checksum, describe
 
 
@@ -40,7 +40,7 @@ class RankExchange(Exchange):
     """
 
     is_traced = False
-    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "adds_up", "header")
+    __slots__ = ("_exact_bits", "_history", "_number", "_record", "_signature", "header", "uses_sums")
 
     def __init__(self, agreement: Agreement) -> None:
         signature, record, self.communicator, history, self._exact_bits = agreement
@@ -49,11 +49,11 @@ class RankExchange(Exchange):
             self._number, caller = 0, signature.compiled_caller
         else:
             self._number, caller = history.number, signature.caller
-        self.adds_up = signature.message[0]
+        self.uses_sums = signature.message[0]
         # As batch_norm_stats takes them.
-        self.header = (checksum(caller, self._number, 0) & ALL_BITS, 0) if self.adds_up else (caller, self._number)
+        self.header = (checksum(caller, self._number, 0) & ALL_BITS, 0) if self.uses_sums else (caller, self._number)
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> tuple[Any, ...]:
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> Received:
         """Returns the rows of all ranks, in a large group their sum, and what the op needs to compare the ranks.
 
         As :meth:`sum` does. :meth:`check` goes after the op.
@@ -62,11 +62,11 @@ class RankExchange(Exchange):
             RuntimeError: the ranks make different calls, or the collective failed.
         """
         if counter is not None and self._number:  # must be equal on all ranks too; compared on the device
-            ops.count_in(counter, row, self.adds_up)
-        if self.adds_up:
+            ops.count_in(counter, row, self.uses_sums)
+        if self.uses_sums:
             return self.sum(row, self._signature)
         rows, record = self._send(self.communicator.all_gather, row, self._signature), self._record
-        return (rows,) if record is None else (rows, 1, record.tensor)
+        return Received(rows, 1, None if record is None else record.tensor)
 
     def fingerprint(self, signature: CallSignature | None = None) -> int:
         """Returns the fingerprint that goes with the sums of the backward pass, or of another call that follows."""
@@ -75,7 +75,7 @@ class RankExchange(Exchange):
             return checksum(signature.compiled_caller, 0, 0) & self._exact_bits
         return checksum(signature.caller, self._history.number, self._number) & self._exact_bits
 
-    def sum(self, sums: Tensor, signature: CallSignature | None = None) -> tuple[Any, ...]:
+    def sum(self, sums: Tensor, signature: CallSignature | None = None) -> Received:
         """Returns the sums of all ranks, and of their words, and what an op needs to check these.
 
         Number of ranks, record of faults, and what to note there. :meth:`check` goes after the op.
@@ -83,10 +83,10 @@ class RankExchange(Exchange):
         signature, record, size = signature or self._signature.backward, self._record, self.communicator.size
         sums = self._send(self.communicator.all_reduce, sums, signature)
         if record is None:
-            return sums, size
-        if record.is_on_cpu:  # needs no number: it is looked at at once
-            return sums, size, record.tensor
-        return sums, size, record.tensor, record.number_of_sums(signature, self._history.calls)
+            return Received(sums, size)
+        # On CPU the record is read right after the op, and needs no number.
+        number = 0 if record.is_on_cpu else record.number_of_sums(signature, self._history.calls)
+        return Received(sums, size, record.tensor, number)
 
     def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
         """Raises RuntimeError if an op on CPU has found that the ranks differ, in ``rows`` or else in sums."""
@@ -152,7 +152,7 @@ class RankExchange(Exchange):
         if is_expected or type(packed) is not Tensor or not can_probe(device):
             return
         if history.device is None:  # the first message in the group
-            for see in at_first_message:
+            for see in first_message_hooks:
                 see(history, self.communicator)
         history.probes += 1
         probe = Probe(expected, signature.caller, history.number, self.communicator, device)

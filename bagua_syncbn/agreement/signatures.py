@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..communicators.c10d import is_large
 from ..groups import Communicator
-from ..names import kind_of, name_of
+from ..names import kind_of, name_of, origin_of
 from ..options import Options
+from ..step.call import Call
 from ..torch_internals.autograd import as_number, untraced
 
 # Values that all ranks have in common in a call: number of channels, whether it is in float64, what becomes of the
@@ -63,18 +64,18 @@ def exact_bits(ranks: int) -> int:
     return ((1 << bits) - 1) * (1 + 2**12 + 2**24)
 
 
-def shared_options(layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers) -> SharedOptions:
-    """Returns what a call of ``layer`` with ``input`` has in common on all ranks. Their activations may differ."""
-    moves = "untracked" if buffers.running_mean is None else "moves"
-    tracking = moves if buffers.accumulator is None else "accumulates"
+def shared_options(call: Call, options: Options) -> SharedOptions:
+    """Returns the options of ``call`` that all ranks share. Their activations may differ."""
+    moves = "untracked" if call.buffers.running_mean is None else "moves"
+    tracking = moves if call.accumulate is None else "accumulates"
     eps, momentum, *others, _ = options
     # The forward of a layer's class may give each batch another weight, where the layer averages over all of them.
-    if getattr(layer, "momentum", 0) is None:
+    if getattr(call.layer, "momentum", 0) is None:
         momentum = None
-    channels = input.size(1)
+    channels = call.input.size(1)
     if torch.compiler.is_compiling():
         channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
-    return channels, input.dtype == torch.float64, tracking, eps, momentum, *others
+    return channels, call.input.dtype == torch.float64, tracking, eps, momentum, *others
 
 
 @untraced
@@ -123,20 +124,16 @@ _texts: dict[tuple[int, int], str] = {}
 
 
 def signature_of(
-    layer: nn.Module | None,
-    input: Tensor,
-    options: Options,
-    buffers: ops.Buffers,
-    communicator: Communicator,
-    number_of: Callable[[object, str], int],
+    call: Call, options: Options, communicator: Communicator, number_of: Callable[[object, str], int]
 ) -> CallSignature:
     """Returns the signature of a forward call. ``number_of`` numbers models and layers of one kind."""
-    name, model = getattr(layer, "_origin", None) or (None, None)
+    layer, input = call.layer, call.input
+    name, model = origin_of(layer) or (None, None)
     kind = kind_of(layer)
     number = 0 if layer is None else number_of(model or layer, kind)
-    shared, adds_up = shared_options(layer, input, options, buffers), adds_up_stats(input, communicator)
-    call = number, None if model is None else kind, name, type(layer), shared, adds_up
-    signature = _signatures.get(call)
+    shared, adds_up = shared_options(call, options), uses_sums(input, communicator)
+    key = number, None if model is None else kind, name, type(layer), shared, adds_up
+    signature = _signatures.get(key)
     if signature is None:
         if len(_signatures) == _MOST_SIGNATURES:  # options that change with every step
             _signatures.clear()
@@ -154,11 +151,11 @@ def signature_of(
         signature.backward = derivative.backward = backward
         signature.derivative = backward.derivative = derivative
         _texts.update((one.key, one.text) for one in (signature, backward, derivative))
-        _signatures[call] = signature
+        _signatures[key] = signature
     return signature
 
 
-def adds_up_stats(input: Tensor, communicator: Communicator) -> bool:
+def uses_sums(input: Tensor, communicator: Communicator) -> bool:
     """Whether the statistics of a call are added up and not gathered; the same on all ranks, compiled or not.
 
     That takes a dtype which is wider than theirs.

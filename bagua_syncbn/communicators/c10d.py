@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..groups import DESTROYED
+from ..registry import Registry
 from ..torch_internals import groups as torch_groups
 
 IS_AVAILABLE = dist.is_available()
@@ -150,9 +151,8 @@ def _end(work: Any, group: Any, packed: Tensor) -> None:
         work.wait()  # a wait with a time limit would be the host's
 
 
-# Ways for the messages of a group beside its own collectives, set by others. Each returns a communicator of the group,
-# or None if it does not serve it; all ranks of the group call it together.
-WAYS: list[Callable[[Any], TorchCommunicator | None]] = []
+transports: Registry[Callable[[Any], TorchCommunicator | None]] = Registry()
+"""Each returns a communicator for a group, or None if it does not serve the group. All ranks call them together."""
 
 # For each group a lock, and the communicator once it is made.
 _made: WeakKeyDictionary[Any, tuple[Lock, list[TorchCommunicator]]] = WeakKeyDictionary()
@@ -165,7 +165,9 @@ def communicator_of(group: Any) -> TorchCommunicator:
         lock, made = _made.setdefault(group, (Lock(), []))
     with lock:
         if not made:
-            made.append(next(filter(None, (way(group) for way in WAYS)), None) or TorchCommunicator(group))
+            made.append(
+                next(filter(None, (transport(group) for transport in transports)), None) or TorchCommunicator(group)
+            )
     return made[0]
 
 

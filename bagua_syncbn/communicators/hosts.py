@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals.groups import device_of, is_gloo_on_cpu, make_group, timeout_of
-from .c10d import WAYS, AsyncCollective, TorchCommunicator, is_alive, leave_through
+from .c10d import AsyncCollective, TorchCommunicator, is_alive, leave_through, transports
 from .jobs import host_name
 from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_problem, first_use, log_way, share
 
@@ -96,6 +96,7 @@ class HostsCommunicator(SharedCommunicator):
         return self._begun[-1]
 
 
+@transports.register  # after shared.py, which serves groups on one host
 def _communicator_of(group: Any) -> HostsCommunicator | None:
     """Returns the communicator of ``group``, which its ranks make together; None where they use its collectives.
 
@@ -124,9 +125,6 @@ def _communicator_of(group: Any) -> HostsCommunicator | None:
             finalize(group, _end, ref(carriers)).atexit = False  # type: ignore[misc]  # the job ends all groups
     log_way(group, f"shared memory on each of {len(hosts)} hosts, collectives between them")
     return HostsCommunicator(group, segment, hosts, carriers)
-
-
-WAYS.append(_communicator_of)  # after that of shared.py, which serves groups whose ranks all share memory
 
 
 def _end(held: ref[Any]) -> None:

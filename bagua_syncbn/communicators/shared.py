@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..groups import DESTROYED, text_of_ranks
 from ..torch_internals.groups import backend_and_store, is_gloo_on_cpu, prefix_store, timeout_of
-from .c10d import WAYS, AsyncCollective, TorchCommunicator, leave, leave_through
+from .c10d import AsyncCollective, TorchCommunicator, leave, leave_through, transports
 from .jobs import MeetingError, leave_meeting, meet
 
 _log = logging.getLogger("bagua_syncbn")
@@ -163,6 +163,7 @@ def problem() -> str:
     return "" if hasattr(native_library(), "exchange") else "no native library, or not on Linux"
 
 
+@transports.register
 def _communicator_of(group: Any) -> SharedCommunicator | None:
     """Returns a communicator of ``group`` if all its ranks share memory; they make it together.
 
@@ -176,9 +177,6 @@ def _communicator_of(group: Any) -> SharedCommunicator | None:
         reason, segment = _agree(group)
     log_way(group, f"collectives: {reason}" if reason else "shared memory")
     return None if segment is None else SharedCommunicator(group, segment)
-
-
-WAYS.append(_communicator_of)
 
 
 def log_way(group: Any, way: str) -> None:

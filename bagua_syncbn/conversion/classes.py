@@ -12,7 +12,6 @@ from ..sync_batchnorm import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    state_to_travel,
 )
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
@@ -112,13 +111,10 @@ def _rebased(cls: type, base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
-    reduced: Any = super(SyncBatchNorm, layer).__reduce_ex__(protocol)
-    state = reduced[2]
-    if isinstance(state, dict):
-        state = state_to_travel(state)  # for a __getstate__ of the layer's own class that does not call ours
+    reduced: Any = SyncBatchNorm.__reduce_ex__(layer, protocol)
     cls = type(layer)
     made_from = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
-    return _new_layer, made_from, state, *reduced[3:]
+    return _new_layer, made_from, *reduced[2:]
 
 
 def _new_layer(cls: type[nn.Module], target: type[SyncBatchNorm] | None = None) -> SyncBatchNorm:

@@ -9,14 +9,15 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..checks import check_flag
 from ..communicators.torch_engine import group_before
-from ..extras.freezing import is_frozen
 from ..groups import EVERYONE, GroupSpec, spec_of
+from ..layer_state import LayerState
 from ..models import Filter, check_module
 from ..names import ConvertedModel, Origin, name_of
 from ..ops.activations import Activation
@@ -155,7 +156,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     with _restored_on_error(changed):
         for layer, cls in changed.items():
             groups = vars(layer).get("groups_before", {})
-            for name in ("_group_spec", "_known", "_attached", "groups_before", "_origin"):
+            for name in ("_sync_state", "groups_before"):
                 vars(layer).pop(name, None)
             for name, held in groups.items():
                 vars(layer)[name] = group_before(held) if isinstance(held, GroupSpec) else held
@@ -173,7 +174,7 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fuse
     The activation ``fused`` goes back to its place. Options that the layer's class sets are not checked, because the
     same class names ``cls`` as its ``local_class``.
     """
-    if is_frozen(layer):
+    if layer._sync_state.frozen is not None:
         where = name_of(layer)
         raise ValueError(f"module: expected layers that are not frozen, got {where}; call unfreeze_statistics first")
     for name, default, undone in (("fused_activation", None, fused), ("eps_mode", "plus", None)):
@@ -205,12 +206,12 @@ def _name_layers(module: nn.Module) -> None:
     """Gives each synchronized layer its name in ``module`` and the model's identity, by which ranks know the layer."""
     name = type(module).__name__
     layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}
-    before = {layer._origin.model for layer in layers.values() if layer._origin is not None}
+    before = {layer._sync_state.origin.model for layer in layers.values() if layer._sync_state.origin is not None}
     model = before.pop() if len(before) == 1 else None
     if model is None or model.name != name:  # a model that is converted again keeps its object
         model = ConvertedModel(name)
     for name, layer in layers.items():
-        layer._origin = Origin(name, model)
+        layer._sync_state.origin = Origin(name, model)
 
 
 def _take_group(layer: nn.Module) -> None:
@@ -223,12 +224,18 @@ def _take_group(layer: nn.Module) -> None:
         held = spec_of(held)
     for name in groups:
         del vars(layer)[name]
-    vars(layer).update(groups_before=dict.fromkeys(groups, held), _group_spec=held)
+    vars(layer).update(groups_before=dict.fromkeys(groups, held), _sync_state=LayerState(held))
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    """Returns a copy of the attributes of ``layer``, its record included."""
+    state: LayerState | None = vars(layer).get("_sync_state")
+    return vars(layer) | ({} if state is None else {"_sync_state": replace(state)})
 
 
 @contextmanager
 def _restored_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
-    before = [(layer, type(layer), dict(vars(layer))) for layer in layers]
+    before = [(layer, type(layer), _attributes(layer)) for layer in layers]
     try:
         yield
     except BaseException:

@@ -22,7 +22,7 @@ from .. import ops
 from ..extras.accumulation import accumulation_of
 from ..extras.checkpointing import is_repetition
 from ..extras.masks import is_masked
-from ..groups import LOCAL
+from ..groups import ALONE
 from ..step.call import Call, this_thread
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
@@ -91,7 +91,7 @@ class _Observer:
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         output = go(call)
-        if call.layer is not None and call.layer.training:
+        if call.synchronizes:
             self.layer.note_synchronization()
         return output
 
@@ -101,13 +101,13 @@ def _told_by_parts(layer: ObservedSyncBatchNorm) -> Iterator[None]:
     """Context in which the synchronized parts of ``layer`` tell it when they are called in training."""
     parts = [part for part in layer.modules() if isinstance(part, SyncBatchNorm) and part is not layer]
     for part in parts:
-        part._attached = (*part._attached, _Observer(layer))
+        part._sync_state.attachments = (*part._sync_state.attachments, _Observer(layer))
     try:
         yield
     finally:
         for part in parts:
-            part._attached = tuple(
-                one for one in part._attached if not (isinstance(one, _Observer) and one.layer is layer)
+            part._sync_state.attachments = tuple(
+                one for one in part._sync_state.attachments if not (isinstance(one, _Observer) and one.layer is layer)
             )
 
 
@@ -177,7 +177,7 @@ class _Redirect(TorchFunctionMode):
                     # The forward counts the batches itself, as torch's does before this call.
                     buffers = ops.Buffers(call.running_mean, call.running_var)
                     options = options_of(layer)._replace(eps=call.eps, momentum=call.momentum)
-                    group = layer._group_spec if call.training else LOCAL
+                    group = layer._sync_state.group if call.training else ALONE
                     tensors = call.input, call.weight, call.bias, None
                     return through_attachments(layer, Call(*tensors, buffers, options, call.training, group, layer))
             elif self.layer.training and call.training and not call.uses(list(self.layer.modules())[1:]):

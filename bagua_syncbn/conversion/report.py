@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..extras.freezing import is_frozen
 from ..models import Filter, is_data_parallel, is_left_out, modules_with_names
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
@@ -84,7 +83,7 @@ def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Returns for each layer notes on its activation, recomputed outputs and frozen statistics."""
     notes: dict[nn.Module, list[str]] = {}
     for name, part in model.named_modules():
-        if is_frozen(part):
+        if isinstance(part, SyncBatchNorm) and part._sync_state.frozen is not None:
             notes.setdefault(part, []).append("statistics frozen")
         if isinstance(part, FusedActivation):
             notes.setdefault(part.layer, []).append(f"computes {name_of(part.activation, name)}")

@@ -2,15 +2,13 @@
 
 from torch import Tensor
 
-from ..functional import FIRST_CALL_CHECKS
+from ..functional import first_call_checks
 from .comparison import check_kernels, check_kernels_on
 from .fallback import EXPERIMENTAL, cuda_kernels
 
 __all__ = ["EXPERIMENTAL", "check_kernels_on", "cuda_kernels"]
 
 
+@first_call_checks.register
 def _is_checked(input: Tensor) -> bool:
     return not input.is_cuda or check_kernels(input)
-
-
-FIRST_CALL_CHECKS.append(_is_checked)

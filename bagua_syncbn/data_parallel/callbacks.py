@@ -61,8 +61,8 @@ def _replicate(layer: SyncBatchNorm, ctx: CallbackContext, copy_id: int) -> None
             "ctx: expected a bagua_syncbn.data_parallel.CallbackContext, as execute_replication_callbacks makes it, "
             f"got {type(ctx).__module__}.{type(ctx).__name__}"
         )
-    others = (one for one in layer._attached if one is not refuse_alone and not isinstance(one, Replica))
-    layer._attached = (Replica(ctx.replicas, copy_id, ctx.layer), *others)
+    others = (one for one in layer._sync_state.attachments if one is not refuse_alone and not isinstance(one, Replica))
+    layer._sync_state.attachments = (Replica(ctx.replicas, copy_id, ctx.layer), *others)
 
 
 SyncBatchNorm.__data_parallel_replicate__ = _replicate  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import named
-from ..functional import known_of, moved_by
+from ..functional import checks_of
 from ..groups import LOCAL, GroupSpec, spec_of
 from ..step.call import Call, Normalization, Statistics, this_thread
 from ..step.derivatives import differentiable_batch_norm, gradients_of
@@ -24,7 +24,7 @@ from ..step.normalize import after, through_activation
 from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
-_ALONE, _EXCHANGE = spec_of(LOCAL), Exchange(LOCAL)
+_LOCAL_GROUP, _EXCHANGE = spec_of(LOCAL), Exchange(LOCAL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,9 @@ class Replica:
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         layer: Any = call.layer
-        if not layer.training or self.replicas.size == 1:
+        if not call.synchronizes or self.replicas.size == 1:
             return go(call)
-        spec: GroupSpec = call.process_group
+        spec: GroupSpec = call.group
         size = spec.communicator().size
         if size > 1:
             raise RuntimeError(
@@ -48,7 +48,7 @@ class Replica:
                 "bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process alone"
             )
         try:
-            options = known_of(call._replace(process_group=_ALONE)).options
+            options = checks_of(call._replace(group=_LOCAL_GROUP)).options
             if call.has_masks:
                 raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         except (TypeError, ValueError, RuntimeError) as error:
@@ -57,7 +57,7 @@ class Replica:
         records = torch.is_grad_enabled()
         tensors = [tensor if tensor is None or records else tensor.detach() for tensor in call[:4]]
         row = ops.batch_norm_stats(call.input.detach())
-        compute = partial(_normalize, by, moved_by(call))
+        compute = partial(_normalize, by, call)
         output: Any
         output, *statistics = self.replicas.meet(self.rank, self.layer, [*tensors, row], compute)
         if not records:
@@ -69,13 +69,17 @@ class Replica:
         return output  # type: ignore[no-any-return]
 
 
-def _normalize(by: Normalization, buffers: ops.Buffers, brought: Sequence[Any]) -> list[TensorSequence]:
-    """Returns output and statistics for each replica, on its device; moves ``buffers``.
+def _normalize(by: Normalization, call: Call, brought: Sequence[Any]) -> list[TensorSequence]:
+    """Returns output and statistics for each replica, on its device; updates the buffers of ``call``.
 
     ``brought`` has input, weight, bias, residual and row of each.
     """
     device = brought[0][0].device
-    merged = ops.merge_stats(torch.stack([row.to(device) for *_, row in brought]), buffers, by.options)
+    rows, buffers = torch.stack([row.to(device) for *_, row in brought]), call.tracked_buffers
+    if call.accumulate is not None:
+        call.accumulate(rows, 1, buffers, by.options)
+        buffers = ops.NO_BUFFERS
+    merged = ops.merge_stats(rows, buffers, by.options)
     statistics = [[value.to(input.device) for value in merged] for input, *_ in brought]
     tensors = [tensor for *own, _ in brought for tensor in own]
     # Replica 0 may run without gradients while another replica needs them.

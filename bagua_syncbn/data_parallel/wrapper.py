@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..sync_batchnorm import SyncBatchNorm
 from .callbacks import execute_replication_callbacks, first_error
 from .shared_device import DataParallel
 
@@ -51,20 +50,11 @@ class DataParallelWithCallback(DataParallel):
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         try:
-            outputs = super().parallel_apply(replicas, inputs, kwargs)
-            _keep_known(replicas[0], self.module)
-            return outputs
+            return super().parallel_apply(replicas, inputs, kwargs)
         except Exception as error:
             failure = first_error(replicas[0], error)
         # Raised after the handler, in which Python would set `error` as the context of `failure`.
         raise failure
-
-
-def _keep_known(replica: nn.Module, module: nn.Module) -> None:
-    """Has the layers of ``module``, and so the replicas of later passes, know what those of ``replica`` checked."""
-    for copy, layer in zip(replica.modules(), module.modules(), strict=False):
-        if isinstance(copy, SyncBatchNorm) and isinstance(layer, SyncBatchNorm):
-            vars(layer)["_known"] = copy._known
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:

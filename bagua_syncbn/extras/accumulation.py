@@ -13,7 +13,6 @@ from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.autograd import is_capturing
 from .accumulator import StatisticsAccumulator
-from .attaching import attached, replace_attached
 
 
 class Accumulation:
@@ -40,12 +39,12 @@ class Accumulation:
             )
         if error:
             raise named(RuntimeError(error), call.layer)
-        return go(call._replace(buffers=buffers._replace(accumulator=self.statistics)))
+        return go(call._replace(accumulate=self.statistics.take))
 
 
 def accumulation_of(layer: SyncBatchNorm) -> StatisticsAccumulator | None:
     """Returns what takes the statistics of ``layer`` within :func:`accumulate_statistics`; None outside of it."""
-    found = attached(layer, Accumulation)
+    found = layer._sync_state.attached(Accumulation)
     return None if found is None else found.statistics
 
 
@@ -88,7 +87,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
                 f"model: expected layers that do not accumulate yet, got {name!r} within another accumulate_statistics"
             )
     for layer in layers.values():
-        replace_attached(layer, Accumulation, Accumulation(layer))
+        layer._sync_state.attach(Accumulation, Accumulation(layer))
     try:
         yield
         accumulators = ((name, layer, accumulation_of(layer)) for name, layer in layers.items())
@@ -107,4 +106,4 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
                 accumulator.move()
     finally:
         for layer in layers.values():
-            replace_attached(layer, Accumulation, None)
+            layer._sync_state.attach(Accumulation, None)

@@ -29,7 +29,7 @@ class StatisticsAccumulator:
     def take(self, gathered: Tensor, ranks: int, buffers: Buffers, options: Options) -> None:
         """Adds one batch, and takes what :meth:`move` is to move, and how."""
         self.add(gathered, ranks)
-        self._buffers, self._options = Buffers(*buffers[:3]), options
+        self._buffers, self._options = buffers, options
 
     def add(self, gathered: Tensor, ranks: int = 1) -> None:
         """Adds what ``batch_norm_gather_stats`` takes for one batch: the rows of all ranks, or their sum."""
@@ -44,7 +44,7 @@ class StatisticsAccumulator:
 
     def buffers(self) -> list[Tensor]:
         """Returns the buffers that :meth:`move` is to move."""
-        return [buffer for buffer in self._buffers[:3] if buffer is not None]
+        return [buffer for buffer in self._buffers if buffer is not None]
 
     def move(self) -> None:
         """Updates the buffers once, by the statistics of all batches together, with the last batch's options."""

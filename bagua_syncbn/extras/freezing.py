@@ -9,9 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from ..layer_state import Frozen
 from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
 from ..names import name_of
-from ..sync_batchnorm import Frozen, SyncBatchNorm
+from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -87,15 +88,15 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
     If it raises, ``module`` is unchanged.
     """
     layers: list[Any] = [layer for layer in _layers_of(module, filter) if is_frozen(layer)]
-    with_parameters = [layer for layer in layers if layer._frozen.parameters]
+    with_parameters = [layer for layer in layers if layer._sync_state.frozen.parameters]
     if with_parameters:
         _check_that_parameters_can_change(module, with_parameters)
     holders = {part: holder for holder in module.modules() for part in holder.children()}
     for layer in layers:
-        frozen = layer._frozen
+        frozen = layer._sync_state.frozen
         for name in frozen.parameters:
             getattr(layer, name).requires_grad_()
-        del layer._frozen
+        layer._sync_state.frozen = None
         layer.training = holders[layer].training if layer in holders else frozen.training
     forget_compiled_code(module)
     return module
@@ -103,7 +104,7 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
 
 def is_frozen(module: nn.Module) -> bool:
     """Whether :func:`freeze_statistics` has frozen ``module``."""
-    return isinstance(module, SyncBatchNorm) and module._frozen is not None
+    return isinstance(module, SyncBatchNorm) and module._sync_state.frozen is not None
 
 
 def _layers_of(module: nn.Module, filter: Filter | None) -> dict[nn.Module, list[str]]:
@@ -145,12 +146,13 @@ def _check_that_parameters_can_change(module: nn.Module, layers: Iterable[nn.Mod
 
 
 def _freeze(layer: Any, parameters: bool) -> None:
-    if layer._frozen is None:
+    if layer._sync_state.frozen is None:
         training = layer.training
         layer.training = False
-        layer._frozen = Frozen(training)
+        layer._sync_state.frozen = Frozen(training)
     found = [name for name in ("weight", "bias") if getattr(layer, name) is not None] if parameters else []
     required = tuple(name for name in found if getattr(layer, name).requires_grad)
     for name in required:
         getattr(layer, name).requires_grad_(False)
-    layer._frozen = layer._frozen._replace(parameters=layer._frozen.parameters + required)
+    frozen = layer._sync_state.frozen
+    layer._sync_state.frozen = frozen._replace(parameters=frozen.parameters + required)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_is_dense, check_is_tensor, check_number, is_distributed
-from ..errors import tells_peers
+from ..errors import notifies_peers
 from ..groups import spec_of
 from ..masks import check_mask
 from .sums import sum_over_ranks
@@ -15,7 +15,7 @@ from .sums import sum_over_ranks
 _NAME = "mean_over_ranks"
 
 
-@tells_peers(lambda values=None, mask=None, process_group=None, **_: (process_group, _NAME))
+@notifies_peers(lambda values=None, mask=None, process_group=None, **_: (process_group, _NAME))
 def mean_over_ranks(
     values: Tensor,
     mask: Tensor | None = None,

@@ -14,7 +14,6 @@ from ..models import check_module
 from ..options import Masks
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
-from .attaching import attached, replace_attached
 
 MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
 
@@ -98,27 +97,29 @@ def masked(
         raise ValueError("rule: expected one with lengths, which says what they are in each layer; got None")
     check_is_tensor("mask" if lengths is None else "lengths", mask if lengths is None else lengths)
     given = _ModelMask(mask, lengths, rule, zero_masked)
-    before = {part: attached(part, _ModelMask) for part in model.modules() if isinstance(part, SyncBatchNorm)}
+    before = {
+        part: part._sync_state.attached(_ModelMask) for part in model.modules() if isinstance(part, SyncBatchNorm)
+    }
     if not before:
         warnings.warn(f"masked: found no synchronized layer in {type(model).__name__}", stacklevel=3)
     try:
         for layer in before:
-            replace_attached(layer, _ModelMask, given)
+            layer._sync_state.attach(_ModelMask, given)
         yield
     finally:
         for layer, outer in before.items():
-            replace_attached(layer, _ModelMask, outer)
+            layer._sync_state.attach(_ModelMask, outer)
 
 
 def is_masked(layer: SyncBatchNorm) -> bool:
     """Whether ``layer`` is in a model within :func:`masked`."""
-    return attached(layer, _ModelMask) is not None
+    return layer._sync_state.attached(_ModelMask) is not None
 
 
 def masks_of(layer: SyncBatchNorm, input: Tensor, options: Mapping[str, Any]) -> Masks:
     """Returns the masks of a call of ``layer`` with ``input`` and ``options``, its own or those of :func:`masked`."""
     mask, lengths = options.get("mask"), options.get("lengths")
-    given = attached(layer, _ModelMask)
+    given = layer._sync_state.attached(_ModelMask)
     if given is None or mask is not None or lengths is not None:
         return mask, lengths, False
     return given.for_input(input)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_number
-from ..errors import tells_peers
+from ..errors import notifies_peers
 from ..groups import spec_of
 from ..models import check_module
 from ..ops import Moments
@@ -23,7 +23,7 @@ from .sums import sum_over_ranks
 _NO_BATCH = 2.0**-600
 
 
-@tells_peers(lambda module=None, process_group=None, **_: (process_group, module))
+@notifies_peers(lambda module=None, process_group=None, **_: (process_group, module))
 def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
     r"""Merges the running statistics of all ranks, in one collective for the whole model.
 

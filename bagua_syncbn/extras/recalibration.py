@@ -12,7 +12,7 @@ from torch import nn
 from .. import ops
 from ..checks import named
 from ..dry_run import forward_of, observe_inputs
-from ..errors import tells_peers
+from ..errors import notifies_peers
 from ..groups import spec_of
 from ..masks import masking_of
 from ..models import check_module
@@ -26,7 +26,7 @@ from .sums import sum_over_ranks
 _NAME = "recalibrate_statistics"
 
 
-@tells_peers(lambda module=None, *_, process_group=None, **__: (process_group, module))
+@notifies_peers(lambda module=None, *_, process_group=None, **__: (process_group, module))
 def recalibrate_statistics(
     module: nn.Module,
     batches: Iterable[Any],

@@ -3,16 +3,16 @@
 from torch import Tensor
 
 from ..checks import is_distributed
-from ..functional import SPECIAL_INPUTS, batch_norm
+from ..functional import batch_norm, special_inputs
 from ..step.call import Call
 
 
-def _on_shards(call: Call) -> Tensor:
+@special_inputs.register
+def _on_shards(call: Call) -> Tensor | None:
     """Computes ``call`` on the shards of this rank."""
+    if not is_distributed(call.input):
+        return None
     from .shards import shards_of
 
     on_shards, whole = shards_of(call)
     return whole(batch_norm(on_shards))
-
-
-SPECIAL_INPUTS.append((is_distributed, _on_shards))

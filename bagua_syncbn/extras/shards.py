@@ -24,13 +24,13 @@ def shards_of(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
     """
     input, weight, bias, residual = call[:4]
     shards = _Shards(input)
-    mean, var, batches, accumulator = call.buffers
+    mean, var, batches = call.buffers
     mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
-    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches), accumulator)
+    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches))
     if call.has_masks:
         raise TypeError("mask, lengths: expected none with a DTensor input; call the layer with its to_local()")
     if call.training:
-        shards.check_group(call.process_group)
+        shards.check_group(call.group)
     own_input, own_residual = shards.own("input", input), shards.own("residual", residual)
     assert own_input is not None
     # Last, because they may communicate.

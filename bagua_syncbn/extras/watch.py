@@ -10,7 +10,7 @@ import threading
 import time
 from weakref import ref
 
-from ..agreement.history import CallHistory, at_first_message
+from ..agreement.history import CallHistory, first_message_hooks
 from ..communicators import TorchCommunicator
 from ..torch_internals.groups import timeout_of
 from ..torch_internals.nccl import nccl_id, nccl_progress
@@ -66,6 +66,7 @@ _changed = threading.Event()
 _thread: threading.Thread | None = None
 
 
+@first_message_hooks.register
 def watch(history: CallHistory, communicator: object) -> None:
     """Begins to watch the group of ``communicator``."""
     global _thread
@@ -76,9 +77,6 @@ def watch(history: CallHistory, communicator: object) -> None:
     if _thread is None or not _thread.is_alive():  # none yet, or none in a forked child
         _thread = threading.Thread(target=_look_on, name="bagua_syncbn watch", daemon=True)
         _thread.start()
-
-
-at_first_message.append(watch)
 
 
 def _look_on() -> None:

@@ -2,11 +2,11 @@
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .rules import NODE, RankGroup, Ranks, Rule, is_ranks, said_by, text_of_ranks
-from .spec import DESTROYED, ENGINES, EVERYONE, FORKED, Engine, GroupSpec, describe_kind, first_user, spec_of
+from .spec import ALONE, DESTROYED, EVERYONE, FORKED, Engine, GroupSpec, describe_kind, engines, first_user, spec_of
 
 __all__ = [
+    "ALONE",
     "DESTROYED",
-    "ENGINES",
     "EVERYONE",
     "FORKED",
     "LOCAL",
@@ -19,6 +19,7 @@ __all__ = [
     "Ranks",
     "Rule",
     "describe_kind",
+    "engines",
     "first_user",
     "is_ranks",
     "said_by",

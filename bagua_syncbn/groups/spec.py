@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
+from ..registry import Registry
 from ..torch_internals.autograd import untraced
 from .communicator import LOCAL, Communicator
 from .rules import NODE, RankGroup, Ranks, Rule, check_rule, described, ranks_by_rule, rule_of
@@ -44,8 +45,8 @@ class Engine(Protocol):
         """
 
 
-# Engines, set by others. The last one that runs a job has it.
-ENGINES: list[Engine] = []
+engines: Registry[Engine] = Registry()
+"""Engines in ascending priority: the last one with a running job serves it."""
 
 DESTROYED = (
     "process_group: expected a live group, got one that was destroyed; run forward and backward before "
@@ -60,7 +61,7 @@ FORKED = (
 
 def running() -> Engine | None:
     """Returns the engine that runs the job; None without a job."""
-    return next((engine for engine in reversed(ENGINES) if engine.default_group() is not None), None)
+    return next((engine for engine in reversed(engines) if engine.default_group() is not None), None)
 
 
 # Name of the layer or function that makes the first use of a group, for messages of ranks that wait there.
@@ -103,7 +104,7 @@ class GroupSpec:
             return self.given_communicator
         if torch.compiler.is_compiling():
             # The tracer must not see a group, since compiled code keeps alive whatever the tracer has seen.
-            for engine in ENGINES:
+            for engine in engines:
                 if engine.is_in_job():
                     self._make_untraced()
                     assert self._communicator is not None
@@ -119,7 +120,7 @@ class GroupSpec:
         if self.given_communicator is not None:
             return self.given_communicator
         job = None  # as running, without its call
-        for engine in ENGINES:
+        for engine in engines:
             job = engine.default_group() or job
         if job is None:
             return LOCAL
@@ -215,6 +216,8 @@ class GroupSpec:
 
 
 EVERYONE = GroupSpec()
+ALONE = GroupSpec(given_communicator=LOCAL)
+"""Group of calls in evaluation. A layer whose ``process_group`` is LOCAL has another object."""
 
 
 def spec_of(process_group: Any) -> GroupSpec:
@@ -229,7 +232,7 @@ def spec_of(process_group: Any) -> GroupSpec:
         return EVERYONE
     if isinstance(process_group, GroupSpec):
         return process_group
-    for engine in reversed(ENGINES):
+    for engine in reversed(engines):
         found = engine.given(process_group)
         if found is not None:
             return GroupSpec(*found)

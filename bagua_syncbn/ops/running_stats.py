@@ -4,7 +4,7 @@
 where ``eps`` replaces the variance, no gradient passes through it.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +14,12 @@ from ..options import Options
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
-class Accumulator(Protocol):
-    """Takes statistics in place of the buffers that they would move."""
-
-    def take(self, gathered: Tensor, ranks: int, buffers: "Buffers", options: Options) -> None:
-        """Takes what ``batch_norm_gather_stats`` takes: the rows of all ranks, or the sum of those of ``ranks``."""
-
-
 class Buffers(NamedTuple):
-    """The buffers that a call moves, and what takes the statistics in their place."""
+    """The buffers that a call updates."""
 
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
     num_batches_tracked: Tensor | None = None
-    accumulator: Accumulator | None = None
 
 
 NO_BUFFERS = Buffers()
@@ -37,11 +29,8 @@ def merge_stats(
     gathered: Tensor, buffers: Buffers, options: Options, ranks: int = 1, fault: Tensor | None = None, call: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``batch_norm_gather_stats``, with the arguments by which it compares the ranks, and adapts its result."""
-    running_mean, running_var, counter, accumulator = buffers
+    running_mean, running_var, counter = buffers
     eps = options.eps
-    if accumulator is not None:
-        accumulator.take(gathered, ranks, buffers, options)
-        return merge_stats(gathered, NO_BUFFERS, options, ranks, fault, call)
     if counter is not None and counter.dtype != torch.int64:  # as in a module that was cast, buffers included
         whole = counter.to(torch.int64)
         merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, ranks, fault, call)

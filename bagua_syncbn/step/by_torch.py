@@ -34,7 +34,7 @@ def suits_torch(call: Call, options: Options) -> bool:
     are off by several units in the last place.
     """
     input, buffers = call.input, call.buffers
-    if options.momentum is None or options[2:-1] != _DEFAULTS or buffers.accumulator is not None:
+    if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:
         return False
     if (options.activation is not None or call.residual is not None) and not _is_recorded(input):
         return False
@@ -66,7 +66,7 @@ class ByTorch(NamedTuple):
     masking: ops.Masking | None = None
 
     def normalize(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        options, (mean, var, batches, _), training, masking = self
+        options, (mean, var, batches), training, masking = self
         eps, momentum = options.eps, 0.0
         if training:
             assert options.momentum is not None
@@ -89,7 +89,7 @@ class ByTorch(NamedTuple):
 
     def again(self) -> ByTorch:
         """Returns the same with copies of the buffers, which the first run has moved."""
-        mean, var, *_ = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
+        mean, var = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
         return self._replace(buffers=ops.Buffers(mean, var))
 
 

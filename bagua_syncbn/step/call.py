@@ -10,11 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from .. import ops
+from ..groups import ALONE
 from ..options import NO_MASKS, GivenMasks, Options
 from .exchange import Exchange
 
 # Mean (C), inverse deviation (C) and number of values per channel, an int64 scalar, of all ranks together.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+# Called with the rows of all ranks or their sum, the number of ranks in the sum, the buffers and the options.
+Accumulate: TypeAlias = Callable[[Tensor, int, ops.Buffers, Options], None]
 
 
 class Call(NamedTuple):
@@ -27,9 +31,24 @@ class Call(NamedTuple):
     buffers: ops.Buffers
     options: Options
     training: bool
-    process_group: Any
+    """Whether batch statistics normalize the input."""
+    group: Any
+    """Ranks to compute the statistics over: a GroupSpec; :data:`ALONE` in evaluation."""
     layer: nn.Module | None
     masks: GivenMasks = NO_MASKS
+    accumulate: Accumulate | None = None
+    """Takes the statistics instead of the buffers."""
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether this is a call in training, over the ranks of a group. Everyone asks here, never the layer's mode."""
+        return self.group is not ALONE
+
+    @property
+    def tracked_buffers(self) -> ops.Buffers:
+        """Buffers that a call in training updates."""
+        # num_batches_tracked counts batches of running statistics: without them it stays.
+        return ops.NO_BUFFERS if self.buffers.running_mean is None else self.buffers
 
     @property
     def has_masks(self) -> bool:

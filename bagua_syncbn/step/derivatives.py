@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import tell_peers, tells_peers
+from ..errors import notifies_peers, notify_peers
 from ..options import Options
 from ..torch_internals.autograd import is_batched
 from .call import Normalization, Statistics, follow
@@ -126,7 +126,7 @@ class _Merged(torch.autograd.Function):
         ctx.by = inputs[1]
 
     @staticmethod
-    @tells_peers(_peers_of_merged)
+    @notifies_peers(_peers_of_merged)
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count = ctx.saved_tensors
         total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.by)
@@ -191,7 +191,7 @@ class _AllReduce(torch.autograd.Function):
         ctx.by = inputs[1]
 
     @staticmethod
-    @tells_peers(_peers_of_merged)
+    @notifies_peers(_peers_of_merged)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad_output, ctx.by), None
 
@@ -211,5 +211,5 @@ def _no_vmap(by: Normalization) -> RuntimeError:
         "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
     assert by.exchange is not None
-    tell_peers(by.exchange.communicator, by.layer, refusal)
+    notify_peers(by.exchange.communicator, by.layer, refusal)
     return refusal

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import ops
 from ..groups import Communicator
 from ..options import Options
+from ..registry import Registry
 from ..torch_internals.autograd import as_number
+
+if TYPE_CHECKING:
+    from .call import Call
+
+
+class Received(NamedTuple):
+    """The messages of all ranks, and the arguments with which the next op compares their headers."""
+
+    message: Tensor
+    """One row for each rank, or the sum over ranks."""
+    ranks: int = 1
+    """Number of ranks in a sum with headers."""
+    fault: Tensor | None = None
+    """Fault record that the op writes to if headers differ; see :mod:`bagua_syncbn.ops`."""
+    call: int = 0
+    """Number that the op writes to the record."""
 
 
 class Exchange:
-    """Messages of one call over the ranks of a communicator, which are trusted to make the same call.
+    """Messages of one call between the ranks of a communicator. This class trusts all ranks to make the same call.
 
     Args:
         communicator: the ranks.
@@ -25,8 +41,8 @@ class Exchange:
     # Caller and number of the call, which batch_norm_stats writes into the row.
     header: tuple[int | None, int] = (None, 0)
 
-    # Whether ranks send what adds up, as in large groups; the caller is then a fingerprint of both.
-    adds_up: bool = False
+    # True in large groups, where ranks send summable statistics. The caller is then a fingerprint of the whole header.
+    uses_sums: bool = False
 
     __slots__ = ("communicator", "is_traced")
 
@@ -34,48 +50,42 @@ class Exchange:
         self.communicator = communicator
         self.is_traced = is_traced
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> tuple[Any, ...]:
-        """Returns the rows of all ranks, or their sum, and the arguments by which ``merge_stats`` compares the ranks.
+    def gather(self, row: Tensor, counter: Tensor | None = None) -> Received:
+        """Returns the rows of all ranks, or their sum in a large group.
 
-        ``counter`` must be equal on all ranks too. :meth:`check` goes after the op.
+        ``counter`` must be equal on all ranks too. Call :meth:`check` after the op.
         """
-        return (self.communicator.all_gather(row),)
+        return Received(self.communicator.all_gather(row))
 
     def fingerprint(self) -> int | None:
         """Returns the number that ``batch_norm_backward_reduce`` writes into the sums."""
         return None
 
-    def sum(self, sums: Tensor) -> tuple[Any, ...]:
-        """Returns the sums of all ranks, and the arguments by which ``batch_norm_backward_elemt`` compares them.
-
-        :meth:`check` goes after the op.
-        """
-        return (self.communicator.all_reduce(sums),)
+    def sum(self, sums: Tensor) -> Received:
+        """Returns the sums of all ranks. Call :meth:`check` after the op."""
+        return Received(self.communicator.all_reduce(sums))
 
     def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
-        """Raises RuntimeError if the op before it has found that the ranks differ, in ``rows`` or else in sums."""
+        """Raises RuntimeError if the op before it found different headers, in ``rows`` or else in sums."""
 
     def total(self, values: Tensor) -> Tensor:
-        """Returns the sum over ranks of ``values`` (n): for derivatives of any order."""
+        """Returns the sum over ranks of ``values`` (n), for derivatives of any order."""
         return self.communicator.all_reduce(values)
 
 
-# Makers of exchanges that do more, set by others. Each takes what exchange_of does, and returns None for a call that it
-# does not serve.
-EXCHANGES: list[Callable[..., Callable[[], Exchange] | None]] = []
+exchange_makers: Registry[Callable[[Call, Options, Communicator], Callable[[], Exchange] | None]] = Registry()
+"""Functions with the signature of :func:`exchange_of`; each returns None for calls that it does not serve."""
 
 
-def exchange_of(
-    layer: nn.Module | None, input: Tensor, options: Options, buffers: ops.Buffers, communicator: Communicator
-) -> Callable[[], Exchange]:
-    """Returns what makes the exchange of a training call, and of each later one with the same facts."""
+def exchange_of(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
+    """Returns a function that makes the exchange of ``call``, and of later calls with the same cache key."""
     if communicator.size > 1:
-        for make in EXCHANGES:
-            found = make(layer, input, options, buffers, communicator)
+        for make in exchange_makers:
+            found = make(call, options, communicator)
             if found is not None:
                 return found
     is_traced = torch.compiler.is_compiling()
     if is_traced:
-        as_number(input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
+        as_number(call.input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
     exchange = Exchange(communicator, is_traced)
     return lambda: exchange

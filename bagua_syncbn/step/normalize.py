@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import raise_for_all
+from ..errors import handle_error
 from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, untraced, unwrapped
 from .call import Normalization, follow
 from .derivatives import differentiable_backward
@@ -100,10 +100,10 @@ class _Normalize(torch.autograd.Function):
                 # Elementwise factors alone, because zero sums would make NaN of infinite deviations.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
             elif needs[0]:
-                sums, *check = exchange.sum(sums)
+                sums, ranks, fault, number = exchange.sum(sums)
                 if by.options.eps_mode != "plus":
                     ops.clear_clamped(sums, invstd, by.options)
-                arguments = grad, input, weight, mean, invstd, sums, count, *check
+                arguments = grad, input, weight, mean, invstd, sums, count, ranks, fault, number
                 if masking is not None:
                     grad_input = elementwise.batch_norm_backward_elemt(*arguments, mask=masking.positions)
                 elif grad is grad_output or residual is not None:
@@ -113,7 +113,7 @@ class _Normalize(torch.autograd.Function):
                     ops.batch_norm_backward_elemt(*arguments, grad_input=grad)
                 exchange.check()
         except Exception as error:
-            raise_for_all(error, None if exchange is None else (exchange.communicator, by.layer))
+            handle_error(error, None if exchange is None else (exchange.communicator, by.layer))
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
         return grad_input, grad_weight, grad_bias, grad_residual, None

@@ -1,32 +1,37 @@
-"""Statistics of a call: this rank's, gathered from all ranks, merged. No part of autograd's graph."""
+"""Statistics of a call: computed on this rank, gathered from all ranks and merged. No part of the autograd graph."""
 
 from torch import Tensor
 
 from .. import ops
 from ..options import Options
-from .call import Statistics
+from .call import Call, Statistics
 from .exchange import Exchange
 
 
 def batch_statistics(
-    input: Tensor, exchange: Exchange, buffers: ops.Buffers, options: Options, mask: Tensor | None = None
+    input: Tensor, call: Call, exchange: Exchange, options: Options, mask: Tensor | None = None
 ) -> Statistics:
-    """Returns the statistics of the inputs of all ranks, and moves ``buffers`` by them.
+    """Returns the statistics of the inputs of all ranks, and updates the buffers of ``call``.
 
-    ``input`` takes part in no graph. ``mask`` says which of its positions count, as the ops take it.
+    ``input`` is the input of ``call``, outside of the autograd graph. ``mask`` selects the positions that count, in the
+    form that the ops take.
     """
-    if mask is None and not exchange.adds_up:
+    if mask is None and not exchange.uses_sums:
         row = ops.batch_norm_stats(input, *exchange.header)
     else:
-        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.adds_up)
+        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.uses_sums)
+    buffers = call.tracked_buffers
     # Averages over all batches need as many batches on all ranks.
     counter = buffers.num_batches_tracked if options.momentum is None else None
-    gathered, *compared = exchange.gather(row, counter)
+    rows, ranks, fault, number = exchange.gather(row, counter)
+    if call.accumulate is not None:
+        call.accumulate(rows, ranks, buffers, options)
+        buffers = ops.NO_BUFFERS
     if exchange.is_traced:
-        # Merged without the buffers, since a graph that repeats it in backward must not depend on changed buffers.
-        statistics = ops.merge_stats(gathered, ops.NO_BUFFERS, options, *compared[:1])
-        ops.merge_stats(gathered, buffers, options, *compared)
+        # Merged without the buffers, since a graph that recomputes it in backward must not depend on changed buffers.
+        statistics = ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)
+        ops.merge_stats(rows, buffers, options, ranks, fault, number)
     else:
-        statistics = ops.merge_stats(gathered, buffers, options, *compared)
-        exchange.check(gathered, counter)
+        statistics = ops.merge_stats(rows, buffers, options, ranks, fault, number)
+        exchange.check(rows, counter)
     return statistics

@@ -171,7 +171,7 @@ class Layers:
         """Describes how ``layer`` synchronizes."""
         finding = self._findings.get(layer)
         if isinstance(layer, SyncBatchNorm):
-            return f"it synchronizes with process_group={layer._group_spec!r}"
+            return f"it synchronizes with process_group={layer._sync_state.group!r}"
         if finding is None and not isinstance(layer, _BatchNorm):
             return (
                 "it is not converted; if it is batch normalization, call register_converter for its class, or "

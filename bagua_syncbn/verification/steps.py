@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import inf, isfinite
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..conversion import convert_sync_batchnorm
-from ..errors import tell_peers
+from ..errors import notify_peers
 from ..extras import loss as loss_over_ranks
 from ..groups import LOCAL, spec_of
 from ..sync_batchnorm import SyncBatchNorm
@@ -203,7 +204,7 @@ def notifying_peers(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
-                tell_peers(layer._group_spec, layer, error)
+                notify_peers(layer._sync_state.group, layer, error)
         raise
 
 
@@ -222,7 +223,8 @@ def copied_layer(layer: nn.Module) -> nn.Module:
     own = object.__new__(type(layer))
     nn.Module.__init__(own)
     vars(own).update((name, value) for name, value in vars(layer).items() if name not in vars(own))
-    vars(own).pop("_known", None)
+    if isinstance(layer, SyncBatchNorm):
+        vars(own)["_sync_state"] = replace(layer._sync_state, caches={})
     own.training = layer.training
     for tensors in ("_parameters", "_buffers"):
         vars(own)[tensors] = in_float64(vars(layer)[tensors], vars(layer)[tensors])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_group
 from bagua_syncbn.communicators import TorchCommunicator, jobs, torch_engine
-from bagua_syncbn.groups import ENGINES, LOCAL, RankGroup, spec_of
+from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
 from bagua_syncbn.groups.rules import check_rule
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
@@ -62,12 +62,12 @@ class Engine:
 @contextmanager
 def running():
     """Context in which an engine runs the job."""
-    engine, others = Engine(), ENGINES[:]
-    ENGINES.append(engine)
+    engine, others = Engine(), engines[:]
+    engines.append(engine)
     try:
         yield engine
     finally:
-        ENGINES[:] = others
+        engines[:] = others
 
 
 CASE = Case((2, 0, 3), (3, 4), torch.float64)
@@ -88,11 +88,11 @@ def test_calls_are_checked_once_in_each_job():
         layer, seen = SyncBatchNorm1d(4), []
         for _ in range(3):
             layer(torch.randn(3, 4)).backward(torch.randn(3, 4))
-            seen.append(vars(layer).get("_known"))
+            seen.append(layer._sync_state.caches.get(True))
         assert seen[1] is seen[2] is not None  # the first call may have made the group
         assert communicator_of() is engine.communicators[0, 1, 2]
         engine.whole = Group(*engine.whole.ranks)  # as in another job
-        assert layer._group_spec.made() is None
+        assert layer._sync_state.group.made() is None
     assert communicator_of() not in engine.communicators.values()  # torch runs the job again
 
 

@@ -117,7 +117,7 @@ def test_only_the_users_buffers_change(place):
     assert buffers["running_mean"].data_ptr() in pointers
     assert all(getattr(model.layer, name) is buffer for name, buffer in buffers.items())
     assert model.layer.num_batches_tracked == 1
-    assert model.layer._attached == ()
+    assert model.layer._sync_state.attachments == ()
 
 
 def test_same_bits_every_time():
@@ -164,9 +164,9 @@ def test_calls_are_checked_again_only_after_a_change():
     layer = SynchronizedBatchNorm1d(3)
     model, batch = parallel(layer, "cpu", 2), torch.randn(6, 3)
     model(batch)
-    known = layer._known
+    (cached,) = layer._sync_state.caches.values()
     model(batch)
-    assert layer._known is known is not None
+    assert list(layer._sync_state.caches.values()) == [cached]
     layer.eps = 0.5
     assert_close(model(batch), nn.BatchNorm1d(3, eps=0.5)(batch), "output")
     layer.momentum = "much"

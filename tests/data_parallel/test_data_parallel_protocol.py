@@ -77,7 +77,7 @@ def test_replicas_that_are_told_again_forget_the_replicas_of_before():
     layers = [SynchronizedBatchNorm1d(2) for _ in range(2)]
     for _ in range(2):
         execute_replication_callbacks(layers)
-    assert [len(layer._attached) for layer in layers] == [1, 1]
+    assert [len(layer._sync_state.attachments) for layer in layers] == [1, 1]
 
 
 class Threads(nn.DataParallel):
@@ -215,5 +215,5 @@ def test_copies_and_pickles_of_wrapped_models_compute_the_same():
     # A replica's layer too: it leaves the other replicas behind.
     with torch.no_grad():
         replica, _ = model.replicate(model.module, model.device_ids)
-    assert replica[0]._attached
-    assert copy.deepcopy(replica[0])._attached == ()
+    assert replica[0]._sync_state.attachments
+    assert copy.deepcopy(replica[0])._sync_state.attachments == ()

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from bagua_syncbn import ops
-from bagua_syncbn.errors import tell_peers
+from bagua_syncbn.errors import notify_peers
+from bagua_syncbn.layer_state import LayerState
 from bagua_syncbn.names import ConvertedModel, Origin
 from bagua_syncbn.options import Options
+from bagua_syncbn.step.call import Call
 from bagua_syncbn.step.exchange import exchange_of
 from tests.helpers.threads import run_threads
 
@@ -81,29 +83,31 @@ class Caller:
         model = ConvertedModel("Net")
         self.layers = {name: nn.Identity() for name in CHANNELS}
         for name, layer in self.layers.items():
-            layer._origin = Origin(name, model)
+            layer._sync_state = LayerState(origin=Origin(name, model))
 
     def make(self, number, call, of):
         """Makes a call, and checks the answer."""
         rank, size = self.communicator.rank, self.communicator.size
         if call == "!":
-            tell_peers(self.communicator, self.layers["a"], ValueError("its own"))
+            notify_peers(self.communicator, self.layers["a"], ValueError("its own"))
             return
         mean_of_all = sum(value(other, number) for other in range(size)) / size
         x = torch.full((2, CHANNELS[call.lower()]), value(rank, number))
         if call.islower():
-            exchange = exchange_of(self.layers[call], x, OPTIONS, ops.NO_BUFFERS, self.communicator)()
-            row = ops.batch_norm_stats(x, *exchange.header, None, exchange.adds_up)
-            rows, *compared = exchange.gather(row)
-            mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, *compared)
+            made = Call(x, None, None, None, ops.NO_BUFFERS, OPTIONS, True, None, self.layers[call])
+            exchange = exchange_of(made, OPTIONS, self.communicator)()
+            row = ops.batch_norm_stats(x, *exchange.header, None, exchange.uses_sums)
+            received = exchange.gather(row)
+            rows = received.message
+            mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, *received[1:])
             exchange.check(rows)
             torch.testing.assert_close(mean, torch.full_like(mean, mean_of_all))
             self.forwards[number] = exchange, mean, invstd, count
         else:
             exchange, mean, invstd, count = self.forwards[of]
             sums, *_ = ops.batch_norm_backward_reduce(x, x, mean, invstd, None, exchange.fingerprint())
-            sums, *compared = exchange.sum(sums)
-            ops.batch_norm_backward_elemt(x, x, None, mean, invstd, sums, count, *compared)
+            sums, *headers = exchange.sum(sums)
+            ops.batch_norm_backward_elemt(x, x, None, mean, invstd, sums, count, *headers)
             exchange.check()
             torch.testing.assert_close(sums[: x.size(1)], torch.full_like(mean, 2 * size * mean_of_all))
 

@@ -129,7 +129,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> lis
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     # Groups of threads have no time-out of torch's, at half of which a rank would say where it waits.
-    with patch("bagua_syncbn.agreement.protocol.at_first_message", []):
+    with patch("bagua_syncbn.agreement.protocol.first_message_hooks", []):
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -132,14 +132,14 @@ import bagua_syncbn
 from bagua_syncbn import errors, functional
 from bagua_syncbn.agreement import history
 from bagua_syncbn.communicators import c10d
-from bagua_syncbn.groups import ENGINES
+from bagua_syncbn.groups import engines
 from bagua_syncbn.step import exchange
 for attached in (
-    functional.FIRST_CALL_CHECKS, dict(functional.SPECIAL_INPUTS).values(), exchange.EXCHANGES, errors.at_error,
-    c10d.WAYS, history.at_first_message,
+    functional.first_call_checks, functional.special_inputs, exchange.exchange_makers, errors.error_handlers,
+    c10d.transports, history.first_message_hooks,
 ):
     print(*(one.__module__.removeprefix("bagua_syncbn.") for one in attached))
-print(*(engine.__name__.removeprefix("bagua_syncbn.") for engine in ENGINES))
+print(*(engine.__name__.removeprefix("bagua_syncbn.") for engine in engines))
 """
 
 

@@ -1,0 +1,14 @@
+"""Registries: the places where other modules add functions to the core."""
+
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class Registry(list[_T]):
+    """A list that modules add to when they are imported, in that order."""
+
+    def register(self, item: _T) -> _T:
+        """Adds ``item`` and returns it, so that it works as a decorator."""
+        self.append(item)
+        return item
