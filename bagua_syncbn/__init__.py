@@ -2,6 +2,7 @@
 
 from . import agreement as _agreement  # noqa: F401  # has the ranks of a group compared
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
+from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
 from .communicators import hosts as _hosts  # noqa: F401  # carries messages between ranks of few hosts
 from .communicators import shared as _shared  # noqa: F401  # carries messages between ranks of one host
 from .conversion import (
@@ -13,7 +14,6 @@ from .conversion import (
     register_converter,
     revert_sync_batchnorm,
 )
-from .extras import sharded as _sharded  # noqa: F401  # has calls with DTensors computed
 from .extras import watch as _watch  # noqa: F401  # looks at each group from its first message on
 from .extras.accumulation import accumulate_statistics
 from .extras.checkpointing import Repeatable

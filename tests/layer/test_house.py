@@ -16,7 +16,7 @@ PACKAGE = Path(bagua_syncbn.__file__).parent
 # Folders and files that attach to the core from outside.
 OUTSIDE = (
     *("agreement", "communicators", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib"),
-    *("dry_run", "vacancy", "with_bagua", "models", "sync_group"),
+    *("dry_run", "sharded", "vacancy", "with_bagua", "models", "sync_group"),
 )
 # All of these but torch's engine, which a layer needs to train over two ranks.
 HIDDEN = (
@@ -147,7 +147,7 @@ def test_an_import_attaches_all_that_works_without_being_called():
     attached = subprocess.run([sys.executable, "-c", ATTACHED], capture_output=True, text=True, check=True).stdout
     assert attached.splitlines() == [
         "cuda",
-        "extras.sharded",
+        "sharded",
         "agreement.exchanges",
         "agreement.errors",
         "communicators.shared communicators.hosts",

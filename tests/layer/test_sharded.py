@@ -29,7 +29,7 @@ class Sharded:
 
     mesh: tuple[int, ...]
     placements: tuple
-    group: str | None = None  # "local", or names of a dimension of the mesh; None for all ranks
+    group: str | None = None  # "local", or names of a dimension of the input's mesh; None for all ranks
     parameters: tuple | None = None  # placements of parameters; None for those that each rank has
     buffers: tuple | None = None
     case: Case = CASE
@@ -171,21 +171,21 @@ def test_sharded_input_that_has_no_right_result_is_refused_by_name():
     mask, layer = torch.ones(4, 1, 4, dtype=torch.bool), SyncBatchNorm(3)
     of_rows = SyncBatchNorm(3, process_group=mesh["sp"])
     calls = {
-        "process_group: expected ranks [0, 1, 2, 3] of the mesh": lambda: of_rows(both),
+        "process_group: expected ranks [0, 1, 2, 3] of the input's mesh": lambda: of_rows(both),
         "are sharded, got ranks [0, 1, 2, 3]": lambda: layer(distribute_tensor(tensor, mesh, [N, R])),
-        "process_group: expected a group whose ranks": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
-        "running_mean: expected a DTensor with an input that is sharded over channels": lambda: layer(channels),
-        "residual: expected a DTensor placed as input": lambda: layer(both, rows),
+        "process_group: expected a group with known ranks": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
+        "running_mean: expected a DTensor if channels of input are sharded": lambda: layer(channels),
+        "residual: expected a DTensor of placements": lambda: layer(both, rows),
         "residual: expected a tensor of this rank, as input is": lambda: layer(tensor, rows),
-        "weight: expected a DTensor on the mesh of input": lambda: sync_batch_norm(rows, None, None, vector),
+        "weight: expected a DTensor on the input's mesh": lambda: sync_batch_norm(rows, None, None, vector),
         "weight: expected a tensor of this rank, as input is": lambda: sync_batch_norm(tensor, None, None, vector),
         "running_var: expected a DTensor of placements": lambda: sync_batch_norm(both, vector, wrong),
-        "mask, lengths: expected none with a DTensor input": lambda: layer(both, mask=mask),
+        "mask, lengths: expected None with a DTensor input": lambda: layer(both, mask=mask),
         "input: expected at least 2 dimensions": lambda: layer(vector),
     }
     for message, call in calls.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             call()
-    with masked(layer, mask), pytest.raises(TypeError, match="mask, lengths: expected none"):
+    with masked(layer, mask), pytest.raises(TypeError, match="mask, lengths: expected None"):
         layer(both)
     assert layer.num_batches_tracked == layer.running_mean.abs().sum() == 0

@@ -1,0 +1,142 @@
+"""DTensor input: a call computes on this rank's shards, with the statistics of the whole tensor.
+
+torch.distributed.tensor takes a second to import. It is never imported here: a DTensor exists only after that import.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .checks import check_dimensions, is_distributed
+from .functional import batch_norm, special_inputs
+from .groups import spec_of
+from .step.call import Call
+
+if TYPE_CHECKING:
+    import torch.distributed.tensor
+    from torch.distributed.tensor import DTensor, Placement
+
+
+@special_inputs.register
+def _on_shards(call: Call) -> Tensor | None:
+    """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. None for other inputs.
+
+    Raises:
+        TypeError: a tensor is not placed as required, the input is a partial sum, or there is a mask.
+        ValueError: the ranks of the group do not hold each value of a channel exactly once; this rank is not in the
+            mesh of the input.
+    """
+    input, weight, bias, residual, (mean, var, batches) = call[:5]
+    if not is_distributed(input):
+        return None
+    shards = _Shards(input)
+    mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
+    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches))
+    if call.has_masks:
+        raise TypeError("mask, lengths: expected None with a DTensor input, got a mask; call the layer with to_local()")
+    if call.training:
+        shards.check_group(call.group)
+    if residual is not None:
+        residual = shards.local("residual", residual, shards.placements)
+    # Parameters come last, because redistributing them may communicate.
+    weight, bias = shards.parameter("weight", weight), shards.parameter("bias", bias)
+    return shards.whole(batch_norm(call._replace(
+        input=shards.input.to_local(), weight=weight, bias=bias, residual=residual, buffers=buffers
+    )))  # fmt: skip
+
+
+class _Shards:
+    """Placements of a DTensor input (N, C, \\*) and the matching placements of other tensors."""
+
+    def __init__(self, input: Any) -> None:
+        check_dimensions(input)
+        tensor = torch.distributed.tensor
+        self.input: DTensor = input
+        self.mesh, self.placements = input.device_mesh, input.placements
+        dims = [_sharded_dim(placement, input.dim()) for placement in self.placements]
+        self._synchronizes = [dim is not None and dim != 1 for dim in dims]  # for each dimension of the mesh
+        self._has_all_channels = 1 not in dims
+        self._per_channel = tuple(tensor.Shard(0) if dim == 1 else tensor.Replicate() for dim in dims)
+
+    def check_group(self, process_group: Any) -> None:
+        """Raises ValueError unless the ranks of ``process_group`` hold each value of the channels once."""
+        mesh, coordinate = self.mesh, self.mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"input: expected a DTensor on a mesh with this rank, got mesh {mesh}")
+        chosen = [slice(None) if synced else at for synced, at in zip(self._synchronizes, coordinate, strict=True)]
+        expected = sorted(mesh.mesh[tuple(chosen)].flatten().tolist())
+        members = spec_of(process_group).members()
+        if members is None:
+            raise ValueError(
+                "process_group: expected a group with known ranks (e.g. a mesh) with a DTensor input, got "
+                f"{process_group!r}"
+            )
+        got = sorted(set(members).intersection(mesh.mesh.flatten().tolist()))
+        if got != expected:
+            raise ValueError(
+                f"process_group: expected ranks {expected} of the input's mesh, over which samples and positions are "
+                f"sharded, got ranks {got}; input is a DTensor of placements {self.placements} on {mesh}"
+            )
+
+    def local(self, name: str, tensor: Any, placements: tuple[Placement, ...]) -> Any:
+        """Returns the shard of ``tensor``; raises TypeError unless it is a DTensor with these ``placements``."""
+        if not is_distributed(tensor) or tensor.device_mesh != self.mesh or tensor.placements != placements:
+            raise TypeError(
+                f"{name}: expected a DTensor of placements {placements} on the input's mesh, got {_described(tensor)}"
+            )
+        return tensor.to_local()
+
+    def buffer(self, name: str, tensor: Any) -> Any:
+        """Returns the elements of ``tensor`` for this rank's channels, or the scalar, to be written in place."""
+        if tensor is None or not is_distributed(tensor):
+            return self._plain(name, tensor)
+        with torch.no_grad():
+            replicated = (torch.distributed.tensor.Replicate(),) * len(self.placements)
+            return self.local(name, tensor, self._per_channel if tensor.dim() else replicated)
+
+    def parameter(self, name: str, tensor: Any) -> Any:
+        """Returns the elements of ``tensor`` for this rank's channels, from any placement on the mesh.
+
+        The gradient of a DTensor is the gradient for the whole input, placed like the DTensor.
+        """
+        if tensor is None or not is_distributed(tensor):
+            return self._plain(name, tensor)
+        if tensor.device_mesh != self.mesh:
+            raise TypeError(f"{name}: expected a DTensor on the input's mesh, {self.mesh}, got {_described(tensor)}")
+        shares = [
+            torch.distributed.tensor.Partial() if synchronizes else placement
+            for synchronizes, placement in zip(self._synchronizes, self._per_channel, strict=True)
+        ]
+        return tensor.redistribute(placements=self._per_channel).to_local(grad_placements=shares)
+
+    def whole(self, output: Tensor) -> Tensor:
+        """Returns the DTensor, placed like the input, whose shard on this rank is ``output``."""
+        shape, stride = self.input.shape, self.input.stride()
+        stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+        return torch.distributed.tensor.DTensor.from_local(
+            output, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def _plain(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and tensor.dim() and not self._has_all_channels:
+            raise TypeError(f"{name}: expected a DTensor if channels of input are sharded, got {_described(tensor)}")
+        return tensor
+
+
+def _sharded_dim(placement: Placement, dims: int) -> int | None:
+    """Returns which of ``dims`` dimensions is sharded; None if the tensor is replicated."""
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise TypeError(f"input: expected a DTensor that is sharded or replicated, got {placement}; redistribute it")
+    return int(placement.dim) % dims  # type: ignore[attr-defined]  # Shard and _StridedShard have it
+
+
+def _described(tensor: Any) -> str:
+    if is_distributed(tensor):
+        return f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
+    return type(tensor).__name__
