@@ -66,7 +66,7 @@ INSTALLS = {
     "python": Install("folder", "python", force("python")),
     "editable-python": Install("folder", "python", force("python"), editable=True),
     "no-compiler": Install("folder", "python", NO_COMPILER, lacks="compiler"),
-    "no-torch": Install("sdist", "python", lacks="torch"),
+    "no-torch": Install("sdist", "python", {"PATH": os.defpath}, lacks="torch"),
 }
 
 
@@ -131,14 +131,19 @@ def check(install: Install, directory: Path) -> None:
     build = info["build"]
     assert build == install.build or (install.build is None and build != "python"), info
     kernels = "reference" if build == "python" else "native"
-    printed = train(python, outside, kernels, f"was built without {install.lacks}" if install.lacks else "")
+    printed = train(
+        python,
+        outside,
+        kernels,
+        f"was built without native kernels, because setup.py found no {install.lacks}" if install.lacks else "",
+    )
     assert ("cuda" in printed.splitlines()[-1]) == (build == "cuda"), printed
     if install.editable:
         train(python, sources, kernels)
     else:
         train(python, sources, "reference", "was imported from its sources")
     if install.lacks:
-        command = re.search("build them in the checkout: pip install (.*)", printed)[1]
+        command = re.search("build them in a checkout: pip install (.*)", printed)[1]
         run([*pip, "--no-build-isolation", *command.split()], sources, **force("cpu"))
         train(python, outside, "native")
 

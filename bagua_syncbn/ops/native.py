@@ -42,19 +42,21 @@ def _load() -> tuple[str, bool]:
 
 
 def _warn_without_library(folder: Path) -> None:
-    """Warns that plain torch computes, unless setup.py was told to build no library, or cannot build one here."""
+    """Warns that plain torch computes, except where that was asked for or where no library can be built."""
     record = folder / "build_info.json"
     if not record.exists():  # nothing was built here
-        message = f"was imported from its sources in {folder}, which hold no native kernels"
-        cure = "Leave that folder to use what pip installed, or build them there: pip install -e ."
+        message = f"was imported from its sources in {folder}, which contain no native kernels"
+        remedy = "Leave that folder to use the installed package, or build the kernels there: pip install -e ."
     else:
-        lacks = json.loads(record.read_text()).get("build_lacks", [])
-        if not lacks or "Linux" in lacks:
+        reason = json.loads(record.read_text())["build_reason"]
+        if not reason.startswith("no ") or "Linux" in reason:
             return
-        message = f"was built without {' and '.join(lacks)}, hence without native kernels"
-        cure = f"With {' and '.join(lacks)} installed, build them in the checkout: pip install -e ."
+        message = f"was built without native kernels, because setup.py found {reason}"
+        remedy = "Once these are installed, build them in a checkout: pip install -e ."
     warnings.warn(
-        f"bagua_syncbn {message}: computing in plain torch, several times slower. {cure}", RuntimeWarning, stacklevel=3
+        f"bagua_syncbn {message}: computing in plain torch, several times slower. {remedy}",
+        RuntimeWarning,
+        stacklevel=3,
     )
 
 

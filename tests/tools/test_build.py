@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bagua_syncbn.ops import native
 
@@ -27,21 +28,21 @@ def checkout(tmp_path):
     return tmp_path
 
 
-# setuptools and sysconfig learn about the real platform before it changes. `site`, if given, is where torch lies.
-ON_PLATFORM = """
+# setuptools and sysconfig must see the real platform before it changes. None hides torch as pip does.
+SETUP = """
 import runpy, setuptools, sys, sysconfig
 sysconfig.get_config_vars()
-get_path = sysconfig.get_path
-_, sys.platform, site, *sys.argv = sys.argv
-sysconfig.get_path = lambda name, *rest: site if site and name.endswith("lib") else get_path(name, *rest)
+_, sys.platform, sys.executable, isolated, *sys.argv = sys.argv
+if isolated:
+    sys.modules["torch"] = None
 runpy.run_path("setup.py")
 """
 
 
-def decide(checkout, platform=sys.platform, site="", **environment):
-    """Builds all but the library; returns the exit status, the output and what was recorded."""
+def decide(checkout, platform=sys.platform, python=sys.executable, isolated="", **environment):
+    """Builds everything but the library; returns the exit status, the output and what was recorded."""
     result = subprocess.run(
-        [sys.executable, "-c", ON_PLATFORM, platform, str(site), "setup.py", "build_py", "--build-lib", "lib"],
+        [sys.executable, "-c", SETUP, platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib"],
         cwd=checkout,
         env={key: value for key, value in os.environ.items() if key not in ("CXX", "NVCC")} | environment,
         capture_output=True,
@@ -56,9 +57,19 @@ def decide(checkout, platform=sys.platform, site="", **environment):
 
 
 def write_tool(path, script):
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+    return str(path)
+
+
+def write_torch(folder, version="2.13.0", cuda="13.0", hip=None):
+    """Writes as much of torch as setup.py reads; returns what makes Python import it."""
+    torch = folder / "site" / "torch"
+    torch.mkdir(parents=True)
+    torch.joinpath("__init__.py").touch()
+    torch.joinpath("version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\nhip = {hip!r}\n")
+    return {"PYTHONPATH": str(torch.parent)}
 
 
 NO_NVCC = {"NVCC": "no-such-nvcc", "CUDA_HOME": "/nowhere"}
@@ -73,29 +84,54 @@ def test_a_build_with_all_tools_records_what_it_was_made_with(checkout):
     assert info["build_compiler"]
 
 
-@pytest.mark.parametrize(("environment", "build", "reason", "lacks"), [
-    ({"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}, "python", "found without compiler", ["compiler"]),
-    (NO_NVCC, "cpu", "found without nvcc", ["nvcc"]),
-    ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python", []),
+@pytest.mark.parametrize(("environment", "build", "reason"), [
+    ({"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}, "python", "no compiler"),
+    (NO_NVCC, "cpu", "no nvcc 12.4 or later"),
+    ({"BAGUA_SYNCBN_BUILD": "python"}, "python", "BAGUA_SYNCBN_BUILD=python"),
 ], ids=str)  # fmt: skip
-def test_missing_tools_decide_what_is_built(checkout, environment, build, reason, lacks):
-    status, _, info = decide(checkout, **environment)
+def test_missing_tools_decide_what_is_built(checkout, tmp_path, environment, build, reason):
+    status, _, info = decide(checkout, **write_torch(tmp_path), **environment)
     assert status == 0
-    assert (info["build"], info["build_reason"], info["build_lacks"]) == (build, reason, lacks)
+    assert (info["build"], info["build_reason"]) == (build, reason)
     assert (info["build_compiler"] is None) == (build == "python")
 
 
-@pytest.mark.parametrize(("hip", "build"), [("None", "cuda"), ("'6.4.43482'", "cpu")])
-def test_cuda_kernels_are_not_built_against_a_torch_for_rocm(checkout, tmp_path, hip, build):
-    torch, tools = tmp_path / "site" / "torch", {"NVCC": str(tmp_path / "bin" / "nvcc")}
-    torch.joinpath("include").mkdir(parents=True)
-    torch.joinpath("version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = None\nhip: str = {hip}\n")
-    write_tool(tmp_path / "bin" / "nvcc", "echo release 12.4")
-    status, _, info = decide(checkout, site=torch.parent, **tools)
-    assert (status, info["build"], info["build_torch"]) == (0, build, "2.13.0")
-    status, output, _ = decide(checkout, site=torch.parent, BAGUA_SYNCBN_BUILD="cuda", **tools)
-    assert (status == 0) == (build == "cuda")
-    assert ("expected to find CUDA, since torch is built for ROCm" in output) == (build == "cpu")
+@pytest.mark.parametrize("place", ["the interpreter", "PATH", ".venv"])
+def test_an_isolated_build_finds_torch(checkout, tmp_path, place):
+    """pip isolates with variables. uv does with another interpreter, and PATH or the checkout has the environment's."""
+    status, _, info = decide(checkout, isolated="yes", python="/nowhere/python", PATH="/nowhere")
+    assert (status, info["build_reason"]) == (0, "no torch 2.10 or later and no compiler")
+    if place == "the interpreter":
+        assert decide(checkout, isolated="yes")[2]["build_torch"] == torch.__version__
+        return
+    write_torch(tmp_path, "2.11.0")
+    folder = checkout / ".venv" / "bin" if place == ".venv" else tmp_path / "bin"
+    write_tool(folder / "python", f"echo {tmp_path}/site/torch/__init__.py")
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    assert decide(checkout, isolated="yes", python="/nowhere/python", PATH=path)[2]["build_torch"] == "2.11.0"
+
+
+@pytest.mark.parametrize(("torch", "nvcc", "environment", "problem"), [
+    ({}, "12.4", {}, None),
+    ({}, "12.3", {}, "nvcc 12.4 or later (found 12.3)"),
+    ({"version": "2.9.1"}, "13.0", {}, "torch 2.10 or later (found 2.9)"),
+    ({"cuda": None}, "13.0", {"BAGUA_SYNCBN_CUDA_ARCHS": "native"}, "torch for CUDA and no GPU"),
+    ({"cuda": None}, "13.0", {"BAGUA_SYNCBN_CUDA_ARCHS": "all"}, None),
+    ({"cuda": None}, "13.0", {"BAGUA_SYNCBN_BUILD": "cuda"}, None),
+    ({"cuda": None, "hip": "6.4"}, "13.0", {"BAGUA_SYNCBN_CUDA_ARCHS": "all"}, "torch for CUDA"),
+    ({"cuda": None, "hip": "6.4"}, "13.0", {"BAGUA_SYNCBN_BUILD": "cuda"}, "torch for CUDA"),
+], ids=str)  # fmt: skip
+def test_cuda_kernels_need_an_nvcc_and_a_torch_that_suit_them(checkout, tmp_path, torch, nvcc, environment, problem):
+    """A CPU build of torch only does to build kernels for another machine, one for ROCm never."""
+    tools = {"NVCC": write_tool(tmp_path / "bin" / "nvcc", f"echo release {nvcc}, V{nvcc}.99")} | environment
+    status, output, info = decide(checkout, **tools, **write_torch(tmp_path, **torch))
+    if "BAGUA_SYNCBN_BUILD" in environment and problem:
+        assert status != 0
+        assert f"BAGUA_SYNCBN_BUILD=cuda needs {problem}" in output
+    elif problem:
+        assert (info["build"], info["build_reason"]) == ("python" if "2.9" in problem else "cpu", f"no {problem}")
+    else:
+        assert info["build"] == "cuda"
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
@@ -105,16 +141,16 @@ def test_elsewhere_than_on_linux_compilers_are_left_alone(checkout, tmp_path, pl
     tools = {"CXX": str(tmp_path / "bin" / "g++")}
     status, _, info = decide(checkout, platform, **tools)
     assert status == 0
-    assert (info["build"], info["build_reason"]) == ("python", "found without Linux")
+    assert (info["build"], info["build_reason"]) == ("python", "no Linux")
     status, output, _ = decide(checkout, platform, **tools, BAGUA_SYNCBN_BUILD="cpu")
     assert status != 0
-    assert "BAGUA_SYNCBN_BUILD=cpu: expected to find Linux, got none" in output
+    assert "BAGUA_SYNCBN_BUILD=cpu needs Linux" in output
     assert not touched.exists()
 
 
 @pytest.mark.parametrize(("environment", "message"), [
-    ({"BAGUA_SYNCBN_BUILD": "cpu", "CXX": "no-such-compiler"}, "BAGUA_SYNCBN_BUILD=cpu: expected to find compiler"),
-    ({"BAGUA_SYNCBN_BUILD": "cuda", **NO_NVCC}, "expected to find nvcc"),
+    ({"BAGUA_SYNCBN_BUILD": "cpu", "CXX": "no-such-compiler"}, "BAGUA_SYNCBN_BUILD=cpu needs compiler"),
+    ({"BAGUA_SYNCBN_BUILD": "cuda", **NO_NVCC}, "BAGUA_SYNCBN_BUILD=cuda needs nvcc 12.4 or later"),
     ({"BAGUA_SYNCBN_BUILD": "gpu"}, "BAGUA_SYNCBN_BUILD: expected one of python, cpu, cuda, got 'gpu'"),
 ])  # fmt: skip
 def test_a_forced_build_names_the_missing_tools(checkout, environment, message):
@@ -133,37 +169,90 @@ def test_a_launcher_before_the_compiler(checkout, tmp_path):
     assert decide(checkout, CXX=f"{launcher} g++ -m64", BAGUA_SYNCBN_BUILD="cpu")[2] == expected != {}
     status, output, _ = decide(checkout, CXX=f"{launcher} no-such-compiler", BAGUA_SYNCBN_BUILD="cpu")
     assert status != 0
-    assert "expected to find compiler" in output
+    assert "BAGUA_SYNCBN_BUILD=cpu needs compiler" in output
+
+
+@pytest.fixture
+def cuda_tools(tmp_path):
+    """An nvcc that knows some GPUs, and a torch for CUDA."""
+    known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_120 || echo release 12.8'
+    return write_torch(tmp_path) | {"NVCC": write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)}
 
 
 @pytest.mark.parametrize(("seen", "chosen", "archs"), [
-    ("echo no devices were found; exit 9", None, ["80", "90"]),
-    ("echo 9.0; echo 8.9; echo 12.0; echo 9.0", None, ["89", "90"]),
-    ("echo 12.0", None, ["80", "90"]),
-    ("echo 8.9", "all", ["80", "90"]),
+    ("echo no devices were found; exit 9", "", ["80", "90", "120"]),
+    ("echo 9.0; echo 8.9; echo 10.0; echo 9.0", "", ["89", "90"]),
+    ("echo 10.0", "", ["80", "90", "120"]),
+    ("echo 8.9", "all", ["80", "90", "120"]),
     ("echo 8.9", "native", ["89"]),
     ("exit 9", "native", None),
     ("echo 8.9", "70;120", ["70", "120"]),
 ])  # fmt: skip
-def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(checkout, tmp_path, seen, chosen, archs):
-    known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_90a || echo release 12.4'
-    write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)
+def test_machine_code_is_for_the_cards_of_this_machine_that_nvcc_knows(
+    checkout, tmp_path, cuda_tools, seen, chosen, archs
+):
     write_tool(tmp_path / "bin" / "nvidia-smi", seen)
-    tools = {"CUDA_HOME": str(tmp_path / "cuda"), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    _, output, info = decide(checkout, **tools, BAGUA_SYNCBN_CUDA_ARCHS=chosen or "")
+    cuda_tools["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    _, output, info = decide(checkout, **cuda_tools, BAGUA_SYNCBN_CUDA_ARCHS=chosen)
     if archs is None:
-        assert (info["build"], info["build_reason"]) == ("cpu", "found without a card")
+        assert (info["build"], info["build_reason"]) == ("cpu", "no GPU")
     else:
         assert info["build_cuda_archs"] == archs
         assert f"for compute capability {', '.join(archs)} and PTX for later ones" in output.splitlines()[0]
+
+
+@pytest.mark.parametrize(("ours", "torchs", "archs"), [
+    ("8.9", "", ["89"]),
+    ("sm_90 compute_80", "", ["80", "90"]),
+    ("120,80", "9.0", ["80", "120"]),
+    ("90;", "", ["90"]),
+    ("90a;9.0;12.0f", "", ["90", "90a", "120f"]),
+    ("", "7.0 8.0;9.0a+PTX", ["70", "80", "90a"]),
+    ("all", "8.0", ["80", "90", "120"]),
+    ("foo", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*such as 80;90, .*70, 80, 89, 90, 120[)], got foo"),
+    ("80;75", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*, got 75"),
+    ("9", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*, got 9"),
+    ("", "Hopper", "TORCH_CUDA_ARCH_LIST: expected .*, got hopper"),
+])  # fmt: skip
+def test_architectures_are_accepted_as_people_write_them_and_others_refused(checkout, cuda_tools, ours, torchs, archs):
+    cuda_tools |= {"BAGUA_SYNCBN_CUDA_ARCHS": ours, "TORCH_CUDA_ARCH_LIST": torchs}
+    status, output, info = decide(checkout, **cuda_tools)
+    if isinstance(archs, list):
+        assert info["build_cuda_archs"] == archs
+    else:
+        assert status != 0
+        assert re.search(archs, output)
+        assert decide(checkout, **cuda_tools, BAGUA_SYNCBN_BUILD="cpu")[0] == 0  # which has no use for them
+
+
+@pytest.mark.parametrize(("archs", "ptx"), [("80;90a", "90"), ("70;80", "80"), ("120", "90")])
+def test_later_cards_get_ptx_that_they_can_compile(checkout, tmp_path, cuda_tools, archs, ptx):
+    log = tmp_path / "log"
+    nvcc = Path(cuda_tools["NVCC"])
+    nvcc.write_text(nvcc.read_text().replace("|| echo", f'|| echo "$@" | tee -a {log}; echo'))
+    environment = {"CXX": "echo", "BAGUA_SYNCBN_CUDA_ARCHS": archs, "BAGUA_SYNCBN_BUILD": "cuda"}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "lib", "--build-temp", "temp"]
+    subprocess.run(command, cwd=checkout, env=os.environ | cuda_tools | environment, check=True)
+    assert set(re.findall(r"code=compute_(\w+)", log.read_text())) == {ptx}
 
 
 @pytest.mark.parametrize("free_threaded", [False, True])
 def test_only_a_python_with_the_gil_has_the_stable_abi(checkout, tmp_path, free_threaded):
     log = tmp_path / "log"
     write_tool(tmp_path / "bin" / "g++", f'echo "$@" | tee -a {log}; for target; do :; done; touch -- "$target"')
-    code = ON_PLATFORM.replace("get_config_vars()", f"get_config_vars()['Py_GIL_DISABLED'] = {int(free_threaded)}", 1)
-    command = [sys.executable, "-c", code, sys.platform, "", "setup.py", "build_ext", "--build-lib", "lib"]
+    code = SETUP.replace("get_config_vars()", f"get_config_vars()['Py_GIL_DISABLED'] = {int(free_threaded)}", 1)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        sys.platform,
+        sys.executable,
+        "",
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        "lib",
+    ]
     environment = os.environ | {"CXX": str(tmp_path / "bin" / "g++"), "BAGUA_SYNCBN_BUILD": "cpu"}
     subprocess.run(command, cwd=checkout, env=environment, check=True)
     (library,) = checkout.rglob("_C.*so")
@@ -186,16 +275,16 @@ def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_on
     assert json.loads((package / "build_info.json").read_text())["build"] == "python"
 
 
-@pytest.mark.parametrize(("recorded", "warning"), [
+@pytest.mark.parametrize(("reason", "warning"), [
     (None, "imported from its sources in .*pip install -e [.]$"),
-    ({"build": "python", "build_lacks": ["torch"]}, "built without torch, .*With torch installed, .*install -e [.]$"),
-    ({"build": "python", "build_lacks": ["compiler"]}, "built without compiler, .*With compiler installed, "),
-    ({"build": "python", "build_lacks": []}, None),  # as asked for
-    ({"build": "python", "build_lacks": ["Linux"]}, None),  # nothing helps
+    ("no torch 2.10 or later", "found no torch 2.10 or later: .*build them in a checkout: pip install -e [.]$"),
+    ("no compiler", "setup.py found no compiler: "),
+    ("BAGUA_SYNCBN_BUILD=python", None),
+    ("no Linux", None),  # nothing helps
 ], ids=str)  # fmt: skip
-def test_an_import_without_kernels_says_what_mends_it(tmp_path, recwarn, recorded, warning):
-    if recorded:
-        tmp_path.joinpath("build_info.json").write_text(json.dumps(recorded))
+def test_an_import_without_kernels_says_what_mends_it(tmp_path, recwarn, reason, warning):
+    if reason:
+        tmp_path.joinpath("build_info.json").write_text(json.dumps({"build": "python", "build_reason": reason}))
     native._warn_without_library(tmp_path)
     messages = [str(each.message) for each in recwarn if each.category is RuntimeWarning]
     assert len(messages) == bool(warning)
