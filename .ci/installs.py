@@ -56,6 +56,7 @@ def force(build: str) -> dict[str, str]:
     return FAST_BUILD | {"BAGUA_SYNCBN_BUILD": build}
 
 
+NO_KERNELS = "was built without native kernels, because setup.py found no "
 HAS_NVCC = bool(shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists())
 INSTALLS = {
     "wheel": Install("wheel", None),
@@ -135,7 +136,7 @@ def check(install: Install, directory: Path) -> None:
         python,
         outside,
         kernels,
-        f"was built without native kernels, because setup.py found no {install.lacks}" if install.lacks else "",
+        NO_KERNELS + install.lacks if install.lacks else "",
     )
     assert ("cuda" in printed.splitlines()[-1]) == (build == "cuda"), printed
     if install.editable:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..ops import DTYPES, accumulate_dtype, raise_torchs, reduced_dims, reference
 from ..torch_internals.autograd import is_capturing, is_transforming, outside_of_modes
 from .exercise import Exercise
-from .fallback import cuda_kernels, cuda_problem, serves, turn_off
+from .fallback import cuda_kernels, cuda_problem, may_be_native, turn_off
 
 # By how much results may differ that are computed in an accumulate dtype, relative to the largest of a channel.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -34,7 +34,7 @@ def check_kernels(input: Tensor) -> bool:
     if type(input) is not Tensor or is_transforming():
         return False
     if is_capturing():
-        if not serves(input.device.index):  # the kernels of torch need no comparison
+        if not may_be_native(input.device.index):  # the kernels of torch need no comparison
             return False
         raise RuntimeError(
             f"input: expected a call with {input.dtype} on {input.device} before a graph is captured, because the "

@@ -1,10 +1,11 @@
-"""Which kernels compute CUDA tensors: the native ones, else ATen's, else plain torch.
+"""Selects the kernels for CUDA tensors: native ones, else ATen's, else plain torch.
 
-The native library asks once for each device whether its kernels run there. Where they do not, or ``comparison.py``
-found them wrong, it calls the op of this name in ``torch.ops.bagua_syncbn_fallback``, which warns once and computes by
-ATen's kernels. Where the library has no CUDA kernels, ``torch.ops.bagua_syncbn`` itself computes by ATen's.
+The native library checks once per device whether its kernels run there. If not, or if ``comparison.py`` found an error,
+the library calls the op of the same name in ``torch.ops.bagua_syncbn_fallback``, which uses ATen's kernels. In a
+library without CUDA kernels ``torch.ops.bagua_syncbn`` uses them directly.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -22,94 +23,100 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 EXPERIMENTAL = (
-    "experimental: never run on a GPU, compared with plain torch at first use; BAGUA_SYNCBN_KERNELS=aten takes ATen's"
+    "experimental: never run on a GPU, compared with plain torch at first use; BAGUA_SYNCBN_KERNELS=aten uses ATen's"
+)
+NO_CUDA_KERNELS = (
+    "this installation has no CUDA kernels. Build them with nvcc 12.4 or later: BAGUA_SYNCBN_BUILD=cuda pip install . "
+    "in a checkout. BAGUA_SYNCBN_KERNELS=aten keeps ATen's without this warning"
 )
 
 _HAS_NATIVE = KERNELS.endswith("cuda")
 _RUNS, _OLD_DRIVER, _NO_IMAGE, _TURNED_OFF = range(4)
-# The first driver for each major version of CUDA.
-_DRIVERS = {11: 450, 12: 525, 13: 580}
+_FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by major version of CUDA
 
 _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
-_warned: set[int | None] = set()
-_turned_off: dict[int, str] = {}  # devices where the native kernels were found wrong, and how
+_turned_off: dict[int, str] = {}  # by device: the error found in its native kernels
+_warned: set[int | None] = set()  # devices; None stands for all if there are no native kernels
 
 
 def cuda_kernels(device: int) -> str:
-    """Says which kernels compute on the CUDA device ``device``, and why."""
+    """Returns a description of the active kernels on a CUDA device, with the reason."""
     problem = cuda_problem(device)
     if problem is None:
         return f"native, {EXPERIMENTAL}"
     return f"{'plain torch' if WANTED == 'reference' else 'ATen'}, because {problem}"
 
 
-def serves(device: int | None) -> bool:
-    """Whether native kernels may compute on the CUDA device ``device``: as far as known without asking the driver."""
+def may_be_native(device: int | None) -> bool:
+    """Returns whether native kernels may run on a CUDA device, as far as known without asking the driver."""
     return _HAS_NATIVE and (device or 0) not in _turned_off
 
 
 def turn_off(device: int, problem: str) -> None:
-    """Has ATen's kernels compute on the CUDA device ``device`` from now on, because of ``problem``."""
+    """Replaces the native kernels on a CUDA device by ATen's."""
     _turned_off[device] = problem
     import_module("bagua_syncbn._C").turn_off_cuda(device)
 
 
 def cuda_problem(device: int) -> str | None:
-    """Says why native kernels do not compute on the CUDA device ``device``, and what helps; None if they do."""
+    """Returns why native kernels do not run on a CUDA device, and what to do; None if they run."""
     if device in _turned_off:
         return _turned_off[device]
     if _HAS_NATIVE:
         return describe(*import_module("bagua_syncbn._C").cuda_support(device))
-    return "this installation has no CUDA kernels" if WANTED == "native" else f"BAGUA_SYNCBN_KERNELS is {WANTED!r}"
+    return NO_CUDA_KERNELS if WANTED == "native" else f"BAGUA_SYNCBN_KERNELS is {WANTED!r}"
 
 
 def describe(support: int, runtime: int, driver: int) -> str | None:
-    """The sentence for what ``_C.cuda_support`` gives; versions are 1000 * major + 10 * minor."""
+    """Returns the sentence for a result of ``_C.cuda_support``; versions are 1000 * major + 10 * minor."""
     if support == _RUNS:
         return None
     built = f"the CUDA kernels of this installation were built with CUDA {_version(runtime)}"
     build = "BAGUA_SYNCBN_BUILD=cuda pip install . in a checkout"
     if support == _OLD_DRIVER:
         major = runtime // 1000
-        first = f" ({_DRIVERS[major]} or later)" if major in _DRIVERS else ""
+        first = f" ({_FIRST_DRIVERS[major]} or later)" if major in _FIRST_DRIVERS else ""
         return (
-            f"{built}, which needs an NVIDIA driver for CUDA {major}{first}; the one here is for CUDA "
-            f"{_version(driver)}. Update it, or build with a toolkit for it: CUDA_HOME=/path/to/toolkit {build}"
+            f"{built}, which needs an NVIDIA driver for CUDA {major}{first}; this machine's is for CUDA "
+            f"{_version(driver)}. Update it, or build with an older toolkit: CUDA_HOME=/path/to/toolkit {build}"
         )
-    return (
-        f"{built} for other cards. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS=<compute capability, as in 89> {build}"
-    )
+    return f"{built} for other GPUs. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS=<compute capability, e.g. 89> {build}"
 
 
 def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _called_natively(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``kernel`` with a warning before its first call on each device, and whose errors are kept."""
+def _warn_once(device: torch.device) -> None:
+    index = device.index if _HAS_NATIVE else None
+    if index in _warned:
+        return
+    _warned.add(index)
+    can_be_built = sys.platform == "linux" and torch.version.hip is None
+    if WANTED == "native" and (_HAS_NATIVE or can_be_built):
+        problem = cuda_problem(device.index or 0)
+        warnings.warn(f"bagua_syncbn uses ATen's kernels on {device}: {problem}", RuntimeWarning, stacklevel=3)
+
+
+def _as_op(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``kernel`` with a warning before its first call on a device. Its error is stored for Python callers."""
 
     @wraps(kernel)
-    def kernel_for_native(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        input = args[0]
-        assert isinstance(input, torch.Tensor)
-        if WANTED == "native" and input.device.index not in _warned:
-            _warned.add(input.device.index)
-            problem = cuda_problem(input.device.index or 0)
-            warnings.warn(
-                f"bagua_syncbn has ATen's kernels compute on {input.device}: {problem}", RuntimeWarning, stacklevel=2
-            )
+    def op(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        assert isinstance(args[0], torch.Tensor)
+        _warn_once(args[0].device)
         try:
             return kernel(*args, **kwargs)
         except BaseException as error:
             this_thread.failure = error
             raise
 
-    return kernel_for_native
+    return op
 
 
 for _name, _schema in SCHEMAS.items():
+    _op = _as_op(getattr(aten, _name))
     _library.define(_schema)
-    _kernel = getattr(aten, _name)
-    _library.impl(_name, _called_natively(_kernel), "CompositeExplicitAutograd")
+    _library.impl(_name, _op, "CompositeExplicitAutograd")
     if WANTED != "reference" and not LIBRARY_HAS_CUDA:
-        implement(_name, _kernel, "CUDA")
+        implement(_name, _op, "CUDA")

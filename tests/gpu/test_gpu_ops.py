@@ -62,7 +62,7 @@ def test_a_device_whose_kernels_differ_is_served_by_torchs(tmp_path):
     command = [sys.executable, "-c", DISAGREE]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    said = "ATen's kernels compute on cuda:0: on .*, batch_norm_elemt for torch.float32 differs"
+    said = "uses ATen's kernels on cuda:0: on .*, batch_norm_elemt for torch.float32 differs"
     assert re.search(f"RuntimeWarning: .*{said}", run.stderr)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bagua_syncbn import ops
-from bagua_syncbn.cuda import aten
-from bagua_syncbn.ops import reference
+from bagua_syncbn.cuda import aten, fallback
+from bagua_syncbn.ops import native, reference
 from bagua_syncbn.ops.definition import SCHEMAS
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import Case, compare, run_ranks
@@ -60,6 +60,20 @@ def test_no_kernel_reads_beyond_tensors_of_the_wrong_size(called):
         with pytest.raises(RuntimeError):
             aten.batch_norm_backward_elemt(input, input, None, few, ones, ones.repeat(2), count)
     assert called == []
+
+
+@pytest.mark.skipif(native.LIBRARY_HAS_CUDA or native.WANTED != "native", reason="needs a library without CUDA kernels")
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_the_first_cuda_call_without_cuda_kernels_says_what_to_install(called, monkeypatch, recwarn, hip):
+    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    for _ in range(2):
+        torch.ops.bagua_syncbn.batch_norm_stats.default.redispatch(cuda, torch.randn(2, 3, 4))
+    assert called == 2 * ["batch_norm_update_stats"]
+    messages = [str(each.message) for each in recwarn]
+    assert len(messages) == (hip is None)  # with ROCm nothing can be built
+    assert all("no CUDA kernels. Build them with nvcc 12.4 or later: BAGUA_SYNCBN_BUILD=cuda" in m for m in messages)
 
 
 def run_by_aten(cases):

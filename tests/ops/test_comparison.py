@@ -142,7 +142,7 @@ def test_where_kernels_are_wrong_or_fail_atens_compute_and_say_so(kernels, monke
         comparison.check_kernels(torch.ones(2, 3))
     assert kernels == [0]
     assert f"ATen, because on H100, {said}" in caplog.text
-    with pytest.warns(RuntimeWarning, match=f"ATen's kernels compute on cpu: on H100, {said}"):
+    with pytest.warns(RuntimeWarning, match=f"uses ATen's kernels on cpu: on H100, {said}"):
         torch.ops.bagua_syncbn_fallback.batch_norm_stats(torch.ones(2, 3))
     comparison.check_kernels(torch.ones(2, 3, dtype=torch.float64))  # ATen's compute: there is nothing to compare
     assert kernels == [0]

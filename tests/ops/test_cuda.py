@@ -175,8 +175,8 @@ def test_an_op_launches_one_kernel_and_a_second_one_to_merge_parts_and_nothing_e
 
 
 @pytest.mark.parametrize(("support", "message"), [
-    (1, r"CUDA 13\.0, which needs an NVIDIA driver for CUDA 13 \(580 or later\); the one here is for CUDA 12\.8"),
-    (2, "CUDA 13.0 for other cards. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS"),
+    (1, r"CUDA 13\.0, which needs an NVIDIA driver for CUDA 13 \(580 or later\); this machine's is for CUDA 12\.8"),
+    (2, "CUDA 13.0 for other GPUs. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS"),
 ], ids=["old driver", "no machine code"])  # fmt: skip
 def test_where_the_kernels_do_not_run_atens_compute_and_say_so_once(emulated, library, monkeypatch, support, message):
     assert fallback.describe(0, 13000, 13010) is None
