@@ -1,4 +1,11 @@
-"""Synchronized batch normalization: the statistics of all ranks, under Bagua, torch.distributed or no job at all."""
+"""Batch normalization synchronized across the ranks of a job: torch.distributed, Bagua, or a single process."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "bagua_syncbn needs PyTorch 2.10 or later: pip install torch (see https://pytorch.org)", name=error.name
+    ) from None
 
 from . import agreement as _agreement  # noqa: F401  # has the ranks of a group compared
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use

@@ -1,4 +1,4 @@
-"""``python -m bagua_syncbn``: see :mod:`bagua_syncbn.info`; with ``verify``: :mod:`bagua_syncbn.verification`."""
+"""Runs :mod:`bagua_syncbn.info`, or :mod:`bagua_syncbn.verification` for ``python -m bagua_syncbn verify``."""
 
 import sys
 

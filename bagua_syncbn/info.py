@@ -1,4 +1,4 @@
-"""``python -m bagua_syncbn [--json]``: versions, kernels, devices and engines of this installation, for bug reports."""
+"""Prints versions, kernels, devices and engines of this installation, for bug reports."""
 
 import argparse
 import json
@@ -19,14 +19,11 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def collect_info() -> dict[str, Any]:
-    """Returns versions, kernels, devices and engines, as printed by ``python -m bagua_syncbn --json``.
-
-    With CUDA, native kernels are compared with plain torch on each device.
-    """
+    """Returns what ``python -m bagua_syncbn --json`` prints. Compares native CUDA kernels with plain torch first."""
     devices = range(torch.cuda.device_count())
     for index, dtype in product(devices, DTYPES):
         check_kernels_on(torch.device("cuda", index), dtype)
-    of_devices = [f"cuda:{index}: {cuda_kernels(index)}" for index in devices]
+    cuda = [f"cuda:{index}: {cuda_kernels(index)}" for index in devices]
     build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
     problem = shared.problem()
     return {
@@ -36,7 +33,7 @@ def collect_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "kernels": KERNELS,
-        "cuda_kernels": of_devices or [EXPERIMENTAL] * KERNELS.endswith("cuda"),
+        "cuda_kernels": cuda or [EXPERIMENTAL] * KERNELS.endswith("cuda"),
         **(json.loads(build_info.read_text()) if build_info.exists() else {}),
         "devices": ["cpu", *map(torch.cuda.get_device_name, devices)],
         "torch_distributed_backends": [
@@ -48,10 +45,15 @@ def collect_info() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bagua_syncbn", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bagua_syncbn",
+        description=__doc__,
+        epilog="python -m bagua_syncbn verify compares a training step on all ranks with one process: verify --help",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args().json
     info = collect_info()
-    if parser.parse_args().json:
+    if as_json:
         print(json.dumps(info, indent=2))
         return
     for key, value in info.items():

@@ -160,6 +160,8 @@ def problem() -> str:
     """Returns why this process cannot exchange through shared memory, whatever its group; "" where it can."""
     if _WANTED == "collectives":
         return "BAGUA_SYNCBN_EXCHANGE=collectives"
+    if os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference":
+        return "BAGUA_SYNCBN_KERNELS=reference, which loads no native library"
     return "" if hasattr(native_library(), "exchange") else "no native library, or not on Linux"
 
 

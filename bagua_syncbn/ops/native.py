@@ -26,6 +26,9 @@ _WORTHWHILE_INTERLEAVED = 2**22
 def _load() -> tuple[str, bool]:
     if WANTED not in ("native", "aten", "reference"):
         raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native", "aten" or "reference", got {WANTED!r}')
+    capability = os.environ.get("BAGUA_SYNCBN_CPU_CAPABILITY", "baseline")
+    if capability not in ("avx512", "avx2", "baseline"):
+        raise ImportError(f'BAGUA_SYNCBN_CPU_CAPABILITY: expected "avx512", "avx2" or "baseline", got {capability!r}')
     if WANTED == "reference":
         return "reference", False
     # Beside this package only: an editable installation of another checkout would answer for its library too. And not

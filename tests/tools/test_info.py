@@ -1,10 +1,11 @@
-"""The facts that an installation tells, and the weight of importing it."""
+"""What an installation reports about itself, and what importing it loads or refuses."""
 
 import json
 import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import bagua_syncbn
@@ -31,3 +32,34 @@ def test_import_is_light_and_the_program_prints_all(monkeypatch, capsys):
     heavy, text = done.stdout.split("\n", 1)
     assert heavy == "[]"
     assert all(key in text for key in told)
+
+
+def run(code, **environment):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_without_torch_importing_says_what_to_install():
+    done = run("import sys; sys.modules['torch'] = None; import bagua_syncbn")
+    assert "ModuleNotFoundError: bagua_syncbn needs PyTorch 2.10 or later: pip install torch" in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["KERNELS", "EXCHANGE", "CPU_CAPABILITY"])
+def test_an_environment_variable_with_an_unknown_value_is_refused(variable):
+    done = run("import bagua_syncbn", **{f"BAGUA_SYNCBN_{variable}": "sse9"})
+    assert f"ImportError: BAGUA_SYNCBN_{variable}: expected " in done.stderr
+    assert done.stderr.endswith(", got 'sse9'\n")
+
+
+def test_plain_torch_instead_of_the_library_explains_why_there_is_no_shared_memory(monkeypatch, capsys):
+    monkeypatch.setenv("BAGUA_SYNCBN_KERNELS", "reference")
+    monkeypatch.setattr(sys, "argv", ["info"])
+    info.main()
+    assert "collectives: BAGUA_SYNCBN_KERNELS=reference, which loads no native library" in capsys.readouterr().out
+
+
+def test_help_mentions_verify(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["info", "--help"])
+    with pytest.raises(SystemExit):
+        info.main()
+    assert "python -m bagua_syncbn verify" in capsys.readouterr().out
