@@ -180,7 +180,13 @@ print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+# The package index shows README.md, where relative links would lead nowhere.
+repository = re.search('Repository = "(.*)"', ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))[1]
+readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
+readme = re.sub(r"(!\[[^\]]*\])\((?!http)", rf"\1({repository}/raw/main/", readme)
 setup(
+    long_description=re.sub(r"\]\((?!http|#)", f"]({repository}/blob/main/", readme),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=LIMITED)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources and LIMITED else {},

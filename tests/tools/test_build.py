@@ -265,6 +265,18 @@ def test_a_python_without_the_gil_is_refused():
     assert "ImportError: bagua_syncbn: expected Python to run with the GIL" in done.stderr
 
 
+def test_the_package_index_gets_absolute_links(checkout):
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=checkout, check=True)
+    text = (checkout / "bagua_syncbn.egg-info" / "PKG-INFO").read_text()
+    url = re.search("Project-URL: Repository, (.*)", text)[1]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)", text)
+    assert len(links) > 5
+    assert all(link.startswith("https://") for _, link in links)
+    assert {is_image for is_image, link in links if link.startswith(f"{url}/raw/main/docs/")} == {"!"}
+    assert {is_image for is_image, link in links if link.startswith(f"{url}/blob/main/docs/")} == {""}
+    assert url in (ROOT / "CITATION.cff").read_text()
+
+
 def test_an_editable_installation_without_kernels_removes_those_of_an_earlier_one(checkout):
     package = checkout / "bagua_syncbn"
     (package / "_C.abi3.so").touch()
