@@ -17,6 +17,8 @@ from .recorded import Case
 
 def launch(world_size: int, job: dict[str, Any]) -> Iterator[Case]:
     """Runs the job's sections on so many ranks and yields the cases as they are measured."""
+    # Ranks end without cleaning up, which would leak the semaphores of inductor's compile workers.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     measured = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="bagua_syncbn_bench_") as directory:
         given = world_size, f"file://{directory}/store", job, measured
