@@ -13,29 +13,23 @@ from tests.helpers.emulated import CSRC, build_library, find_headers, load_libra
 from tests.helpers.large_groups import LargeGroups
 from tests.helpers.workers import WorkerPool, forget_compilations
 
-# Assertions in helpers say what they compared, as in the files of tests.
+# Failed assertions in helpers show their values, as in test files.
 pytest.register_assert_rewrite(
-    *(f"tests.helpers.{name}" for name in ("cases", "comparison", "observed", "replicated", "training"))
+    *(
+        f"tests.helpers.{name}"
+        for name in ("cases", "comparison", "observed", "programs", "replicated", "steps", "training")
+    )
 )
 
-# TF32 in cuBLAS and cuDNN has errors a hundred times the tolerances; the variable holds for ranks as well.
+# TF32 errors in cuBLAS and cuDNN exceed the tolerances a hundredfold. Ranks inherit the variable.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 torch.backends.cudnn.allow_tf32 = False
 os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # for the ranks too
 
-try:
-    import hypothesis
-except ImportError:  # tests for a GPU do without
-    pass
-else:
-    # Equal examples on every run: a failure that comes and goes helps nobody.
-    hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
-    hypothesis.settings.load_profile("project")
-
 
 @pytest.fixture(scope="session")
 def pool():
-    """Ranks on this machine, see `helpers/workers.py`."""
+    """The rank processes, see `helpers/workers.py`."""
     torch.set_num_threads(1)  # the ranks need the cores
     workers = WorkerPool()
     yield workers
@@ -44,20 +38,20 @@ def pool():
 
 @pytest.fixture
 def large(pool):
-    """The pool, in groups that add statistics up as large ones do."""
+    """The pool, in groups that sum statistics as large groups do."""
     yield LargeGroups(pool)
     pool.forget_job()
 
 
 @pytest.fixture(params=["pool", "large"])
 def groups(request):
-    """The pool, in groups that gather statistics, and in groups that add them up."""
+    """The pool, in groups that gather statistics and in groups that sum them."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
 def single_threaded():
-    """One thread in each operation: replicas in threads need the cores."""
+    """Runs operations in one thread, since replicas in threads need the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +60,7 @@ def single_threaded():
 
 @pytest.fixture(scope="session")
 def library():
-    """The CUDA ops over emulated kernels, see `helpers/emulated.py`."""
+    """The CUDA ops on emulated kernels, see `helpers/emulated.py`."""
     headers = find_headers()
     if headers is None or shutil.which("g++") is None or not CSRC.exists():
         pytest.skip("needs g++, the headers of the CUDA toolkit and the sources")
@@ -81,7 +75,7 @@ def begun_anew():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs a test with the mark ``ranks(n)`` on each of n ranks; with ``new_job=True`` in a job of its own."""
+    """Runs a test with the mark ``ranks(n)`` on each of n ranks, with ``new_job=True`` in a new job."""
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
@@ -97,12 +91,12 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take longest come first: at the end, they would be waited for."""
+    """Puts the longest files first, so that no worker waits for them at the end."""
     items.sort(key=lambda item: item.path.stem not in ("test_values", "test_compile", "test_divergence"))
 
 
 def pytest_collection_finish():
-    gc.freeze()  # no collection looks at the modules of torch again
+    gc.freeze()  # the collector skips all modules of torch from now on
 
 
 def pytest_runtest_setup(item):

@@ -1,14 +1,13 @@
-"""accumulate_statistics: buffers move once, as one batch of all micro-batches would have moved them."""
+"""accumulate_statistics: buffers are updated once, as if all micro-batches were one batch."""
 
 import copy
+import random
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, ops, sync_batch_norm
 from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.extras import accumulation
-from bagua_syncbn.extras.accumulation import accumulation_of
 from bagua_syncbn.extras.accumulator import StatisticsAccumulator
 from bagua_syncbn.options import Options
 from benchmarks.one_rank import Twin
@@ -27,7 +25,7 @@ from tests.helpers.user_layers import BatchNormAct1d
 
 
 class Beside(nn.Module):
-    """Layers of every kind on the same input, so that one batch of it is what the buffers of all are compared with."""
+    """Layers of every kind in parallel, so that all buffers depend on the same input."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +46,7 @@ class Beside(nn.Module):
 
 
 def draw(split, seed=0):
-    """Returns the micro-batches of a step, and one batch of them."""
+    """Returns the micro-batches of a step, and the whole batch."""
     batch = torch.randn(sum(split), 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return batch.split(split), batch
 
@@ -64,7 +62,7 @@ def step(model, batches):
 
 
 def expected_buffers(model, steps):
-    """Trains ``model`` on one batch a step, of all micro-batches of all ranks."""
+    """Trains ``model`` on the whole batch of each step."""
     for batches in steps:
         with torch.no_grad():
             model(batches)
@@ -75,7 +73,7 @@ SPLITS = [[(2, 0, 5), (3, 4, 0)], [(1, 3, 2), (0, 6, 1)], [(1, 1, 1), (2, 1, 3)]
 
 
 @pytest.mark.ranks(2)
-def test_ranks_with_uneven_and_empty_micro_batches():
+def test_accumulation_takes_uneven_and_empty_micro_batches():
     torch.manual_seed(0)
     model = convert_sync_batchnorm(Beside())
     plain, alone = DistributedDataParallel(copy.deepcopy(model)), Beside()
@@ -90,8 +88,6 @@ def test_ranks_with_uneven_and_empty_micro_batches():
         model.zero_grad()
         with collectives() as counted, accumulate_statistics(model):
             accumulated.append((batches, *step(model, batches)))
-            rows = [accumulation_of(layer).row.numel() for layer in model.module.layers]
-            assert rows == [2 * 3 + 2] * len(rows)  # however many batches
             torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     for batches, *results in accumulated:
         plain.zero_grad()
@@ -104,7 +100,7 @@ def test_ranks_with_uneven_and_empty_micro_batches():
 
 @pytest.mark.ranks(2, new_job=True)  # layers that were compiled in a job say less since
 @pytest.mark.parametrize("calls", [0, 3])
-def test_a_rank_that_accumulates_alone_raises_on_all(calls):
+def test_accumulating_on_one_rank_raises_on_all(calls):
     layer = SyncBatchNorm(3)
     for _ in range(calls):  # until the ranks expect the message and send no probe
         layer(torch.randn(4, 3))
@@ -115,9 +111,10 @@ def test_a_rank_that_accumulates_alone_raises_on_all(calls):
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
-@settings(max_examples=25)
-@given(steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=5), min_size=1, max_size=3))
-def test_drawn_micro_batches_equal_the_whole_batch(steps):
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_micro_batches_equal_the_whole_batch(seed):
+    drawn = random.Random(seed)
+    steps = [drawn.choices([0, 1, 2, 5], k=drawn.randint(1, 5)) for _ in range(3)]
     model = convert_sync_batchnorm(Beside())
     model.layers[2].momentum = None
     whole = copy.deepcopy(model)
@@ -131,7 +128,7 @@ def test_drawn_micro_batches_equal_the_whole_batch(steps):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("repeated", ["within", "after"])
-def test_repetitions_are_not_counted(reentrant, repeated):
+def test_recomputed_calls_are_not_counted(reentrant, repeated):
     model = convert_sync_batchnorm(Beside())
     plain = copy.deepcopy(model)
     batches, batch = draw((3, 4))
@@ -156,7 +153,7 @@ def test_repetitions_are_not_counted(reentrant, repeated):
     (nn.BatchNorm1d, lambda model: parallel(model, "cpu", 2)),
     (lambda _, **options: nn.LazyBatchNorm1d(**options), lambda model: model),
 ], ids=["replicas", "lazy layers"])  # fmt: skip
-def test_other_models_accumulate_as_the_whole_batch(make, wrap):
+def test_replicas_and_lazy_layers_accumulate(make, wrap):
     whole, model = nn.BatchNorm1d(3, momentum=None), nn.Sequential(make(3, momentum=None), make(3))
     model = wrap(convert_model(model) if make is nn.BatchNorm1d else convert_sync_batchnorm(model))
     for number in range(2):
@@ -169,7 +166,7 @@ def test_other_models_accumulate_as_the_whole_batch(make, wrap):
     assert second.num_batches_tracked == 2
 
 
-def test_compiled_once_however_many():
+def test_any_number_of_micro_batches_compiles_once():
     counters.clear()
     model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3, momentum=None)).double()
     model, eager = (convert_sync_batchnorm(copy.deepcopy(model), process_group=twins) for twins in (Twin(), Twin()))
@@ -182,7 +179,7 @@ def test_compiled_once_however_many():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_buffers_stay_after_an_error_or_without_training():
+def test_errors_and_evaluation_leave_the_buffers_unchanged():
     model = convert_sync_batchnorm(Beside())
     skipping = SyncBatchNorm(3, skip_nonfinite=True).double()
     before = copy.deepcopy([model.state_dict(), skipping.state_dict()])
@@ -201,7 +198,7 @@ def test_buffers_stay_after_an_error_or_without_training():
     assert not torch.equal(skipping.running_mean, before[1]["running_mean"])
 
 
-def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):
+def test_invalid_accumulation_raises(monkeypatch):
     class Views(nn.BatchNorm1d):
         def forward(self, input):
             return F.batch_norm(input, self.running_mean[:], self.running_var[:], self.weight, self.bias, True)
@@ -223,7 +220,7 @@ def test_models_that_cannot_accumulate_are_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_ranks_that_differed_where_no_host_waits(differ):
+def test_accumulation_skips_batches_on_which_ranks_differed(differ):
     running_mean, running_var, count = torch.zeros(1), torch.ones(1), torch.tensor(0)
     accumulator = StatisticsAccumulator(1, torch.device("cpu"))
     for call in range(2):

@@ -1,7 +1,6 @@
 """Costs of a layer in counts that no noise can change: ops, collectives, bytes on the wire, reads, allocations.
 
-A count that grows fails here, whatever a clock would say. One that shrinks fails too: lower what is expected, so that
-it cannot grow back unseen.
+A count that grows fails here, whatever a clock would say.
 """
 
 import sys
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,12 +27,11 @@ SUMS = 4 * (2 * CHANNELS + 6)
 
 
 class Pass(NamedTuple):
-    """Expected counts of a forward or a backward pass on each rank."""
+    """Upper bounds of a forward or a backward pass on each rank. No pass reads a value on the host."""
 
     ops: int  # dispatched; a kernel is one
-    payload: tuple[int, ...]  # bytes of each collective
+    payload: int  # bytes of its collective; 0 for none
     large: int  # allocations of at least the size of the input
-    reads: int = 0  # values that the host would have to wait for on a GPU
 
 
 class Case(NamedTuple):
@@ -51,21 +48,19 @@ class Case(NamedTuple):
 # Forward: stats, room for what is gathered, merge, normalize; by collectives a view of the room and the collective too.
 # Backward: sums, gradient; by collectives room for what is gathered, a view of it, the collective and their total too.
 SHARES = MESSAGE == EXCHANGE
-FORWARD, BACKWARD = Pass(4 if SHARES else 6, (PACKED,), 1), Pass(2 if SHARES else 6, (SUMS,), 1)
+FORWARD, BACKWARD = Pass(4 if SHARES else 6, PACKED, 1), Pass(2 if SHARES else 6, SUMS, 1)
 
 CASES = {
     "float32": Case(FORWARD, BACKWARD),
     "channels_last": Case(FORWARD, BACKWARD, memory_format=torch.channels_last),
-    "float64": Case(
-        FORWARD._replace(payload=(2 * PACKED,)), BACKWARD._replace(payload=(2 * SUMS,)), dtype=torch.float64
-    ),
+    "float64": Case(FORWARD._replace(payload=2 * PACKED), BACKWARD._replace(payload=2 * SUMS), dtype=torch.float64),
     "bfloat16": Case(FORWARD, BACKWARD, dtype=torch.bfloat16),
     "momentum=None": Case(  # adds num_batches_tracked to what ranks compare: a slice, an addition
         FORWARD._replace(ops=FORWARD.ops + 2), BACKWARD, options={"momentum": None}
     ),
     "not affine": Case(FORWARD, BACKWARD, options={"affine": False}),
     "no statistics": Case(FORWARD, BACKWARD, options={"track_running_stats": False}),
-    "first layer": Case(FORWARD, Pass(1, (), 0), peak=1, input_grad=False),
+    "first layer": Case(FORWARD, Pass(1, 0, 0), peak=1, input_grad=False),
     # Made contiguous once, for the two kernels that read it.
     "expanded gradient": Case(FORWARD, BACKWARD._replace(ops=BACKWARD.ops + 2, large=2), peak=3, plain_grad=False),
 }
@@ -80,59 +75,41 @@ def make(case):
     return layer, x, grad if case.plain_grad else torch.randn((), dtype=case.dtype).expand(SHAPE)
 
 
-def count(name):
-    """Runs on each rank. Returns both passes as they were counted, and the peak in sizes of the input."""
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    layer, x, grad = make(CASES[name])
-    for _ in range(2):  # until all ranks expect what comes: the first time they agree on sizes
+def check_counts(case):
+    """Counts a step of a layer on a rank, after the ranks have learned the order of calls."""
+    layer, x, grad = make(case)
+    for _ in range(2):
         output = layer(x)
         if output.requires_grad:
             output.backward(grad)
         layer.zero_grad()
         x.grad = None
-    forward, backward, peak = count_step(layer, x, grad)
-    return forward, backward, peak / x.nbytes
-
-
-def check(name, counted):
-    check_passes(name, CASES[name], counted)
-
-
-def check_passes(name, case, counted):
-    forward, backward, peak = counted
-    for which, expected, got in (("forward", case.forward, forward), ("backward", case.backward, backward)):
-        collectives = len(expected.payload)
-        wanted = expected.ops, collectives, collectives, sum(expected.payload), expected.reads
-        found = len(got.ops), got.collectives, got.waits, got.payload, got.reads
-        told = "dispatched ops, collectives, waits for them, bytes on the wire and reads by the host"
-        assert found == wanted, f"{name}, {which}: {told}, by {got.ops}"
-        if native():
-            assert got.large == expected.large, f"{name}, {which}: allocations of the size of the input"
-    if native():
-        assert int(peak) == case.peak, f"{name}: peak memory in sizes of the input"
-
-
-def native():
-    return not ops.KERNELS.startswith("reference")
+    *passes, peak = count_step(layer, x, grad)
+    is_native = not ops.KERNELS.startswith("reference")
+    for most, counted in zip(case[:2], passes, strict=True):
+        assert len(counted.ops) <= most.ops, counted.ops
+        assert max(counted.collectives, counted.waits) <= (most.payload > 0)
+        assert counted.payload <= most.payload
+        assert counted.reads == 0
+        assert counted.large <= most.large or not is_native
+    assert peak // x.nbytes <= case.peak or not is_native
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_no_count_grows(pool, name, world_size):
-    for counted in pool.run(count, world_size, name):
-        check(name, counted)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_count_grows(pool, name, ranks):
+    pool.run(check_counts, ranks, CASES[name])
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "no statistics", "first layer", "momentum=None"])
-def test_large_groups_take_what_small_ones_take(large, name):
-    """But for a message in float64, and with momentum=None two words that are squared once more."""
+def test_large_groups_cost_no_more_than_small_ones(large, name):
+    """Except for a float64 message and, with momentum=None, operations on two squared words."""
     case = CASES[name]
     # Stats, merge, normalize; by collectives, the collective too.
     dispatched = (3 if SHARES else 4) + (13 if name == "momentum=None" else 0)
-    forward = case.forward._replace(ops=dispatched, payload=(8 * (2 * CHANNELS + 7),))
+    forward = case.forward._replace(ops=dispatched, payload=8 * (2 * CHANNELS + 7))
     backward = case.backward._replace(ops=min(case.backward.ops, 2 if SHARES else 3))
-    for counted in large.run(count, 2, name):
-        check_passes(name, case._replace(forward=forward, backward=backward), counted)
+    large.run(check_counts, 2, case._replace(forward=forward, backward=backward))
 
 
 def masked(layer, x):
@@ -152,7 +129,7 @@ WAYS = {
 
 
 def functions_of(way):
-    """Returns the functions of this package that a call runs by ``way``, forward and backward."""
+    """Returns the functions of this package that a call runs, forward and backward."""
     call, package = WAYS[way][0], str(Path(bagua_syncbn.__file__).parent)
     layer, x, grad = make(CASES["float32"])
     for _ in range(0 if way == "a first call" else 3):
@@ -183,8 +160,8 @@ def test_a_call_runs_few_functions(pool, way):
 
 
 @pytest.mark.ranks(2)
-def test_a_forward_that_averages_over_all_batches_asks_no_more():
-    """Each step has another weight for its batch."""
+def test_cumulative_averages_need_no_further_message():
+    """With momentum=None, the weight of the batch changes in each step."""
     layer = bagua_syncbn.convert_sync_batchnorm(BatchNormAct(CHANNELS, momentum=None))
     x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
     for _ in range(3):
@@ -199,11 +176,11 @@ def check_beside_torch(train):
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_one_process_costs_what_torch_costs(train):
+def test_one_process_costs_the_same_as_torch(train):
     check_beside_torch(train)
 
 
-def test_evaluation_costs_what_torch_costs(pool):
+def test_evaluation_costs_the_same_as_torch(pool):
     pool.run(check_beside_torch, 2, False)
 
 

@@ -1,4 +1,4 @@
-"""Masks: a padded batch gives what the batch without its padding gives, over any ranks."""
+"""Masks: padding does not change the results."""
 
 import copy
 from contextlib import nullcontext
@@ -11,7 +11,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, ops, recompute_outputs, sync_batch_norm
+from tests.helpers import steps
 from tests.helpers.cases import laid_out
+from tests.helpers.formula import moments, normalize, per_channel, values_of
 from tests.helpers.replicated import parallel
 
 pytestmark = pytest.mark.reference_too
@@ -28,17 +30,10 @@ def make_layer(channels, **options):
 
 def draw(size, seed=0):
     """Returns an input and a gradient of the output."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, *size, generator=generator, dtype=torch.float64).mul(3).add(1).unbind()
+    return steps.draw(2, *size, seed=seed).mul(3).add(1).unbind()
 
 
-def step(layer, input, grad_output, residual=None, **masks):
-    input = input.detach().requires_grad_()
-    output = layer(input, residual, **masks)
-    return output.detach(), *torch.autograd.grad(output, (input, layer.weight, layer.bias), grad_output)
-
-
-def test_masked_outputs_that_are_made_anew_have_the_same_bits():
+def test_recomputed_masked_outputs_have_the_same_bits():
     model, mask = nn.Sequential(make_layer(3), nn.Linear(9, 2).double()), torch.arange(9) < 5
     input, _ = draw((4, 3, 9))
     with masked(model, mask, zero_masked=True):
@@ -49,7 +44,7 @@ def test_masked_outputs_that_are_made_anew_have_the_same_bits():
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
-def test_masks_hold_in_forward_mode_and_autocast():
+def test_masks_work_in_forward_mode_and_autocast():
     layer, (input, _) = make_layer(3), draw((4, 3, 9))
     mask, tangent = torch.arange(9) < torch.tensor([9, 2, 0, 5]).view(-1, 1, 1), torch.randn_like(input)
     expected = torch.func.jvp(lambda x: expected_step_output(layer, x, mask), (input,), (tangent,))
@@ -62,7 +57,7 @@ def test_masks_hold_in_forward_mode_and_autocast():
     assert output.dtype == torch.bfloat16
 
 
-def test_outputs_in_evaluation_are_those_without_a_mask_unless_zeros_are_asked_for():
+def test_evaluation_ignores_masks_except_for_zero_masked():
     layer, (input, _), mask = make_layer(3).eval(), draw((4, 3, 9)), torch.arange(9) < 5
     for zero_masked in (False, True):
         expected = layer(input).where(mask, 0) if zero_masked else layer(input)
@@ -72,15 +67,12 @@ def test_outputs_in_evaluation_are_those_without_a_mask_unless_zeros_are_asked_f
 
 
 def expected_step_output(layer, input, mask):
-    inside = mask.to(input.dtype)
-    mean = (input * inside).sum((0, 2), keepdim=True) / mask.sum()
-    var = ((input - mean).square() * inside).sum((0, 2), keepdim=True) / mask.sum()
-    scale = (var + layer.eps).rsqrt() * layer.weight.view(1, -1, 1)
-    return (input - mean) * scale + layer.bias.view(1, -1, 1)
+    output = normalize(input, "plus", layer.eps, *moments(values_of(input, mask)))
+    return output * per_channel(layer.weight, input) + per_channel(layer.bias, input)
 
 
 class Strided(nn.Sequential):
-    """Halves its input, and forgets its positions at the end."""
+    """Halves the length of its input, and pools it at the end."""
 
     def __init__(self):
         super().__init__(
@@ -98,56 +90,49 @@ def halved(lengths, shape):
     return None if len(shape) == 2 else -(-lengths * shape[-1] // 10)
 
 
-def strided_step(model, input, lengths, grad_output):
-    """Passes the masks on by hand."""
-    hidden = model[1](model[0](input, lengths=lengths, zero_masked=True))
-    hidden = model[2](hidden, lengths=halved(lengths, hidden.shape), zero_masked=True)
-    output = nn.Sequential(*model.children())[3:](hidden)
-    output.backward(grad_output)
-    return output.detach(), [parameter.grad for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
     model = convert_sync_batchnorm(Strided()).double()
-    expected = copy.deepcopy(model)
-    input, _ = draw((4, 3, 10))
-    lengths, grad_output = torch.tensor([10, 3, 1, 6]), torch.randn(4, 4).double()
-    with masked(model, lengths=lengths, rule=halved, zero_masked=True):
-        with masked(model, torch.arange(10) < 1):
-            copied = copy.deepcopy(model)
-        if reentrant is None:
-            output = model(input)
-        else:
-            output = checkpoint(model, input.requires_grad_(), use_reentrant=reentrant)
-    output.backward(grad_output)  # a repetition takes the masks of the first run
-    results = output.detach(), [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(results, strided_step(expected, input.detach(), lengths, grad_output))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
-    for each in (model, copied):  # the masks fit no other size
+    expected, (input, _), lengths = copy.deepcopy(model), draw((4, 3, 10)), torch.tensor([10, 3, 1, 6])
+
+    def in_context(input):
+        with masked(model, lengths=lengths, rule=halved, zero_masked=True):
+            with masked(model, torch.arange(10) < 1):
+                copies.append(copy.deepcopy(model))
+            return model(input) if reentrant is None else checkpoint(model, input, use_reentrant=reentrant)
+
+    def by_hand(input):
+        hidden = expected[1](expected[0](input, lengths=lengths, zero_masked=True))
+        hidden = expected[2](hidden, lengths=halved(lengths, hidden.shape), zero_masked=True)
+        return nn.Sequential(*expected.children())[3:](hidden)
+
+    copies = [model]
+    results = steps.step(model, input, call=in_context)  # a repetition takes the masks of the first run
+    torch.testing.assert_close(results, steps.step(expected, input, call=by_hand))
+    for each in copies:  # the masks fit no other size
         each(torch.randn(3, 3, 7, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"'2': mask: .* for an input of \[4, 4, 5\]; give a rule"):  # noqa: SIM117
         with masked(model, torch.arange(10) < lengths.view(-1, 1, 1)):
             model(input)
 
 
-def test_compiled_once_for_all_masks():
+def test_all_masks_share_one_compilation():
     counters.clear()
     layer, eager = make_layer(3), make_layer(3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for seed in range(2):
-        input, grad_output = draw((4, 3, 9), seed)
         masks = {"mask": torch.rand(4, 1, 9) < 0.5, "zero_masked": True}
-        torch.testing.assert_close(
-            step(compiled, input, grad_output, **masks), step(eager, input, grad_output, **masks)
-        )
-    torch.testing.assert_close(layer.state_dict(), eager.state_dict())
+        results = [
+            steps.step(each, *draw((4, 3, 9), seed), call=partial(call, **masks))
+            for each, call in ((layer, compiled), (eager, eager))
+        ]
+        torch.testing.assert_close(*results)
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("ways", [("none", "rule"), ("none", "argument", "masked"), ("masked", "argument")])
-def test_compiled_models_use_masks_of_changing_sizes(ways):
-    """Each call has another size, of which torch.compile makes symbols for the input and constants for the mask."""
+@pytest.mark.parametrize("ways", [("none", "argument", "masked"), ("masked", "rule")])
+def test_compiled_models_accept_masks_of_changing_sizes(ways):
+    """From the second size on, torch.compile has symbols for the input and constants for the mask."""
     layer, eager = make_layer(3), make_layer(3)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for number, way in enumerate(ways, 2):
@@ -160,8 +145,8 @@ def test_compiled_models_use_masks_of_changing_sizes(ways):
         torch.testing.assert_close(output, eager(input, mask=mask))
 
 
-def test_compiled_backward_takes_gradients_in_any_layout():
-    """Dynamo knows N as a stride of the output, and takes it from the gradient, whose strides it does not look at."""
+def test_compiled_backward_accepts_gradients_in_any_layout():
+    """Dynamo reads N from a stride of the gradient, without checking that the gradient has this stride."""
 
     def normalized(x, mask):  # symbols depend on these names
         return sync_batch_norm(x, None, None, mask=mask)
@@ -176,7 +161,7 @@ def test_compiled_backward_takes_gradients_in_any_layout():
 
 
 @pytest.mark.parametrize("name", ["mask", "lengths"])
-def test_masks_may_be_written_to_before_backward(name):
+def test_masks_may_change_before_backward(name):
     layer, (input, grad_output), grads = make_layer(3), draw((4, 3, 9)), []
     for is_written in (False, True):
         mask = torch.rand(4, 1, 9) < 2 if name == "mask" else torch.full((4,), 5)
@@ -196,7 +181,7 @@ def test_masked_counts_beyond_float32_are_exact():
     assert (low, high) == (3, 1)
 
 
-def test_wrong_masks_are_refused_by_name():
+def test_invalid_masks_raise():
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, 9)
     mask = torch.ones(4, 1, 9, dtype=torch.bool)
     for error, match, masks in (
@@ -245,7 +230,7 @@ def test_wrong_masks_are_refused_by_name():
     ((4, 3, 4, 6), (1, 4, 6), True),
     ((4, 3, 4, 6), (), True),
 ])  # fmt: skip
-def test_masks_are_read_in_one_way(size, shape, is_clear):
+def test_ambiguous_masks_raise(size, shape, is_clear):
     mask, (input, _), layer = torch.rand(shape) < 2, draw(size), make_layer(3)
     if is_clear:
         torch.testing.assert_close(layer(input, mask=mask), make_layer(3)(input))

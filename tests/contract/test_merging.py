@@ -1,4 +1,4 @@
-"""merge_statistics: the running statistics of ranks that have their own become those of everybody."""
+"""merge_statistics: running statistics that differ between ranks become those of all ranks."""
 
 import copy
 
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, merge_statistics
 from bagua_syncbn.communicators import LOCAL
+from tests.helpers import formula
 from tests.helpers.observed import collectives
 from tests.helpers.user_layers import BatchNormAct1d
 
@@ -23,12 +24,9 @@ def gathered(value):
 
 
 def mixture(statistics, weights):
-    """Mean and variance of one value that comes from each rank with a probability of its weight."""
-    weights = torch.tensor(weights, dtype=torch.float64)
-    shares = (weights / weights.sum() if weights.any() else torch.full_like(weights, 1 / len(weights))).unsqueeze(1)
+    """Returns mean and variance of the mixture of all ranks, with the given weights."""
     means, variances = (torch.stack(values).double() for values in zip(*statistics, strict=True))
-    mean = (shares * means).sum(0)
-    return mean, (shares * variances).sum(0) + (shares * (means - mean) ** 2).sum(0)
+    return formula.mixture(means, variances, torch.tensor(weights, dtype=torch.float64))
 
 
 class Model(nn.Module):
@@ -62,7 +60,7 @@ def train(model, batches, seed):
     pytest.param((2, 1, 3), 0, marks=pytest.mark.ranks(3)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("convert", [False, True])
-def test_merged_statistics_are_those_of_the_mixture(batches, counts, convert):
+def test_merged_statistics_equal_those_of_the_mixture(batches, counts, convert):
     weights = (1.0, 2.5, 1.0, 0.5)[: len(batches)] if counts else (1.0,) * len(batches)
     rank, model = dist.get_rank(), Model()
     model.layers[4].running_mean += rank  # frozen
@@ -92,7 +90,7 @@ def test_merged_statistics_are_those_of_the_mixture(batches, counts, convert):
 
 
 @pytest.mark.ranks(3)
-def test_merges_while_training_goes_on_average_over_all_batches_of_all_ranks():
+def test_repeated_merges_average_over_all_batches_of_all_ranks():
     rank, model = dist.get_rank(), nn.BatchNorm1d(3, momentum=None).double()
     seen = []
     for epoch in range(3):
@@ -105,7 +103,7 @@ def test_merges_while_training_goes_on_average_over_all_batches_of_all_ranks():
 
 
 @pytest.mark.ranks(4)
-def test_groups_weigh_as_many_times_as_they_have_ranks():
+def test_groups_are_weighted_by_their_number_of_ranks():
     rank = dist.get_rank()
     torch.manual_seed(rank)
     layer = SyncBatchNorm(3, momentum=1.0, process_group=[[0, 1, 2], [3]]).double()
@@ -120,14 +118,14 @@ def test_groups_weigh_as_many_times_as_they_have_ranks():
 
 
 @pytest.mark.ranks(2)
-def test_statistics_that_every_forward_overwrites_are_warned_of():
+def test_merging_buffers_that_ddp_broadcasts_warns():
     model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.warns(UserWarning, match="make it with broadcast_buffers=False") as caught:
         merge_statistics(model)
     assert caught[0].filename == __file__
 
 
-def test_without_a_job_nothing_happens():
+def test_merging_without_a_job_is_a_no_op():
     model = nn.Sequential(nn.BatchNorm1d(3))
     model(torch.randn(4, 3))
     before = copy.deepcopy(model.state_dict())
@@ -138,7 +136,7 @@ def test_without_a_job_nothing_happens():
     assert caught[0].filename == __file__
 
 
-def test_a_merge_that_is_impossible_is_refused_by_name():
+def test_invalid_merges_raise():
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     for weight in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight: expected a finite number above 0, got"):

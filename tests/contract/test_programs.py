@@ -1,4 +1,4 @@
-"""Programs drawn from seeds, over 1 to 3 ranks, give what one process computes in float64 by the formula.
+"""Random programs on 1 to 3 ranks equal one process that computes the formula in float64.
 
 The reference shares no code with the package. A failure shows its program; ``-m slow -k '[17]'`` runs one again.
 BAGUA_SYNCBN_PROGRAMS is how many there are.
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL
+from tests.helpers.formula import mixture, moments, move, normalize, per_channel, values_of
 
 RANKS = (1, 2, 3, 2)  # by seed, modulo 4
 SEEDS = sorted(range(int(os.environ.get("BAGUA_SYNCBN_PROGRAMS", "400"))), key=lambda seed: RANKS[seed % 4])
@@ -30,7 +31,7 @@ ACTIVATIONS |= {f"{name} in place": partial(ACTIVATIONS[name], inplace=True) for
 LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}  # relative to the largest value, or to 1
 
-# Options that are easily taken for each other. Equal numbers are the same option: 0, 0.0, -0.0 and False; 1 and True.
+# Options that are easily confused. Equal numbers are the same option: 0, 0.0, -0.0 and False; 1 and True.
 NEAR = {
     "momentum": (None, 0, 0.0, -0.0, False, 1, True, -1, -2, 0.1, 0.1 + 2**-56),
     "eps": (0.1, 0.1 + 2**-56, 0.1 + 2**-30, 1, 1.0),
@@ -73,7 +74,7 @@ MASKS = ("", "", "", "mask", "lengths", "masked", "masked", "masked by rule", "m
 
 
 def program(seed):
-    """Returns the traits of a model and of each step, without what the package refuses and what rounding spoils."""
+    """Returns the traits of a model and of each step, without unsupported or badly conditioned combinations."""
     draw = random.Random(seed)
     model = {name: draw.choice(values) for name, values in MODEL.items()}
     if model["dtype"] == "bfloat16":
@@ -123,11 +124,11 @@ def program(seed):
 
 
 class Marked(torch.Tensor):
-    """A subclass that adds nothing."""
+    """A tensor subclass without changes."""
 
 
 class Mix(nn.Linear):
-    """Between two layers: 3 channels become 2, and with ``crop`` half of the places go."""
+    """Maps 3 channels to 2 between two layers; with ``crop``, removes half of the last dimension."""
 
     def __init__(self, crop):
         super().__init__(3, 2, bias=False)
@@ -163,11 +164,11 @@ class Model(nn.Module):
 
 
 class Compiled(Model):
-    """A class of its own, since ranks say less in calls of a class that was ever compiled."""
+    """A separate class, since headers of compiled classes hold less."""
 
 
 def draw_batch(seed, number, index, rank):
-    """Returns input, residual and gradient of a rank, mask or lengths by name, and the valid positions (N, 1, *)."""
+    """Returns input, residual and gradient of a rank, mask or lengths by name, and valid positions (N, 1, *)."""
     model, steps = program(seed)
     step, draw = steps[number], random.Random(f"{seed} {number} {index} {rank}")
     generator = torch.Generator().manual_seed(draw.getrandbits(32))  # its own in each thread
@@ -206,7 +207,7 @@ def numbers(model, outputs, leaves):
     return found | grads | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-# What a rank does.
+# The program on a rank.
 
 
 def laid_out(tensor, layout):
@@ -217,14 +218,14 @@ def laid_out(tensor, layout):
 
 
 def rule(given, shape):
-    """Called for lengths, and for masks that do not fit: those of the second layer."""
+    """Adapts lengths, and masks that do not fit, to the second layer."""
     if given.dim() == 1:
         return given.clamp(max=shape[-1])
     return given[..., : shape[-1]] if shape[1] == 2 else None
 
 
 def look(module, args, output):
-    """A hook that leaves the output."""
+    """A hook that does nothing."""
 
 
 def make(traits, seed, group):
@@ -240,7 +241,7 @@ def make(traits, seed, group):
 
 
 def happen(event, model, input, groups):
-    """Returns the model after an event between two steps. ``groups`` has those that the program made."""
+    """Returns the model after an event between two steps. ``groups``: the groups of the program."""
     if event.startswith("freeze"):
         bagua_syncbn.freeze_statistics(model, lambda name, _: event == "freeze all" or name == "body.0")
     elif event == "unfreeze":
@@ -267,7 +268,7 @@ def happen(event, model, input, groups):
 
 
 def run(seed):
-    """Returns the results of each thread; None for the first if options differ: then it has raised, as it must."""
+    """Returns the results of each thread; None for the first thread if options differ, since it must raise."""
     traits, _ = program(seed)
     bagua_syncbn.sync_group([[*range(dist.get_world_size())]])  # makes what layers without a given group have
     before = len(dist.distributed_c10d._world.pg_map)
@@ -327,11 +328,11 @@ def train(seed, odd, groups):
     return results
 
 
-# What it must have.
+# The reference.
 
 
 def reference(seed):
-    """Yields the numbers of all ranks, step by step."""
+    """Yields the expected results of all ranks for each step."""
     (traits, steps), ranks = program(seed), range(RANKS[seed % 4])
     models, frozen = [Model(traits, seed).double() for _ in ranks], set()
     layers = range(0, 3 * traits["layers"], 3)
@@ -362,7 +363,7 @@ def reference(seed):
                     kept.append(valid[rank] if step["zero"][rank] else everything)
                     x[rank] = x[rank].where(kept[rank], 0)
                 for group in [ranks] if trains and traits["group"] != "alone" else [[rank] for rank in ranks]:
-                    inside = torch.cat([x[rank].movedim(1, -1)[valid[rank].squeeze(1)] for rank in group])
+                    inside = torch.cat([values_of(x[rank], valid[rank]) for rank in group])
                     for rank in group:
                         layer, activation = models[rank].body[at : at + 2]
                         x[rank] = normalized(layer, x[rank], inside, trains, traits["eps_mode"])
@@ -372,8 +373,9 @@ def reference(seed):
                         if trains and traits["tracks"]:
                             counted.setdefault(layer, []).append(inside.detach())
             if not step["accumulate"] or index == step["batches"] - 1:
-                while counted:
-                    move(*counted.popitem())
+                for layer, values in counted.items():
+                    move(layer, torch.cat(values))
+                counted = {}
             for rank in ranks:
                 outputs[rank].append(x[rank])
             if step["backward"] != "none":
@@ -382,39 +384,25 @@ def reference(seed):
 
 
 def normalized(layer, input, inside, trains, eps_mode):
-    mean, var = layer.running_mean, layer.running_var
-    if trains or mean is None:
-        mean = inside.mean(0) if len(inside) else inside.new_zeros(inside.size(1))
-        var = inside.var(0, correction=0) if len(inside) else mean
-    input = input.movedim(1, -1)
-    output = (input - mean) / (var.clamp(min=layer.eps) if eps_mode == "clamp" else var + layer.eps).sqrt()
-    return (output * layer.weight + layer.bias if layer.affine else output).movedim(-1, 1)
-
-
-def move(layer, values):
-    values = torch.cat(values)
-    if len(values) > 1 and values.isfinite().all():
-        layer.num_batches_tracked += 1
-        factor = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
-        layer.running_mean.lerp_(values.mean(0), factor)
-        layer.running_var.lerp_(values.var(0), factor)
+    statistics = layer.running_mean, layer.running_var
+    if trains or layer.running_mean is None:
+        statistics = moments(inside)
+    output = normalize(input, eps_mode, layer.eps, *statistics)
+    return output * per_channel(layer.weight, input) + per_channel(layer.bias, input) if layer.affine else output
 
 
 def merge(layers):
     tracked = torch.stack([layer.num_batches_tracked for layer in layers]).double()
-    means, variances = (
-        torch.stack([layer.get_buffer(name) for layer in layers]) for name in ("running_mean", "running_var")
-    )
-    shares = (tracked / tracked.sum() if tracked.any() else torch.full_like(tracked, 1 / len(layers))).unsqueeze(1)
-    mean = (shares * means).sum(0)
+    every = [torch.stack([layer.get_buffer(name) for layer in layers]) for name in ("running_mean", "running_var")]
+    mean, var = mixture(*every, tracked)
     for layer in layers:
         layer.running_mean.copy_(mean)
-        layer.running_var.copy_((shares * (variances + (means - mean) ** 2)).sum(0))
+        layer.running_var.copy_(var)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_programs_give_what_one_process_gives(pool, seed):
+def test_programs_equal_one_process(pool, seed):
     traits, steps = program(seed)
     print(seed, *({name: value for name, value in one.items() if value} for one in (traits, *steps)), sep="\n")
     threads = zip(*pool.run(run, RANKS[seed % 4], seed, timeout=300), strict=True)

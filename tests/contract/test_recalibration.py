@@ -1,4 +1,4 @@
-"""recalibrate_statistics: running statistics of the given batches of all ranks, and all else as it was."""
+"""recalibrate_statistics: running statistics of the batches of all ranks, without other changes."""
 
 import copy
 import random
@@ -25,7 +25,7 @@ from tests.helpers.user_layers import BatchNormAct
 
 
 class Model(nn.Module):
-    """Layers of several kinds one after another, one of which runs twice; dropout would be seen."""
+    """A chain of layers of several kinds; one runs twice, and dropout must be off."""
 
     def __init__(self, momentum=0.1):
         super().__init__()
@@ -44,7 +44,7 @@ def draw(sizes, seed=1):
 
 
 def expected_statistics(model, batches):
-    """Mean and variance of all that each layer gets while torch's layers normalize each batch by its own statistics."""
+    """Returns mean and variance of the inputs of each layer if torch's layers normalize each batch by itself."""
     model = copy.deepcopy(model)
     seen = {}
     for name, part in model.named_modules():
@@ -94,7 +94,7 @@ def test_ranks_equal_one_process_over_all_batches(spread, kind):
 
 
 def all_of(model):
-    """Returns all that a recalibration must leave, beside the statistics."""
+    """Returns everything that a recalibration must not change."""
     layers = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     others = {name: value for name, value in model.state_dict().items() if "running" not in name}
     attributes = [sorted(vars(part)) for part in model.modules()]
@@ -122,7 +122,7 @@ def drawing(batches, breaks=False):
 
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("convert", [False, True])
-def test_all_else_is_as_before(convert, breaks):
+def test_recalibration_changes_only_statistics(convert, breaks):
     model = Model(momentum=None).double()
     if convert:
         convert_sync_batchnorm(model)
@@ -143,7 +143,7 @@ def test_all_else_is_as_before(convert, breaks):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_batches_of_another_kind_go_through_forward():
+def test_forward_handles_other_kinds_of_batches():
     plain, batches = Model().double(), draw((4, 3))
     model = convert_sync_batchnorm(copy.deepcopy(plain))
     given = [{"image": batch} for batch in batches]
@@ -153,7 +153,7 @@ def test_batches_of_another_kind_go_through_forward():
     check(model, expected_statistics(plain, batches))
 
 
-def test_batches_of_a_recalibration_are_no_micro_batches():
+def test_recalibration_batches_do_not_accumulate():
     layer = SyncBatchNorm2d(3, momentum=0.3).double()
     own, other = draw([4, 3])
     with accumulate_statistics(layer):
@@ -164,7 +164,7 @@ def test_batches_of_a_recalibration_are_no_micro_batches():
     assert layer.num_batches_tracked == 1
 
 
-def test_layers_that_no_batch_reaches_keep_their_statistics_and_are_named():
+def test_unreached_layers_keep_their_statistics_and_are_named():
     model = nn.ModuleDict({"main": nn.BatchNorm2d(3), "head": nn.BatchNorm2d(3)}).double()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="batches: expected at least one that reaches a layer"):
@@ -178,7 +178,7 @@ def test_layers_that_no_batch_reaches_keep_their_statistics_and_are_named():
 
 
 @pytest.mark.parametrize("convert", [False, True])
-def test_statistics_that_were_not_finite_become_those_of_the_batches(convert):
+def test_recalibration_replaces_nonfinite_statistics(convert):
     model, (batch,) = nn.Sequential(nn.BatchNorm2d(3, momentum=None)).double(), draw([4])
     if convert:
         convert_sync_batchnorm(model, skip_nonfinite=True)
@@ -189,7 +189,7 @@ def test_statistics_that_were_not_finite_become_those_of_the_batches(convert):
     assert model[0].num_batches_tracked == 0
 
 
-def test_a_refused_recalibration_moves_nothing():
+def test_an_invalid_recalibration_changes_nothing():
     model = nn.Sequential(nn.BatchNorm2d(3)).double()
     before = copy.deepcopy(model.state_dict())
     (batch,) = draw([4])
@@ -209,7 +209,7 @@ def test_a_refused_recalibration_moves_nothing():
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_progress_is_shown_where_tqdm_is_installed(installed, monkeypatch):
+def test_tqdm_shows_progress_if_it_is_installed(installed, monkeypatch):
     shown = []
     fake = types.SimpleNamespace(tqdm=lambda batches, *args, **options: shown.append(options) or batches)
     monkeypatch.setitem(sys.modules, "tqdm", fake if installed else None)

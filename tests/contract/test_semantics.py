@@ -1,4 +1,4 @@
-"""Promises of the layer beside the contract, on ranks: collectives and edge cases."""
+"""Edge cases of layers on ranks."""
 
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.reference_too
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_waits_for_nobody():
+def test_evaluation_does_not_wait_for_other_ranks():
     for track_running_stats in (True, False):
         layer = SyncBatchNorm(3, track_running_stats=track_running_stats).eval()
         reference = torch.nn.BatchNorm1d(3, track_running_stats=track_running_stats).eval()
@@ -39,13 +39,13 @@ def few_values(counts, momentum):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("counts", [(0,), (0, 0), (1, 0), (0, 1)])
-def test_fewer_than_two_values_in_the_group_leave_the_buffers(groups, counts, momentum):
+def test_fewer_than_two_values_in_the_group_leave_the_buffers_unchanged(groups, counts, momentum):
     groups.run(few_values, len(counts), counts, momentum)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_counts_beyond_the_range_of_half_buffers(dtype):
+def test_counts_may_exceed_the_range_of_half_precision(dtype):
     layer = SyncBatchNorm2d(2, dtype=dtype)
     generator = torch.Generator().manual_seed(dist.get_rank())
     output = layer(torch.randn(1, 2, 256, 256, generator=generator).to(dtype))
@@ -55,7 +55,7 @@ def test_counts_beyond_the_range_of_half_buffers(dtype):
 
 
 @pytest.mark.ranks(2)
-def test_an_empty_rank_under_autocast_takes_part():
+def test_an_empty_rank_participates_under_autocast():
     torch.manual_seed(0)
     net, input = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), SyncBatchNorm2d(4)), torch.randn(4, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -67,7 +67,7 @@ def test_an_empty_rank_under_autocast_takes_part():
     assert_close(output, expected[: 4 * dist.get_rank()], "output")
 
 
-def test_a_mean_large_beside_the_deviation_loses_no_accuracy(pool):
+def test_a_large_mean_loses_no_accuracy(pool):
     case = Case((8, 8), (3, 10, 10), mean=1e3, std=1e-2, options={"eps": 1e-8}, steps=1)
     for result, expected in zip(pool.run(run_rank, 2, case), run_reference(case), strict=True):
         # The mean is a float32 near 1e3, so it is rounded by up to 3e-5, 0.006 deviations.
@@ -76,15 +76,15 @@ def test_a_mean_large_beside_the_deviation_loses_no_accuracy(pool):
 
 
 @pytest.mark.parametrize(("scale", "order"), [(1e-19, 1), (1e-12, 2)])
-def test_without_eps_float32_holds_the_deviations_that_the_docs_name(pool, scale, order):
-    """Compared at that scale: gradients of an input that is scaled down are scaled up as much."""
+def test_without_eps_float32_represents_the_documented_deviations(pool, scale, order):
+    """Gradients are compared after scaling, since a smaller input has larger ones."""
     for found, expected in pool.run(train_scaled, 2, scale, order):
         for own, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(own.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
 def train_scaled(scale, order):
-    """Returns output and gradients in float32, and in float64 with the same values."""
+    """Returns output and gradient in float32 and in float64."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     values, grad_output = torch.randn(2, 16, 4, generator=generator)
     results = []
@@ -99,7 +99,7 @@ def train_scaled(scale, order):
 
 
 def count_in(dtype):
-    """Two steps of a layer whose buffers were all cast to ``dtype``, or of one whose counter was not."""
+    """Runs two steps of a layer with a counter of ``dtype``, and of a layer with a plain counter."""
     layers = SyncBatchNorm(3, momentum=None), SyncBatchNorm(3, momentum=None)
     layers[0].num_batches_tracked = layers[0].num_batches_tracked.to(dtype)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Every option of the layer holds by every way into it, on ranks and on one, in training and in evaluation."""
+"""Every option works with every kind of call, on ranks and without a job, in training and evaluation."""
 
 import copy
 import warnings
@@ -12,6 +12,7 @@ from bagua_syncbn import recalibrate_statistics
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, positions_of, run_rank
 from tests.helpers.checkpoints import CHECKPOINTED
+from tests.helpers.formula import values_of
 
 pytestmark = pytest.mark.reference_too
 
@@ -45,30 +46,33 @@ SLOW = pytest.param("compiled", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "replicas"])
-def test_every_option_holds_by_every_way_in(pool, way):
+def test_every_option_works_with_every_kind_of_call(pool, way):
     check(pool, *cases(way, (2, 0, 3), evaluates=way != "compiled"))
 
 
 @pytest.mark.parametrize("way", [*(way for way in WAYS if way != "compiled"), SLOW])
-def test_every_option_holds_without_a_job(way, single_threaded):
+def test_every_option_works_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))
 
 
 REPEATED = [
     *((checkpoint, "forward") for checkpoint in CHECKPOINTED),
     *((checkpoint, "own F.batch_norm") for checkpoint in ("reentrant", "non-reentrant", "own", "fairscale")),
-    *((checkpoint, "function") for checkpoint in ("reentrant", "non-reentrant")),
+    ("reentrant", "function"),
     ("non-reentrant", "recomputed"),
 ]
+# These repeat calls in different ways. The other checkpoints differ from them in when they do, and get fewer options.
+FORMS = ("reentrant", "non-reentrant", "own", "fairscale")
 
 
 @pytest.mark.parametrize(("checkpoint", "way"), REPEATED)
-def test_a_repetition_is_the_call_that_it_repeats_whatever_has_changed_since(pool, checkpoint, way):
-    check(pool, *cases(way, (2, 0, 3), checkpoint=checkpoint))
-    check(None, *cases(way, (4,), checkpoint=checkpoint))
+def test_recomputation_uses_the_original_call(pool, checkpoint, way):
+    for ranks, splits in ((pool, (2, 0, 3)), (None, (4,))):
+        every = list(cases(way, splits, checkpoint=checkpoint))
+        check(ranks, *every[:: 1 if checkpoint in FORMS else 4])
 
 
-def test_further_derivatives_hold_where_backward_repeats_or_recomputes(pool):
+def test_higher_derivatives_work_with_recomputation(pool):
     ways = "checkpointed", "recomputed"
     check(pool, *(Case((2, 0, 3), (3, 4), torch.float64, way=way, order=3) for way in ways))
 
@@ -77,7 +81,7 @@ def test_further_derivatives_hold_where_backward_repeats_or_recomputes(pool):
 DTYPES = [(torch.float64, None), *((dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16))]
 
 
-def test_replicas_take_each_dtype_layout_frozen_tensors_and_further_derivatives(single_threaded):
+def test_replicas_accept_all_dtypes_layouts_frozen_tensors_and_derivatives(single_threaded):
     replicas = partial(Case, (5,), way="replicas")
     options = (
         {"affine": False},
@@ -96,7 +100,7 @@ def test_replicas_take_each_dtype_layout_frozen_tensors_and_further_derivatives(
 
 
 def batches_of(case, rank):
-    """Returns input, residual and mask of each step on one rank."""
+    """Yields input, residual and mask of each step on one rank."""
     for step in range(case.steps):
         mask = case.mask(step)
         input, residual = (whole.split(case.splits)[rank] for whole in case.batch(step)[:2])
@@ -104,17 +108,16 @@ def batches_of(case, rank):
 
 
 def statistics_of(case):
-    """Returns mean and unbiased variance of all values that count, in the batches of all steps and ranks."""
+    """Returns mean and unbiased variance of all unmasked values of all steps and ranks."""
     values = []
     for rank in range(len(case.splits)):
         for input, _, mask in batches_of(case, rank):
-            inside = torch.ones_like(input[:, :1], dtype=torch.bool) if mask is None else positions_of(mask, input)
-            values.append(input.movedim(1, -1)[inside.expand(input[:, :1].shape).squeeze(1)])
+            values.append(values_of(input, None if mask is None else positions_of(mask, input)))
     return torch.cat(values).mean(0), torch.cat(values).var(0)
 
 
 def recalibrate(cases):
-    """Returns the statistics of each case, recalibrated after a step in training."""
+    """Recalibrates each case after a training step; returns the statistics."""
     rank, results = dist.get_rank() if dist.is_initialized() else 0, []
     for case in cases:
         layer, outputs = case.layer(), []
@@ -134,7 +137,7 @@ def recalibrate(cases):
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("function", "replicas", "compiled")])
-def test_recalibration_takes_the_batches_of_all_ranks_with_every_option(pool, way):
+def test_recalibration_works_with_every_option(pool, way):
     given = list(cases(way, (2, 0, 3), evaluates=False))
     for case, *ranks in zip(given, *pool.run(recalibrate, 3, given), strict=True):
         for statistics in ranks:

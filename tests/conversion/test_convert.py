@@ -26,7 +26,6 @@ from bagua_syncbn import (
     revert_sync_batchnorm,
 )
 from bagua_syncbn.communicators import LOCAL, RankGroup
-from bagua_syncbn.sync_batchnorm import BatchNorm
 from tests.helpers.user_layers import BatchNormReLU, Doubled
 
 
@@ -39,9 +38,9 @@ def net():
 
 @pytest.mark.parametrize(("local", "synced"), [
     *((nn.BatchNorm1d, SyncBatchNorm1d), (nn.BatchNorm2d, SyncBatchNorm2d), (nn.BatchNorm3d, SyncBatchNorm3d)),
-    (BatchNorm, SyncBatchNorm),
+    (type(revert_sync_batchnorm(SyncBatchNorm(1))), SyncBatchNorm),
 ])  # fmt: skip
-def test_layers_of_torch_become_those_of_the_package_and_back(local, synced):
+def test_torchs_layers_convert_and_revert(local, synced):
     assert type(convert_sync_batchnorm(local(3))) is synced
     assert type(revert_sync_batchnorm(synced(3))) is local
 
@@ -71,13 +70,13 @@ USES = [convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, fuse_a
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_argument_that_is_no_module_is_refused_by_name(use):
+def test_arguments_that_are_not_modules_raise(use):
     for what in (nn.BatchNorm2d, [nn.BatchNorm2d(3)], None):
         with pytest.raises(TypeError, match=f"module: expected a torch.nn.Module, got {type(what).__name__}"):
             use(what)
 
 
-def test_layers_know_their_name_in_the_model():
+def test_errors_name_the_layer_in_the_model():
     model = net()
     model.again = model[1]
     model.me = model
@@ -97,7 +96,7 @@ def test_lazy_layers_convert_before_they_know_their_size():
     assert type(model[1]) is nn.BatchNorm2d
 
 
-def test_converting_twice_changes_the_group_and_nothing_else():
+def test_converting_again_changes_only_the_group():
     model = convert_sync_batchnorm(net(), RankGroup((0,)))
     layer, cls = model[1], type(model[1])
     convert_sync_batchnorm(model)
@@ -108,7 +107,7 @@ def test_converting_twice_changes_the_group_and_nothing_else():
     assert type(layer) is cls
 
 
-def test_torchs_converter_replaces_ours_and_ours_takes_it_back():
+def test_torchs_converter_and_ours_undo_each_other():
     """It takes all layers that derive from torch's, so it must not follow; after it ours makes these ours again."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2))))
     assert type(model[0]) is nn.SyncBatchNorm
@@ -191,7 +190,7 @@ def test_a_refused_conversion_leaves_the_model_unchanged(change, make, error, me
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_model_that_is_compiled_already_is_compiled_anew(in_place, has_run):
+def test_conversion_recompiles_a_compiled_model(in_place, has_run):
     torch.compiler.reset()
     model = compiled = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
     # Without guards torch goes on with what it has compiled.
@@ -211,7 +210,7 @@ def test_a_model_that_is_compiled_already_is_compiled_anew(in_place, has_run):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
-def test_scripting_a_converted_model_says_so(cls):
+def test_scripting_a_converted_model_raises(cls):
     """torch would put a layer that can be scripted in the place of the synchronized one, in the model given."""
     model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(cls(3))))
     layer = model[1][0]
@@ -228,7 +227,7 @@ def test_scripting_a_converted_model_says_so(cls):
 
 @pytest.mark.parametrize("parametrized_first", [True, False])
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
-def test_parametrizations_come_and_go_before_and_after_conversion(cls, parametrized_first):
+def test_parametrizations_survive_conversion_and_revert(cls, parametrized_first):
     model, input = nn.Sequential(cls(3)), torch.randn(4, 3, 2, 2)
     layer = model[0]
     if not parametrized_first:
@@ -273,7 +272,7 @@ def test_sharded_layers_synchronize_whenever_they_are_converted(convert_first):
 
 
 @pytest.mark.ranks(2)
-def test_torchs_layers_get_their_group_back():
+def test_revert_restores_the_group_of_torchs_layers():
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     model = nn.Sequential(*(nn.SyncBatchNorm(1, process_group=groups[0]) for _ in range(2)))
     convert_sync_batchnorm(model, groups[1])
@@ -291,7 +290,7 @@ class OwnState(nn.BatchNorm2d):
 
 
 @pytest.mark.ranks(2)
-def test_a_state_of_its_own_takes_the_group_along():
+def test_custom_getstate_keeps_the_group():
     group = dist.new_group([0, 1])
     model = convert_sync_batchnorm(nn.Sequential(OwnState(1)), group)
     copied, loaded = copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]

@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections import OrderedDict
-from contextlib import nullcontext
+from contextlib import ExitStack
 from math import nan
 
 import pytest
@@ -21,9 +21,8 @@ from bagua_syncbn import (
     revert_sync_batchnorm,
 )
 from bagua_syncbn.communicators import LOCAL
-from bagua_syncbn.conversion.fusing import FusedActivation
-from bagua_syncbn.ops.activations import MODULES as ACTIVATIONS
 from tests.helpers.replicated import parallel
+from tests.helpers.steps import check_ranks, draw, step
 
 
 class Residual(nn.Module):
@@ -72,23 +71,15 @@ def make_model(kind, process_group=None):
     return convert_sync_batchnorm(model, process_group)
 
 
-def draw(size=5):
-    """Returns a batch, a gradient of its output, and a mask."""
-    generator = torch.Generator().manual_seed(1)
-    batch, grad_output = torch.randn(2, size, 4, 6, 5, generator=generator, dtype=torch.float64)
-    return batch, grad_output, torch.rand(size, 1, 6, 5, generator=generator) > 0.3
+BATCH, GRAD_OUTPUT = draw(2, 5, 4, 6, 5, seed=1)
+MASK = draw(5, 1, 6, 5, seed=3) > -0.5
 
 
-def step(model, batch, grad_output, mask=None):
-    """Returns results for each sample, and those of the model: gradients, which ranks add up, and buffers."""
-    input = batch.clone().requires_grad_()
-    with nullcontext() if mask is None else masked(model, mask):
-        output = model(input)
-    output.backward(grad_output)
-    with torch.no_grad():
-        evaluated = model.eval()(batch)
+def results_of(model, batch=BATCH, grad_output=GRAD_OUTPUT):
+    """Returns the results of a training step and of an evaluation."""
+    results = step(model, batch, grad_output), model.eval()(batch)
     model.train()
-    return [output.detach(), evaluated, input.grad], [p.grad for p in model.parameters()], list(model.buffers())
+    return results
 
 
 def assert_same(results, expected):
@@ -98,28 +89,27 @@ def assert_same(results, expected):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("kind", ["residual", "named"])
-def test_ranks_of_which_one_fuses_equal_one_process(kind, is_masked):
-    tensors = draw()[: 2 + is_masked]
-    rank, alone, model = dist.get_rank(), make_model(kind, LOCAL), make_model(kind)
-    expected = step(alone, *tensors)
-    if rank == 0:
+def test_fusing_on_one_rank_equals_one_process(kind, is_masked):
+    alone, model = make_model(kind, LOCAL), make_model(kind)
+    if dist.get_rank() == 0:
         fuse_activations(model)
-    results = step(model, *(tensor.split([2, 3])[rank] for tensor in tensors))
-    for gradient in results[1]:
-        dist.all_reduce(gradient)
-    assert_same(results, ([tensor.split([2, 3])[rank] for tensor in expected[0]], *expected[1:]))
+    with ExitStack() as masks:
+        if is_masked:
+            masks.enter_context(masked(alone, MASK))
+            masks.enter_context(masked(model, MASK.split([2, 3])[dist.get_rank()]))
+        check_ranks(model, alone, BATCH, GRAD_OUTPUT, [2, 3])
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_neighbours_are_fused_and_nothing_else(kind):
-    model, (batch, grad_output, _) = make_model(kind), draw()
+def test_only_adjacent_pairs_are_fused(kind):
+    model = make_model(kind)
     plain, parts, keys = copy.deepcopy(model), list(model.modules()), model.state_dict().keys()
-    expected = step(copy.deepcopy(plain), batch, grad_output)
-    assert fuse_activations(model) is model
-    assert fuse_activations(model) is model
+    expected = results_of(copy.deepcopy(plain))
+    for _ in range(2):
+        assert fuse_activations(model) is model
     assert model.state_dict().keys() == keys
     for fused in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
-        assert_same(step(fused, batch, grad_output), expected)
+        assert_same(results_of(fused), expected)
         assert str(conversion_report(fused)).count("; computes ") == 2 * MODELS[kind][1]
         revert_sync_batchnorm(fused.eval())
         for part, other in zip(fused.modules(), revert_sync_batchnorm(plain).modules(), strict=True):
@@ -132,6 +122,10 @@ def test_neighbours_are_fused_and_nothing_else(kind):
 def pair(activation=None):
     torch.manual_seed(0)
     return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(4), activation or nn.SiLU()).double())
+
+
+def is_fused(model):
+    return "FusedActivation(" in repr(model)
 
 
 def patch_class(model):
@@ -169,52 +163,56 @@ APART = {
 
 
 @pytest.mark.parametrize("reason", APART)
-def test_a_pair_that_cannot_be_fused_says_why(reason):
+def test_the_report_explains_unfused_pairs(reason):
     change, told = APART[reason]
-    model, (batch, *_) = pair(), draw()
+    model = pair()
     handle = change(model)
-    expected = copy.deepcopy(model)(batch) if "container" not in reason else None
+    expected = copy.deepcopy(model)(BATCH) if "container" not in reason else None
     try:
         with pytest.warns(UserWarning, match="fuse_activations: found no synchronized layer"):
             fuse_activations(model)
-        assert not any(isinstance(part, FusedActivation) for part in model.modules())
+        assert not is_fused(model)
         report = str(conversion_report(model))
         assert told in report if told else "by itself" not in report
         if expected is not None:
-            assert_same(model(batch), expected)
+            assert_same(model(BATCH), expected)
     finally:
         if handle is not None:
             handle.remove()
 
 
+ACTIVATIONS = [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Sigmoid, nn.Tanh]
+
+
 @pytest.mark.parametrize("cls", ACTIVATIONS)
 @pytest.mark.parametrize("zero_masked", [True, False])
-def test_masked_positions_are_what_they_were(cls, zero_masked):
-    model, (batch, grad_output, mask) = pair(cls()), draw()
-    fused, batch, results = copy.deepcopy(model), batch.masked_fill(~mask, nan if zero_masked else 1), []
+def test_fusing_keeps_masked_positions(cls, zero_masked):
+    model, batch, results = pair(cls()), BATCH.masked_fill(~MASK, nan if zero_masked else 1), []
+    fused = copy.deepcopy(model)
     if cls is not nn.Sigmoid:
         fuse_activations(fused)
-    assert isinstance(fused[1], FusedActivation) is (cls is not nn.Sigmoid)
+    assert is_fused(fused) is (cls is not nn.Sigmoid)
     for each in (model, fused):
-        input = batch.clone().requires_grad_()
-        with masked(each, mask, zero_masked=zero_masked):
-            output = each(input)
-        results.append((output, *torch.autograd.grad(output, [input, *each.parameters()], grad_output)))
+        with masked(each, MASK, zero_masked=zero_masked):
+            results.append(step(each, batch, GRAD_OUTPUT))
     torch.testing.assert_close(*results, equal_nan=True)
 
 
-def test_fusion_with_recomputed_outputs_or_replicas_equals_the_plain_step(single_threaded):
-    batch, grad_output, _ = draw(4)
-    expected = step(make_model("residual"), batch, grad_output)
+def test_fusing_works_with_recomputed_outputs_and_replicas(single_threaded):
+    batch, grad_output = BATCH[:4], GRAD_OUTPUT[:4]
+    expected, evaluated = results_of(make_model("residual"), batch, grad_output)
     for model in (
         recompute_outputs(fuse_activations(make_model("residual"))),
         fuse_activations(recompute_outputs(make_model("residual"))),
         parallel(fuse_activations(make_model("residual")), "cpu", 2),
     ):
-        assert_same(step(model, batch, grad_output), expected)
+        results, found = results_of(model, batch, grad_output)
+        assert_same(
+            ({name.removeprefix("module."): value for name, value in results.items()}, found), (expected, evaluated)
+        )
 
 
-def test_revert_puts_back_what_fusing_took_and_no_more():
+def test_revert_undoes_only_fusing():
     model = fuse_activations(pair())
     with pytest.raises(ValueError, match=r"fused_activation=.*silu"):
         revert_sync_batchnorm(model[0])
@@ -225,11 +223,11 @@ def test_revert_puts_back_what_fusing_took_and_no_more():
     model.append(SyncBatchNorm2d(4, eps_mode="clamp"))
     with pytest.raises(ValueError, match="eps_mode='clamp'"):
         revert_sync_batchnorm(model)
-    assert isinstance(model[1], FusedActivation)
+    assert is_fused(model)
     assert [type(part) for part in revert_sync_batchnorm(model[:2])] == [nn.BatchNorm2d, nn.SiLU]
 
 
-def test_repr_and_report_name_the_fused_activations():
+def test_repr_and_report_show_fused_activations():
     model = fuse_activations(pair())
     assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
     assert "SyncBatchNorm2d: synchronized already; computes SiLU '1'" in str(conversion_report(model))

@@ -14,11 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bagua_syncbn import SyncBatchNorm, conversion_report, convert_sync_batchnorm, revert_sync_batchnorm
 from bagua_syncbn.data_parallel import DataParallelWithCallback
-from bagua_syncbn.sync_batchnorm import BatchNorm
 from tests.helpers.training import through_file
 from tests.helpers.user_layers import BatchNormAct, BatchNormReLU
 
 SIZES = (1, 3)  # of the ranks' batches
+BatchNorm = type(revert_sync_batchnorm(SyncBatchNorm(1)))  # for any number of dimensions
 
 
 class ByName(nn.BatchNorm2d):
@@ -232,7 +232,7 @@ def test_ranks_and_replicas_of_a_converted_model_equal_one_process(pool, kind, t
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODELS)
-def test_conversion_changes_classes_and_nothing_else_and_revert_brings_them_back(kind):
+def test_conversion_changes_only_classes_and_revert_restores_them(kind):
     model, batch = make(kind).eval(), batch_of(kind)
     expected, state, parts = tensor_of(model(batch)), model.state_dict(), list(model.modules())
     classes, attributes = [type(part) for part in parts], [dict(vars(part)) for part in parts]

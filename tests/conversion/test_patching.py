@@ -57,7 +57,7 @@ def torchs():
     return functions, [inspect.signature(f) for f in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)]
 
 
-def test_the_patch_is_torchs_and_ends():
+def test_the_patch_keeps_signatures_and_ends():
     before, signatures = torchs()
     with patch_torch_converter() as outer:
         patched = torchs()

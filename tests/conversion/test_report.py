@@ -28,7 +28,7 @@ def data_parallel():
     return model
 
 
-def test_filter_chooses_by_name_and_layer():
+def test_filter_selects_by_name_and_layer():
     asked = []
 
     def chosen(name, layer):
@@ -54,14 +54,14 @@ def test_filter_chooses_by_name_and_layer():
             use(model, filter="b")
 
 
-def test_filter_leaves_out_what_is_refused_as_a_whole():
+def test_filter_may_leave_out_a_refused_submodule():
     model = nn.Sequential(nn.BatchNorm1d(2), data_parallel())
     convert_sync_batchnorm(model, filter=lambda name, layer: not name.startswith("1"))
     assert type(model[0]) is SyncBatchNorm1d
     assert type(model[1][0]) is nn.BatchNorm1d
 
 
-def test_report_tells_what_conversion_does_and_changes_nothing():
+def test_the_report_previews_conversion():
     model = choice()
     model["wrapped"] = data_parallel()
     model["foreign"] = type("FrozenBatchNorm2d", (nn.Identity,), {})()
@@ -92,7 +92,7 @@ def test_report_tells_what_conversion_does_and_changes_nothing():
 
 
 @pytest.mark.ranks(1)
-def test_the_report_looks_into_wrapped_models():
+def test_the_report_covers_wrapped_models():
     def model():
         return nn.Sequential(convert_sync_batchnorm(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2)))
 
@@ -119,7 +119,7 @@ class OfPyG(nn.Module):
 OfPyG.__name__ = "BatchNorm"
 
 
-def test_a_layer_in_a_layer_is_reported_once_and_must_let_all_ranks_take_part():
+def test_pygs_layers_are_reported_once():
     model = nn.Sequential(OfPyG(False), OfPyG(True))
     inner, refused = conversion_report(model).layers
     assert (inner.names, inner.action) == (["0.module"], "converted")
@@ -130,7 +130,7 @@ def test_a_layer_in_a_layer_is_reported_once_and_must_let_all_ranks_take_part():
     assert type(convert_sync_batchnorm(model)[1].module) is SyncBatchNorm1d
 
 
-def test_verbose_tells_how_many_layers_were_converted(capsys):
+def test_verbose_prints_the_number_of_converted_layers(capsys):
     model = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm2d(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -151,7 +151,7 @@ class StrangeSyncBN(nn.Module):
         self.register_buffer("running_var", torch.ones(2))
 
 
-def test_strangers_that_stay_synchronized_by_themselves_are_named():
+def test_foreign_synchronized_layers_are_named():
     model = nn.Sequential(nn.BatchNorm2d(2), StrangeSyncBN())
     (_, stranger) = conversion_report(model).layers
     assert stranger.action == "skipped"

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import re
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ from bagua_syncbn import (
     register_converter,
     revert_sync_batchnorm,
 )
-from bagua_syncbn.conversion import registry
 from tests.conversion.test_models import ActWithPart, WithPart
 from tests.helpers.fake_packages import Apex, Fairscale, Mmcv
+from tests.helpers.steps import check_ranks
 from tests.helpers.user_layers import BatchNormAct, Centered
 
 
@@ -53,7 +53,7 @@ class OfGhosts(nn.BatchNorm2d):
     (OnlyInEvaluation, "called neither"),
     (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
 ])  # fmt: skip
-def test_a_forward_that_turns_out_to_be_unsynchronized_raises(cls, what):
+def test_an_unsynchronized_forward_raises(cls, what):
     model, input = convert_sync_batchnorm(nn.Sequential(cls(3))), torch.randn(4, 3, 4, 4)
     with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: expected") + ".*" + what):
         model(input)
@@ -62,14 +62,14 @@ def test_a_forward_that_turns_out_to_be_unsynchronized_raises(cls, what):
 
 
 @pytest.mark.ranks(4)
-def test_the_group_of_the_layer_is_used():
+def test_custom_forwards_use_the_group_of_the_layer():
     layer = convert_sync_batchnorm(BatchNormAct(1, momentum=1.0), [[0, 2], [1, 3]])
     layer(torch.full((2, 1, 1, 1), float(dist.get_rank())))
     assert layer.running_mean.item() == dist.get_rank() % 2 + 1
 
 
 @pytest.mark.parametrize("cls", [WithPart, ActWithPart])
-def test_a_part_that_is_left_out_stays_as_it_is(cls):
+def test_a_filtered_part_stays_unchanged(cls):
     model, input = nn.Sequential(cls(3)), torch.randn(4, 3, 2, 2)
     expected = copy.deepcopy(model)(input)
     convert_sync_batchnorm(model, filter=lambda name, layer: not name.endswith("part"))
@@ -114,18 +114,16 @@ RUNS = {
 def test_a_converted_part_may_normalize_for_the_layer(run, compiles):
     torch.manual_seed(0)
     batch, grad_output = torch.randn(2, 4, 3, 2, 2, dtype=torch.float64)
-    whole, layer = ByPart(3, RUNS[run].get("part", nn.BatchNorm2d)).double(), ByPart(3, **RUNS[run]).double()
+    whole = ByPart(3, RUNS[run].get("part", nn.BatchNorm2d)).double()
+    layer = convert_sync_batchnorm(ByPart(3, **RUNS[run]).double())
     fullgraph = "checkpoint" not in run  # torch traces no checkpoint in which an attribute changes
-    results = []
-    for model, share in ((whole, slice(None)), (convert_sync_batchnorm(layer), slice(dist.get_rank(), None, 2))):
-        input = batch[share].clone().requires_grad_()
-        call = torch.compile(model, backend="eager", fullgraph=fullgraph) if compiles and model is layer else model
-        with accumulate_statistics(model) if model is layer and not compiles else nullcontext():
-            output = call(input)
-        output.backward(grad_output[share])
-        results.append((output, input.grad))
-    torch.testing.assert_close(results[1], tuple(part[dist.get_rank() :: 2] for part in results[0]))
-    torch.testing.assert_close(list(layer.buffers()), list(whole.buffers()))
+    compiled = torch.compile(layer, backend="eager", fullgraph=fullgraph)
+
+    def accumulated(input):
+        with accumulate_statistics(layer):
+            return layer(input)
+
+    check_ranks(layer, whole, batch, grad_output, (2, 2), call=compiled if compiles else accumulated)
 
 
 @pytest.mark.parametrize(("run", "kept"), [
@@ -134,7 +132,7 @@ def test_a_converted_part_may_normalize_for_the_layer(run, compiles):
     ({"run": in_evaluation}, None),
     ({"run": caught}, None),
 ])  # fmt: skip
-def test_a_part_that_was_not_synchronized_does_not_count(run, kept):
+def test_an_unsynchronized_part_does_not_count(run, kept):
     layer = convert_sync_batchnorm(ByPart(3, **run), filter=lambda name, _: name != kept)
     with pytest.raises(RuntimeError, match=r"ByPart: expected .* called neither"):
         layer(torch.randn(4, 3, 2, 2))
@@ -151,7 +149,7 @@ class InChunks(nn.BatchNorm2d):
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True)
 
 
-def test_a_forward_that_calls_itself_leaves_nothing_behind():
+def test_a_recursive_forward_leaves_no_state():
     layer, input = convert_sync_batchnorm(InChunks(3)), torch.randn(4, 3, 5, 5)
     before = vars(copy.deepcopy(layer)).keys()
     torch.testing.assert_close(layer(input), InChunks(3)(input))
@@ -184,10 +182,12 @@ class SyncForeign(SyncBatchNorm2d):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setattr(registry, "_converters", {})
+def registered():
     register_converter(Foreign, lambda layer: SyncForeign if layer.num_features > 2 else None)
     register_converter(Centered, lambda layer: SyncBatchNorm2d)
+    yield
+    for cls in (Foreign, Centered, Apex, nn.LayerNorm):
+        register_converter(cls, None)
 
 
 @pytest.mark.usefixtures("registered")
@@ -223,7 +223,7 @@ def test_register_converter_checks_its_arguments():
 
 
 @pytest.mark.usefixtures("registered")
-def test_the_class_that_a_converter_returns_is_checked():
+def test_classes_of_converters_are_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
     with pytest.raises(TypeError, match=r"from the converter of .*test_subclasses\.Foreign, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
@@ -235,7 +235,7 @@ def test_the_class_that_a_converter_returns_is_checked():
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
-def test_the_recipe_for_apex_keeps_outputs_and_reverts(options):
+def test_the_documented_converter_for_apex_works(options):
     """The one in docs/switching.md; tests/tools/test_docs.py runs all of its recipes."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
     recipe = re.search(r"^class FromApex.*?: FromApex\)\n", page, re.DOTALL | re.MULTILINE)
@@ -250,7 +250,7 @@ def test_the_recipe_for_apex_keeps_outputs_and_reverts(options):
 
 
 @pytest.mark.ranks(2)
-def test_a_group_is_taken_from_the_attribute_that_has_it():
+def test_conversion_finds_the_attribute_with_the_group():
     group, other = dist.new_group([0, 1]), dist.new_group([1, 0])
     for cls in (Mmcv, Fairscale):
         register_converter(cls, lambda layer: SyncBatchNorm)

@@ -1,13 +1,18 @@
-"""Programs for ranks that diverge: strings of calls, and what one rank does otherwise.
+"""Training steps on several ranks, with a divergence on the last rank.
 
-``a``, ``b``, ``c`` call a layer in forward on data of its own: ``a`` and ``b`` of 8 channels, ``c`` of 12. ``<`` is a
-backward pass of all that was called since the last one, ``>`` the same one by one, from the first call to the last.
-``^`` is that as a pass that can be differentiated again, ``v`` such a one from the last call to the first. ``!`` is an
-exception that the program catches and goes on with its next step.
+A step is a line of words, such as "a b c backward":
+
+    a, b, c                    forward pass of a layer on new data; a and b have 8 channels, c has 12
+    backward                   one backward pass for all outputs since the previous backward
+    backward-in-order          one backward pass per output, first to last
+    differentiable-in-order    one backward pass per output with create_graph=True, first to last
+    differentiable-in-reverse  one backward pass per output with create_graph=True, last to first
+    error                      an exception that ends the step; the training loop catches it
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,68 +23,82 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import bagua_syncbn
-from bagua_syncbn import ops
-from bagua_syncbn.agreement import faults
-from bagua_syncbn.agreement.history import CallHistory, history_in
 from bagua_syncbn.communicators.c10d import communicator_of
-from tests.helpers.observed import collectives
 
 STEPS = 3
+STEP = "a b c backward"
 
 Change = Callable[["Model"], Any]
 
 
-class SwallowedError(Exception):
-    """An exception that a program raises and catches."""
+class CaughtError(Exception):
+    """An exception that the training loop catches."""
+
+
+def _backward(outputs: Sequence[Tensor], create_graph: bool = False) -> None:
+    torch.autograd.backward(outputs, [torch.randn_like(each) for each in outputs], create_graph=create_graph)
+
+
+BACKWARD: dict[str, Callable[[list[Tensor]], Any]] = {
+    "backward": _backward,
+    "backward-in-order": lambda outputs: [_backward([each]) for each in outputs],
+    "differentiable-in-order": lambda outputs: [_backward([each], True) for each in outputs],
+    "differentiable-in-reverse": lambda outputs: [_backward([each], True) for each in reversed(outputs)],
+}
 
 
 class Model(nn.Module):
+    """Three layers, and the attributes that a rank can change.
+
+    Attributes:
+        no_gradient_for: name of a layer; its input does not require a gradient.
+        raises_in_backward: name of a layer; its backward pass raises.
+        has_grad: whether layers are called with gradients enabled.
+        calls: replacements for calls of layers: functions of the layer and its input, by name.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.BatchNorm1d(12)
         self.no_gradient_for = self.raises_in_backward = ""
-        self.grad = True
-        self.spoiled: dict[str, Callable[[Any, Tensor], Tensor]] = {}
+        self.has_grad = True
+        self.calls: dict[str, Callable[[Any, Tensor], Tensor]] = {}
 
-    def run(self, program: str) -> None:
+    def run(self, step: str) -> None:
         outputs: list[Tensor] = []
-        for call in program:
-            if call == "!":
-                raise SwallowedError
-            if call in "<>^v":
-                parts = [outputs] if call == "<" else [[output] for output in outputs]
-                for part in reversed(parts) if call == "v" else parts:
-                    grads = [torch.randn_like(output) for output in part]
-                    torch.autograd.backward(part, grads, create_graph=call in "^v")
+        for word in step.split():
+            if word == "error":
+                raise CaughtError
+            if word in BACKWARD:
+                BACKWARD[word](outputs)
                 outputs = []
             else:
-                output = self.call(call)
-                if output.requires_grad:
-                    outputs.append(output)
+                output = self.call(word)
+                outputs += [output] * output.requires_grad
 
     def call(self, name: str) -> Tensor:
         layer = getattr(self, name)
         x = torch.randn(4, layer.num_features, dtype=layer.weight.dtype)
         before = [buffer.clone() for buffer in layer.buffers()]
         try:
-            with torch.set_grad_enabled(self.grad):
-                normalize = self.spoiled.get(name, nn.Module.__call__)
-                output: Tensor = normalize(layer, x.requires_grad_(name not in self.no_gradient_for))
+            with torch.set_grad_enabled(self.has_grad):
+                normalize = self.calls.get(name, nn.Module.__call__)
+                output: Tensor = normalize(layer, x.requires_grad_(name != self.no_gradient_for))
         except RuntimeError:
             assert all(map(torch.equal, before, layer.buffers())), "buffers changed in a call that failed"
             raise
-        if name in self.raises_in_backward:
-            output.register_hook(_raise_swallowed)
+        if name == self.raises_in_backward:
+            output.register_hook(_raise_caught)
         return output
 
 
-def _raise_swallowed(_: Any) -> None:
-    raise SwallowedError
+def _raise_caught(_: Any) -> None:
+    raise CaughtError
 
 
 @contextmanager
 def own_group(seconds: float = 300.0) -> Iterator[Any]:
-    """Yields a communicator over all ranks, of a group that nothing else uses."""
+    """Yields a communicator for a new group of all ranks."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     try:
         yield communicator_of(group)
@@ -94,12 +113,12 @@ def own_model(seconds: float = 300.0) -> Iterator[Any]:
 
 
 def is_odd() -> bool:
-    """Whether this is the last rank, which does something else."""
+    """Returns True on the last rank, the one that diverges."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
 def message_of(function: Callable[[], Any]) -> str:
-    """Returns the message of the error in which ``function`` ends, or "finished"."""
+    """Returns the message of the error that ends ``function``, or "finished"."""
     try:
         function()
     except Exception as error:
@@ -107,97 +126,79 @@ def message_of(function: Callable[[], Any]) -> str:
     return "finished"
 
 
-def run(
-    base: str,
-    program: str,
-    change: Change | None,
-    when: int,
-    timeout: float,
-    prepare: Change | None,
-    see_end: Change | None = None,
-) -> str:
-    """Runs ``base`` for three steps; on the last rank, from step ``when`` on, ``program``, after ``change``.
+@dataclass(frozen=True)
+class Row:
+    """A divergence of the last rank, and the error that all ranks raise.
 
-    All of them begin with ``prepare``, and end with ``see_end``.
+    Attributes:
+        step: the step that the last rank runs once it diverges.
+        change: called on the last rank when it diverges.
+        layers: names of the layers in each error.
+        says: other parts of each error.
+        others: the step of the other ranks, and of the last rank before it diverges.
+        prepare: called on all ranks at the beginning.
     """
-    torch.manual_seed(dist.get_rank())
 
-    def run_steps() -> None:
-        for step in range(STEPS):
-            diverges = is_odd() and step >= when
-            if diverges and step == when and change is not None:
-                change(model)
-            with suppress(SwallowedError):
-                model.run(program if diverges else base)
+    step: str = STEP
+    change: Change | None = None
+    layers: str = ""
+    says: tuple[str, ...] = ()
+    others: str = STEP
+    prepare: Change | None = None
 
-    with own_model(timeout) as model:
-        if prepare is not None:
-            prepare(model)
-        message = message_of(run_steps)
-        if see_end is not None:
-            see_end(model)
-        return message
+    def missing_in(self, message: str) -> list[str]:
+        """Returns the expected parts that are not in ``message``."""
+        names = [f"'{name}' of Model ({12 if name == 'c' else 8} channels" for name in self.layers]
+        return [part for part in (*names, *self.says) if part not in message]
 
+    def run(self, when: int, seconds: float = 300.0, begin: Change | None = None, end: Change | None = None) -> str:
+        """Runs three steps; the last rank diverges from step ``when`` on. Returns the message."""
+        torch.manual_seed(dist.get_rank())
 
-class Late:
-    """The kind in a fault record, which the host does not see the first times: the device is behind."""
+        def take_steps() -> None:
+            for number in range(STEPS):
+                differs = is_odd() and number >= when
+                if differs and number == when and self.change is not None:
+                    self.change(model)
+                with suppress(CaughtError):
+                    model.run(self.step if differs else self.others)
 
-    def __init__(self, kind: Any, times: int) -> None:
-        self._kind, self._times = kind, times
-
-    @property
-    def value(self) -> int:
-        if not self._kind.value or not self._times:
-            return int(self._kind.value)
-        self._times -= 1
-        return 0
-
-
-def run_where_no_host_looks(
-    base: str, program: str, change: Change | None, prepare: Change | None, late: int, timeout: float
-) -> tuple[str, str, int]:
-    """Runs as :func:`run` does, from the second step on, with hosts that look for faults before each call, as on CUDA.
-
-    They do not see a fault the first ``late`` times. Returns what tells of the divergence, then the error of one more
-    step, and how many collectives that step sent.
-    """
-    later: list[Any] = []
-
-    def prepare_model(model: Any) -> None:
-        history = history_in(model.a.process_group)
-        record = faults.RECORDS[history.name, "cpu"] = faults.FaultRecord("cpu")
-        record.is_on_cpu = False
-        record.kind = Late(record.kind, late)  # type: ignore[assignment]
-        if prepare is not None:
-            prepare(model)
-
-    def see_end(model: Any) -> None:
-        later.append(message_of(bagua_syncbn.check_ranks))
-        with collectives() as counted:
-            later.append(message_of(lambda: model.run("abc<")))
-        later.append(counted.total())
-
-    message = run(base, program, change, 1, timeout, prepare_model, see_end)
-    found, again, sent = later
-    return found if message == "finished" else message, again, sent
+        with own_model(seconds) as model:
+            for prepare in (self.prepare, begin):
+                if prepare is not None:
+                    prepare(model)
+            message = message_of(take_steps)
+            if end is not None:
+                end(model)
+            return message
 
 
-def _with(name: str, value: object) -> Callable[[Any, Tensor], Tensor]:
-    """Returns a call of a layer with another value of an attribute."""
+def set_in(layer: str, **values: Any) -> Change:
+    """Returns a change that sets attributes of a layer."""
+    return lambda model: [setattr(getattr(model, layer), name, value) for name, value in values.items()]
+
+
+# Invalid calls, by a part of their error.
+
+
+def _with(**values: Any) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a call of a layer with these attributes."""
 
     def call(layer: Any, x: Tensor) -> Tensor:
-        before = getattr(layer, name)
-        setattr(layer, name, value)
+        before = {name: getattr(layer, name) for name in values}
         try:
+            for name, value in values.items():
+                setattr(layer, name, value)
             return layer(x)  # type: ignore[no-any-return]
         finally:
-            setattr(layer, name, before)
+            for name, value in before.items():
+                setattr(layer, name, value)
 
     return call
 
 
 def _by_function(**options: Any) -> Callable[[Any, Tensor], Tensor]:
-    """Returns a call of the function in place of a layer, which it names."""
+    """Returns a call of the function on behalf of a layer."""
 
     def call(layer: Any, x: Tensor) -> Tensor:
         given = {"process_group": layer.process_group, "layer": layer, **options}
@@ -206,29 +207,15 @@ def _by_function(**options: Any) -> Callable[[Any, Tensor], Tensor]:
     return call
 
 
-class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
-    """A class with a forward of its own, which raises."""
+def _placed(placement: Any, on_all: bool) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a call of a layer with a DTensor on a mesh of all ranks, or only of this rank."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        raise KeyError("a forward of its own")
+    def call(layer: Any, x: Tensor) -> Tensor:
+        ranks = torch.arange(dist.get_world_size()) if on_all else torch.tensor([dist.get_rank()])
+        mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+        return layer(DTensor.from_local(x, mesh, [placement], run_check=False))  # type: ignore[no-any-return]
 
-
-def _other_buffer(layer: Any, x: Tensor) -> Tensor:
-    before, layer.running_var = layer.running_var, torch.ones(9)
-    try:
-        return layer(x)  # type: ignore[no-any-return]
-    finally:
-        layer.running_var = before
-
-
-def _partial(layer: Any, x: Tensor) -> Tensor:
-    mesh = DeviceMesh("cpu", torch.tensor([dist.get_rank()]), _init_backend=False)
-    return layer(DTensor.from_local(x, mesh, [Partial()], run_check=False))  # type: ignore[no-any-return]
-
-
-def _replicated(layer: Any, x: Tensor) -> Tensor:
-    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), _init_backend=False)
-    return layer(DTensor.from_local(x, mesh, [Replicate()], run_check=False))  # type: ignore[no-any-return]
+    return call
 
 
 def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
@@ -239,13 +226,19 @@ def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
         return layer(x)  # type: ignore[no-any-return]
 
 
-# Calls that a rank is refused because of its own data, by a word of the error.
+class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
+    """A class with a forward that raises."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        raise KeyError("a forward of its own")
+
+
 REFUSED = {
     "int64": lambda layer, x: layer(x.long()),
     "2D or 3D input": lambda layer, x: layer(x[0]),
-    "running_var: expected 8 elements": _other_buffer,
-    "DTensor": _partial,
-    "process_group: expected ranks": _replicated,
+    "running_var: expected 8 elements": _with(running_var=torch.ones(9)),
+    "DTensor": _placed(Partial(), on_all=False),
+    "process_group: expected ranks": _placed(Replicate(), on_all=True),
     "no more often than the first run": _repeated_too_often,
     "got NoneType": lambda layer, x: layer(None),
     "got list": lambda layer, x: layer(x.tolist()),
@@ -253,80 +246,10 @@ REFUSED = {
     "got str": lambda layer, x: layer("x"),
     "missing 1 required positional argument: 'input'": lambda layer, x: layer(),
     "unexpected keyword argument 'wat'": lambda layer, x: layer.forward(x, wat=1),
-    "a forward of its own": _with("__class__", SyncBatchNorm1d),
-    "momentum: expected": _with("momentum", torch.ones(2)),
-    "skip_nonfinite: expected": _with("skip_nonfinite", torch.ones(2)),
+    "a forward of its own": _with(__class__=SyncBatchNorm1d),
+    "momentum: expected": _with(momentum=torch.ones(2)),
+    "skip_nonfinite: expected": _with(skip_nonfinite=torch.ones(2)),
     "got float": _by_function(weight=1.0),
     "got int": _by_function(num_batches_tracked=3),
     "unexpected keyword argument 'what'": _by_function(what=1),
 }
-
-
-def run_refused(kind: str, on_all: bool) -> list[str]:
-    """Three steps that go on after errors; in the second one the last rank, or each, is refused a call of ``b``."""
-    messages = []
-    with own_model() as model:
-        for step in range(STEPS):
-            model.spoiled = {"b": REFUSED[kind]} if step == 1 and (on_all or is_odd()) else {}
-            messages.append(message_of(lambda: model.run("abc<")))
-    return [message for message in messages if message != "finished"]
-
-
-def run_failing_backward() -> list[str]:
-    """Two steps; in the second one the backward pass of ``c`` raises on the last rank."""
-    reduce = ops.batch_norm_backward_reduce
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("in a backward pass")
-
-    messages = []
-    with own_model() as model:
-        for step in range(2):
-            ops.batch_norm_backward_reduce = fail if step and is_odd() else reduce
-            messages.append(message_of(lambda: model.run("abc<")))
-    ops.batch_norm_backward_reduce = reduce
-    return messages
-
-
-def count_messages(programs: Sequence[str], most: int) -> tuple[list[int], int]:
-    """Runs a program in each step, on all ranks. Returns the collectives of each step, and how much is remembered."""
-    counts = []
-    before, CallHistory.most = CallHistory.most, most
-    with own_group() as communicator:
-        model: Any = bagua_syncbn.convert_sync_batchnorm(Model(), communicator)
-        for program in programs:
-            with collectives() as counted:
-                model.run(program)
-            counts.append(counted.total())
-        remembered = len(history_in(communicator).after_step)
-    CallHistory.most = before
-    return counts, remembered
-
-
-def run_partly_compiled(momentum: float | None) -> Tensor:
-    """Two steps, of which the last rank runs the second as it is written."""
-    layer = bagua_syncbn.SyncBatchNorm(8, momentum=momentum)
-    compiled = torch.compile(layer, backend="eager")
-    for step in range(2):
-        x = torch.full((2, 8), float(dist.get_rank()), requires_grad=True)
-        call = layer if step and is_odd() else compiled
-        call(x).backward(torch.randn(2, 8))
-    return layer.running_mean
-
-
-def run_compiled() -> list[str]:
-    """A compiled model in which the last rank has another ``eps``. Returns the messages of what finds out later."""
-    messages = []
-    with own_group() as communicator:
-        model: Any = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), communicator)
-        alike = bagua_syncbn.SyncBatchNorm(8, process_group=communicator)
-        if is_odd():
-            model[0].eps = 1e-3
-        before = [buffer.clone() for buffer in model.buffers()]
-        compiled = torch.compile(model, backend="eager")
-        for find_out in (bagua_syncbn.check_ranks, lambda: alike(torch.randn(4, 8))):
-            assert compiled(torch.randn(4, 8)).isnan().all()
-            assert all(map(torch.equal, before, model.buffers()))
-            messages.append(message_of(find_out))
-        assert alike.num_batches_tracked == 0, "found out in a call that was made"
-    return messages

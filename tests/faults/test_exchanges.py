@@ -6,6 +6,7 @@ the first one that they do not make together.
 
 import random
 import re
+from collections import Counter
 from itertools import zip_longest
 from unittest.mock import patch
 
@@ -13,61 +14,58 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn import ops
+from bagua_syncbn import convert_sync_batchnorm, ops
 from bagua_syncbn.errors import notify_peers
-from bagua_syncbn.layer_state import LayerState
-from bagua_syncbn.names import ConvertedModel, Origin
 from bagua_syncbn.options import Options
 from bagua_syncbn.step.call import Call
 from bagua_syncbn.step.exchange import exchange_of
 from tests.helpers.threads import run_threads
 
 CHANNELS = {"a": 3, "b": 3, "c": 5}
-FIRST = {"a": "1", "b": "2", "c": "3"}
-NAMES = {first: name for name, first in FIRST.items()}
 OPTIONS = Options()
+ERROR = "error", ""  # which the rank catches
 
 
 def program(draw):
-    """Returns a string of calls for each rank, which most times differ.
+    """Returns a list of calls for each rank; most times they differ. A call is a kind and the name of a layer.
 
-    ``a``, ``b`` and ``c`` are forwards; ``A`` is the backward of the last ``a`` without one, ``1`` that of the first,
-    and so on; ``!`` is an error that the rank catches.
+    The backward pass is that of the first or the last forward of the layer without one.
     """
-    step = ""
+    step = []
     for _ in range(draw.randint(2, 6)):
-        step += draw.choice(possible_after(step))
-    base = step * draw.randint(1, 4) + draw.choice(["", "!" + step])
+        step.append(draw.choice(possible_after(step)))
+    base = step * draw.randint(1, 4) + draw.choice([[], [ERROR, *step]])
     ranks = [base] * draw.randint(2, 4)
     for _ in range(draw.choice((0, 1, 1, 1, 2))):
         which, place = draw.randrange(len(ranks)), draw.randrange(len(base))
         before, after = base[:place], base[place:]
-        other = draw.choice(possible_after(before).replace(after[0], ""))
-        ranks[which] = before + draw.choice([after[1:], other, other + after, other + after[1:]])
+        other = draw.choice([call for call in possible_after(before) if call != after[0]])
+        ranks[which] = before + draw.choice([after[1:], [other], [other, *after], [other, *after[1:]]])
     return ranks
 
 
 def possible_after(calls):
-    """Returns the calls that can follow: no backward of nothing, and no second one that is the same."""
-    left = {name: calls.count(name) - calls.count(name.upper()) - calls.count(first) for name, first in FIRST.items()}
-    last = "".join(name.upper() for name, number in left.items() if number > 0)
-    first = "".join(FIRST[name] for name, number in left.items() if number > 1)
-    return "aabc" + 2 * (last + first) + "!"
+    """Returns the calls that can follow: no backward pass of nothing, and no two names for the same one."""
+    left = Counter()
+    for kind, name in calls:
+        left[name] += 1 if kind == "forward" else -1
+    last = [("backward of last", name) for name in CHANNELS if left[name] > 0]
+    first = [("backward of first", name) for name in CHANNELS if left[name] > 1]
+    return [("forward", name) for name in "aabc"] + 2 * (last + first) + [ERROR]
 
 
 def made(calls):
-    """Returns ``calls`` without the backward passes of nothing, each with the number of the forward that it follows."""
-    open_calls, found = {name: [] for name in CHANNELS}, []
-    for call in calls:
-        name = NAMES.get(call, call.lower())
-        if call.islower():
-            open_calls[name].append(len(found))
-            found.append((call, len(found)))
-        elif call == "!":
-            if found and found[-1] != ("!", -1):  # nobody is told before the first message; errors in a row are one
-                found.append(("!", -1))
-        elif open_calls[name]:
-            found.append((name.upper(), open_calls[name].pop(0 if call.isdigit() else -1)))
+    """Returns the calls without backward passes of nothing, each with the number of the forward that it follows."""
+    unfinished, found = {name: [] for name in CHANNELS}, []
+    for kind, name in calls:
+        if kind == "forward":
+            unfinished[name].append(len(found))
+            found.append(("forward", name, len(found)))
+        elif kind == "error":
+            if found and found[-1][0] != "error":  # nobody is told before the first message; errors in a row are one
+                found.append(("error", "", -1))
+        elif unfinished[name]:
+            found.append(("backward", name, unfinished[name].pop(0 if kind == "backward of first" else -1)))
     return found
 
 
@@ -80,31 +78,27 @@ class Caller:
 
     def __init__(self, communicator):
         self.communicator, self.forwards = communicator, {}
-        model = ConvertedModel("Net")
-        self.layers = {name: nn.Identity() for name in CHANNELS}
-        for name, layer in self.layers.items():
-            layer._sync_state = LayerState(origin=Origin(name, model))
+        self.layers = convert_sync_batchnorm(nn.ModuleDict({name: nn.BatchNorm1d(CHANNELS[name]) for name in CHANNELS}))
 
-    def make(self, number, call, of):
+    def make(self, number, kind, name, forward):
         """Makes a call, and checks the answer."""
         rank, size = self.communicator.rank, self.communicator.size
-        if call == "!":
+        if kind == "error":
             notify_peers(self.communicator, self.layers["a"], ValueError("its own"))
             return
         mean_of_all = sum(value(other, number) for other in range(size)) / size
-        x = torch.full((2, CHANNELS[call.lower()]), value(rank, number))
-        if call.islower():
-            made = Call(x, None, None, None, ops.NO_BUFFERS, OPTIONS, True, None, self.layers[call])
-            exchange = exchange_of(made, OPTIONS, self.communicator)()
+        x = torch.full((2, CHANNELS[name]), value(rank, number))
+        if kind == "forward":
+            call = Call(x, None, None, None, ops.NO_BUFFERS, OPTIONS, True, None, self.layers[name])
+            exchange = exchange_of(call, OPTIONS, self.communicator)()
             row = ops.batch_norm_stats(x, *exchange.header, None, exchange.uses_sums)
-            received = exchange.gather(row)
-            rows = received.message
-            mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, *received[1:])
+            rows, *headers = exchange.gather(row)
+            mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, *headers)
             exchange.check(rows)
             torch.testing.assert_close(mean, torch.full_like(mean, mean_of_all))
             self.forwards[number] = exchange, mean, invstd, count
         else:
-            exchange, mean, invstd, count = self.forwards[of]
+            exchange, mean, invstd, count = self.forwards[forward]
             sums, *_ = ops.batch_norm_backward_reduce(x, x, mean, invstd, None, exchange.fingerprint())
             sums, *headers = exchange.sum(sums)
             ops.batch_norm_backward_elemt(x, x, None, mean, invstd, sums, count, *headers)
@@ -121,7 +115,7 @@ def run(calls, communicator):
         except RuntimeError as error:
             before = len(communicator.sent)
             with pytest.raises(RuntimeError):  # the group has failed for good
-                caller.make(number, "a", number)
+                caller.make(number, "forward", "a", number)
             assert len(communicator.sent) == before
             return number, str(error)
     communicator.leave(f"rank {communicator.rank} has ended")
@@ -136,7 +130,7 @@ def first_difference(programs):
 
 @pytest.mark.parametrize("adds_up", [False, True], ids=["rows", "sums"])
 @pytest.mark.parametrize("seeds", range(8))
-def test_ranks_make_the_calls_that_all_make_and_raise_in_the_first_other_one(adds_up, seeds):
+def test_ranks_raise_in_the_first_call_that_differs(adds_up, seeds):
     with patch("bagua_syncbn.communicators.c10d.FEWEST_ADDED", 2 if adds_up else 32):
         for seed in range(40 * seeds, 40 * seeds + 40):
             programs = [made(calls) for calls in program(random.Random(seed))]
@@ -144,7 +138,7 @@ def test_ranks_make_the_calls_that_all_make_and_raise_in_the_first_other_one(add
             differ = first_difference(programs)
             for calls, (answered, message) in zip(programs, ends, strict=True):
                 # A rank raises in the call itself; after an error of its own, in its next one.
-                expected = differ + (calls[differ : differ + 1] == [("!", -1)])
+                expected = differ + (calls[differ : differ + 1] == [("error", "", -1)])
                 assert answered == min(expected, len(calls)), f"seed {seed}: {programs} {ends}"
                 assert (message == "") == (answered == len(calls)), f"seed {seed}: {programs} {ends}"
                 assert not re.search("the ranks send|came within", message), f"seed {seed}: {programs} {ends}"

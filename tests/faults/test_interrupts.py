@@ -131,7 +131,7 @@ def interrupt_everywhere(way, before, places):
     (PLACES[:1], 3),
     *(pytest.param(PLACES, before, marks=pytest.mark.slow) for before in (0, 3)),
 ], ids=["messages", "first step", "later step"])  # fmt: skip
-def test_an_interrupt_anywhere_in_a_step_ends_in_right_numbers_or_by_name(way, places, before):
+def test_an_interrupt_anywhere_in_a_step_gives_right_numbers_or_a_named_error(way, places, before):
     assert interrupt_everywhere(way, before, places) > 50, "saw too little"
 
 
@@ -160,7 +160,7 @@ def use_by_two_threads(way):
 
 
 @pytest.mark.parametrize("way", ["shared", "collectives"])
-def test_two_threads_in_one_group_are_refused_by_name(pool, way):
+def test_two_threads_in_one_group_raise(pool, way):
     for ends in pool.run(use_by_two_threads, 2, way):
         for end in ends:
             assert NAMED.search(end), end
@@ -195,7 +195,7 @@ def interrupt_first_uses(store):
 
 
 @pytest.mark.slow
-def test_an_interrupted_first_use_ends_by_name_and_in_time(pool, tmp_path):
+def test_an_interrupted_first_use_raises_in_time(pool, tmp_path):
     pool.forget_job()
     pool.run(interrupt_first_uses, 2, str(tmp_path / "store"), timeout=300)
     pool.forget_job()

@@ -34,7 +34,7 @@ def state_after_each_step(value, skips):
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_skipped_step_leaves_nothing_behind(pool, value):
+def test_a_skipped_step_changes_no_state(pool, value):
     first, *others = pool.run(state_after_each_step, 2, value, True)
     assert others == [first]
     before, after, moved = first

@@ -99,7 +99,7 @@ FROM_THE_FIRST_CALL = "merges another model", "raises in its batches", "recalibr
     *((name, 2, True) for name in FROM_THE_FIRST_CALL),
     *(pytest.param(name, ranks, False, marks=pytest.mark.slow) for name in ROWS for ranks in (3, 4)),
 ])  # fmt: skip
-def test_ranks_that_do_not_agree_on_statistics_are_named(pool, name, ranks, first):
+def test_diverging_ranks_are_named_and_keep_their_statistics(pool, name, ranks, first):
     *others, odd = pool.run(run_row, ranks, name, first)
     for message in others:
         for told in ROWS[name][2]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from bagua_syncbn.agreement.history import history_in
 from bagua_syncbn.extras import watch
-from tests.faults.programs import message_of, own_model
+from tests.faults.programs import STEP, message_of, own_model
 
 SECONDS = 6.0  # time-out of the group; its half is far above what a call takes on a busy machine
 
@@ -32,13 +32,13 @@ def stay_away():
     """Takes two steps. Then rank 1 does not come to the next one."""
     with logged() as messages, own_model(SECONDS) as model:
         for _ in range(2):
-            model.run("abc<")
-        error = message_of(lambda: model.run("abc<")) if dist.get_rank() == 0 else ""
+            model.run(STEP)
+        error = message_of(lambda: model.run(STEP)) if dist.get_rank() == 0 else ""
         dist.barrier()
         return messages, error, model.a.process_group.name
 
 
-def test_a_rank_that_waits_says_in_time_in_which_call_of_which_group(pool):
+def test_a_long_wait_is_logged_with_call_and_group(pool):
     (messages, error, group), (none, _, _) = pool.run(stay_away, 2)
     assert not none
     (message,) = messages
@@ -62,10 +62,10 @@ def look_with(monkeypatch, history, enqueued, completed):
 
 
 @pytest.mark.ranks(2)
-def test_what_a_device_waits_in_is_found_by_its_number():
+def test_the_pending_call_on_a_device_is_found_by_its_number():
     with own_model() as model, pytest.MonkeyPatch.context() as patch:
         for _ in range(3):
-            model.run("abc<")
+            model.run(STEP)
         history = history_in(model.a.process_group)
         sent = history.calls + history.probes
         (message,) = look_with(patch, history, sent, sent - 5)
@@ -73,12 +73,3 @@ def test_what_a_device_waits_in_is_found_by_its_number():
         assert "call 14, which is on the device. " in message
         assert not look_with(patch, history, sent, sent)
         assert not look_with(patch, history, sent + 1, sent), "collectives of others are among them"
-
-
-@pytest.mark.ranks(2)
-def test_groups_that_have_ended_are_watched_no_more():
-    with own_model() as model:
-        model.run("a<")
-    del model
-    watch._look_at_all()
-    assert all(history() is not None for history, _ in watch._watches)

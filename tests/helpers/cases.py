@@ -1,4 +1,4 @@
-"""Cases of the contract: what ranks compute, by any way into the layer, and what one process gives by the formula."""
+"""Cases of the contract: a layer on several ranks, compared with the formula in one process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import bagua_syncbn
 from bagua_syncbn.data_parallel import DataParallelWithCallback
 from bagua_syncbn.ops.activations import activation_of
+from tests.helpers import formula
 from tests.helpers.checkpoints import CHECKPOINTED
 from tests.helpers.tolerances import TOLERANCES, assert_close
 from tests.helpers.user_layers import BatchNormAct
@@ -21,7 +22,7 @@ from tests.helpers.workers import forget_compilations
 
 @dataclass(frozen=True)
 class Case:
-    """One layer over ``len(splits)`` ranks, for ``steps`` steps."""
+    """A layer on ``len(splits)`` ranks."""
 
     splits: tuple[int, ...]  # batch size of each rank
     shape: tuple[int, ...]  # (C, *)
@@ -29,14 +30,14 @@ class Case:
     parameter_dtype: torch.dtype | None = None  # None: as dtype
     layout: str = "contiguous"
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the layer
-    way: str = "forward"  # among WAYS
-    checkpoint: str = ""  # among CHECKPOINTED: what repeats the call in backward, when all else has changed
-    frozen: tuple[str, ...] = ()  # among "input", "weight", "bias"; "statistics" too
+    way: str = "forward"  # key of WAYS: how the layer is called
+    checkpoint: str = ""  # key of CHECKPOINTED; the layer is changed before backward recomputes the call
+    frozen: tuple[str, ...] = ()  # some of "input", "weight", "bias", "statistics"
     residual: bool = False
     masks: str = ""  # "random", "padded rank", "nothing", "lengths"
-    zero_masked: bool = False  # ranks then have NaN at masked positions
-    spoiled: bool = False  # one value of the last step in training is infinite
-    evaluates: bool = False  # the last step is in evaluation
+    zero_masked: bool = False  # masked positions of the inputs are NaN
+    spoiled: bool = False  # the last training step has an infinite value
+    evaluates: bool = False  # the last step is in evaluation mode
     order: int = 1  # highest order of derivatives
     steps: int = 2
     mean: float = 1.0
@@ -50,14 +51,14 @@ class Case:
             for parameter in layer.parameters():
                 parameter.copy_(torch.randn(self.shape[0], generator=generator))
             for buffer in (layer.running_mean, layer.running_var):
-                if buffer is not None:  # positive, as the batches' means are: they would cancel a negative one
+                if buffer is not None:  # positive like the batch means, which would cancel negative values
                     buffer.copy_(torch.rand(self.shape[0], generator=generator) * 4)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name not in self.frozen)
         return bagua_syncbn.freeze_statistics(layer) if "statistics" in self.frozen else layer
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns input, residual and grad_output of all ranks together, in ``dtype``."""
+        """Returns input, residual and grad_output of the whole batch."""
         generator = torch.Generator().manual_seed(100 + step)
         size = (sum(self.splits), *self.shape)
         channel = torch.linspace(-1, 1, self.shape[0]).view(-1, *[1] * (len(self.shape) - 1))
@@ -69,7 +70,7 @@ class Case:
         return input.to(self.dtype), residual.to(self.dtype), grad_output.to(self.dtype)
 
     def mask(self, step: int) -> Tensor | None:
-        """Returns the mask of all ranks together, or the lengths; None if there is none."""
+        """Returns the mask or lengths of the whole batch, or None."""
         generator, samples = torch.Generator().manual_seed(200 + step), sum(self.splits)
         if not self.masks:
             return None
@@ -88,7 +89,7 @@ class Case:
         return step <= self.last_in_training
 
 
-# Shapes, each in a layout that :func:`laid_out` takes.
+# Shapes, each with a layout of :func:`laid_out`.
 SHAPES_IN_LAYOUTS = [
     ((7, 5), "contiguous"),
     ((3, 4, 33), "transposed"),
@@ -99,7 +100,7 @@ SHAPES_IN_LAYOUTS = [
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Returns a tensor of the same values in the given layout."""
+    """Returns ``tensor`` in another memory layout."""
     if layout == "contiguous":
         return tensor.contiguous()
     if layout == "channels_last":
@@ -108,7 +109,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
         return tensor.contiguous(memory_format=torch.channels_last_3d)
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "sliced":  # strided in every dimension, and not at the start of its storage
+    if layout == "sliced":  # strided in every dimension, with a storage offset
         wide = tensor.new_zeros([2 * size + 1 for size in tensor.shape])
         view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
         view.copy_(tensor)
@@ -122,7 +123,7 @@ class BySuper(nn.BatchNorm2d):
 
 
 class ByFunction(BatchNormAct):
-    """As timm writes it: torch's forward, with F.batch_norm; here with nothing after it."""
+    """A forward that calls F.batch_norm, as in timm, without an activation."""
 
     def __init__(self, channels: int, **options: Any) -> None:
         super().__init__(channels, **options)
@@ -189,7 +190,7 @@ WAYS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
 
 
 def call_of(case: Case, layer: Any) -> Callable[..., Tensor]:
-    """Returns a function of input, residual and mask or lengths."""
+    """Returns a function of input, residual, and mask or lengths."""
     way = WAYS[case.way](layer)
     if case.checkpoint:
         way = CHECKPOINTED[case.checkpoint](layer, way)
@@ -211,9 +212,9 @@ def call_of(case: Case, layer: Any) -> Callable[..., Tensor]:
 def derivatives(
     outputs: Sequence[Tensor], ranks: Sequence[dict[str, Tensor]], seeds: Sequence[Tensor], first: int, order: int
 ) -> list[dict[str, Tensor]]:
-    """Returns for each of some ranks the gradients of all of its tensors by name, each order with random seeds.
+    """Returns the derivatives of each rank by name, up to ``order``, with random output gradients for each order.
 
-    The seed of a tensor does not depend on whether its rank, of which ``first`` is the first one, is alone here.
+    ``first`` is the number of the first rank, so that a rank gets the same random numbers alone and among others.
     """
     names, found = list(ranks[0]), [{} for _ in ranks]  # type: ignore[var-annotated]
     wanted, values = [tensor for tensors in ranks for tensor in tensors.values()], outputs
@@ -224,7 +225,7 @@ def derivatives(
             grads = torch.autograd.grad(
                 values, wanted, seeds, create_graph=True, allow_unused=True, materialize_grads=True
             )
-        else:  # by ``backward``, which reentrant checkpoints require
+        else:  # reentrant checkpoints require ``backward``
             torch.autograd.backward(values, seeds)
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted]
             for leaf in wanted:
@@ -241,7 +242,7 @@ def derivatives(
 
 
 def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> dict[str, Any]:
-    """Runs ``case`` on this rank; returns outputs and derivatives by step, and the buffers at the end."""
+    """Runs ``case`` on this rank. Returns outputs and derivatives of each step, and the final buffers."""
     rank = dist.get_rank() if rank is None else rank
     own = slice(sum(case.splits[:rank]), sum(case.splits[: rank + 1]))
     layer, steps = case.layer(), []
@@ -263,7 +264,7 @@ def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> 
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in (*leaves.values(), *layer.parameters()))):
             output = call(leaves["input"], leaves.get("residual"), mask)
         assert output.dtype == case.dtype
-        if case.layout not in ("transposed", "sliced"):  # F.batch_norm makes these contiguous
+        if case.layout not in ("transposed", "sliced"):  # F.batch_norm returns these contiguous
             assert output.stride() == leaves["input"].stride()
         tensors = leaves | dict(layer.named_parameters())
         wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
@@ -277,16 +278,16 @@ def run_ranks(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def positions_of(mask: Tensor, input: Tensor) -> Tensor:
-    """Returns the positions (N, 1, \\*) of ``input`` that a mask or lengths hold."""
+    """Returns a mask or lengths as a bool tensor (N, 1, \\*)."""
     if mask.dtype == torch.bool:
         return mask
     return torch.arange(input.size(-1)) < mask.view(-1, *[1] * (input.dim() - 1))
 
 
 def run_reference(case: Case) -> list[dict[str, Any]]:
-    """Returns what each rank must have: ``case`` in one process on the concatenated batch, in float64.
+    """Returns the expected results of each rank: ``case`` in one process on the whole batch, in float64.
 
-    Each rank has parameters of its own, equal to those of the others, so that their gradients are its share.
+    Each rank has a copy of the parameters, so the gradients of a copy are this rank's share.
     """
     layer = case.layer().double()
     results: list[dict[str, Any]] = [{"steps": []} for _ in case.splits]
@@ -294,7 +295,6 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
         input, residual, grad_output = (tensor.double() for tensor in case.batch(step))
         mask = case.mask(step)
         inside = torch.ones_like(input[:, :1], dtype=torch.bool) if mask is None else positions_of(mask, input)
-        inside = inside.expand(input[:, :1].shape)
         if case.zero_masked:
             input, residual, grad_output = (tensor.where(inside, 0) for tensor in (input, residual, grad_output))
         parameters = {name: own for name, own in (("weight", layer.weight), ("bias", layer.bias)) if own is not None}
@@ -307,12 +307,17 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
             own |= parameters
             ranks.append({name: own[name].detach().clone().requires_grad_(name not in case.frozen) for name in own})
         whole = torch.cat([own["input"] for own in ranks])
-        normalized = _normalized(layer, whole, inside, case.trains(step) and "statistics" not in case.frozen)
+        values, statistics = formula.values_of(whole, inside), (layer.running_mean, layer.running_var)
+        if case.trains(step) and "statistics" not in case.frozen:
+            statistics = formula.moments(values)
+            if layer.track_running_stats:
+                formula.move(layer, values.detach(), layer.skip_nonfinite)
+        normalized = formula.normalize(whole, layer.eps_mode, layer.eps, *statistics)
+        inside = inside.expand(whole[:, :1].shape)
         outputs = []
-        for own, part, counted in zip(ranks, normalized.split(case.splits), inside.split(case.splits), strict=True):
-            view = (1, -1, *[1] * (part.dim() - 2))
-            output = part * own["weight"].view(view) if "weight" in own else part
-            output = output + own["bias"].view(view) if "bias" in own else output
+        for own, output, counted in zip(ranks, normalized.split(case.splits), inside.split(case.splits), strict=True):
+            output = output * formula.per_channel(own["weight"], output) if "weight" in own else output
+            output = output + formula.per_channel(own["bias"], output) if "bias" in own else output
             output = output + own["residual"] if case.residual else output
             activation = activation_of(layer.fused_activation)
             output = output if activation is None else activation.of(output)
@@ -326,27 +331,8 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
     return [result | {"buffers": dict(layer.named_buffers())} for result in results]
 
 
-def _normalized(layer: Any, input: Tensor, inside: Tensor, uses_batch: bool) -> Tensor:
-    """Returns ``input`` normalized, by the statistics of the positions ``inside``; then moves the buffers too."""
-    view = (1, -1, *[1] * (input.dim() - 2))
-    if uses_batch:
-        values = input.movedim(1, -1)[inside.squeeze(1)]
-        mean = values.mean(0) if len(values) else input.new_zeros(input.size(1))
-        var = values.var(0, correction=0) if len(values) else mean
-        finite = mean.isfinite().all() and var.isfinite().all()
-        if layer.track_running_stats and len(values) > 1 and (finite or not layer.skip_nonfinite):
-            layer.num_batches_tracked.add_(1)
-            factor = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
-            layer.running_mean.lerp_(mean.detach(), factor)
-            layer.running_var.lerp_(var.detach() * len(values) / (len(values) - 1), factor)
-    else:
-        mean, var = layer.running_mean, layer.running_var
-    divisor = var.clamp(min=layer.eps) if layer.eps_mode == "clamp" else var + layer.eps
-    return (input - mean.view(view)) * divisor.rsqrt().view(view)
-
-
 def check(pool: Any, *cases: Case) -> None:
-    """Compares the ranks of cases, all of as many, with one process; without a pool, the one rank in this process."""
+    """Compares cases with the same number of ranks with one process. ``pool`` None: one rank, in this process."""
     size = len(cases[0].splits)
     ranks = pool.run(run_ranks, size, cases) if pool else [[run_rank(case, rank=0) for case in cases]]
     for case, *results in zip(cases, *ranks, strict=True):
@@ -354,7 +340,7 @@ def check(pool: Any, *cases: Case) -> None:
 
 
 def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) -> None:
-    """Compares what the ranks had in a case with one process; outputs and derivatives may be ``also`` this far off."""
+    """Compares the results of all ranks with one process. ``also``: further tolerance of outputs and derivatives."""
     expected = run_reference(case)
     for rank, (own, wanted) in enumerate(zip(results, expected, strict=True)):
         for step, (values, references) in enumerate(zip(own["steps"], wanted["steps"], strict=True)):
@@ -369,12 +355,12 @@ def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) ->
         assert all(torch.equal(own["buffers"][name], value) for own in results), f"{name} differs between ranks"
         if name != "num_batches_tracked":
             assert_close(value, wanted[name], f"{name} of {case}", roundings=1 + case.steps)
-        elif not (case.spoiled and case.way == "own F.batch_norm"):  # which counts by itself
+        elif not (case.spoiled and case.way == "own F.batch_norm"):  # its forward counts batches
             assert value == wanted[name], f"{name} of {case}"
 
 
 def _compare(case: Case, actual: Tensor, expected: Tensor, what: str, also: float) -> None:
-    """Compares relative to 1 what is added up or rounded in between: it may cancel."""
+    """Compares sums, and values rounded in between, relative to 1, since they may cancel."""
     rtol, atol = TOLERANCES[actual.dtype]
     follows = case.residual or "activation" in case.options
     if follows or "weight" in what.split(" of rank")[0] or "bias" in what.split(" of rank")[0]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing in all of its forms: each takes a function and its input."""
+"""All forms of activation checkpointing, as functions of a function and its input."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -39,7 +39,7 @@ def _without_early_stop(function, input):
 
 
 class KeptCheckpoint(torch.autograd.Function):
-    """Runs a function without gradients, and again in backward, as packages do that do not use torch's checkpoint."""
+    """Recomputes a function in backward, as packages with their own checkpoint do."""
 
     @staticmethod
     def forward(ctx, function, input):
@@ -70,13 +70,13 @@ CHECKPOINTS = {
     "reentrant, nested": partial(_nested, outer_is_reentrant=False, inner_is_reentrant=True),
     "selective, some": _selective("some"),
     "selective, all": _selective("all"),
-    "own": _own,  # a package that nobody knows
+    "own": _own,  # an unknown package
 }
 
 
 @contextmanager
 def changed(layer):
-    """Context in which every call of ``layer`` is another one: other options, mode, mask, statistics and ranks."""
+    """Context with different options, mode, mask, statistics and ranks of ``layer``."""
     before = dict(vars(layer))
     layer.train(not layer.training)
     layer.momentum, layer.eps, layer.eps_mode, layer.fused_activation = None, 3.0, "clamp", "sigmoid"
@@ -102,7 +102,7 @@ def _changed_before_backward(checkpoint, layer, call):
     return run
 
 
-# By a function of a layer and a way into it, which returns that way in a checkpoint.
+# Functions of a layer and a call of it; they return the call within a checkpoint.
 CHECKPOINTED = {
     **{name: partial(_changed_before_backward, checkpoint) for name, checkpoint in CHECKPOINTS.items()},
     "fairscale": lambda layer, call: fairscale_checkpoint_wrapper(nn.Sequential(layer)),

@@ -1,4 +1,4 @@
-"""Collectives of this process, counted: those of c10d's groups, and messages of layers through shared memory."""
+"""Counts the collectives of this process: of c10d groups, and of layers through shared memory."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from bagua_syncbn.communicators.shared import SharedCommunicator
 
-# The methods behind torch.distributed's functions, under the names of all versions of torch.
+# Methods of process groups, with the names of all supported versions of torch.
 _METHODS = (
     "allreduce",
     "allreduce_coalesced",
@@ -28,16 +28,16 @@ _METHODS = (
     "alltoall",
     "alltoall_base",
 )
-EXCHANGE = "_exchange"  # through shared memory
+EXCHANGE = "_exchange"  # method of the communicator for shared memory
 
 
 class CollectiveCounter:
-    """Counts while it is installed, in all threads."""
+    """Counts collectives of all threads while it is installed."""
 
     def __init__(self) -> None:
-        self.collectives: Counter[str] = Counter()  # by their method
+        self.collectives: Counter[str] = Counter()  # by method
         self.waits = 0
-        self.shared_bytes = 0  # that this rank sent through shared memory
+        self.shared_bytes = 0  # sent by this rank through shared memory
         self._inside = False
 
     def _counted(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ class CollectiveCounter:
                 result = method(*args, **kwargs)
             finally:
                 self._inside = False
-            if name == "wait":  # one that came to an end: the layer waits in slices
+            if name == "wait":  # a finished wait: layers wait in slices
                 self.waits += 1
             else:
                 self.collectives[name] += 1
@@ -62,7 +62,7 @@ class CollectiveCounter:
 
     @contextmanager
     def installed(self) -> Iterator["CollectiveCounter"]:
-        # As they lie in the classes: what getattr returns of a compiled method does not bind again when it is put back.
+        # From vars(), since a compiled method that getattr returned would not bind again.
         places = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
         places.append((dist.Work, "wait"))
         places.append((SharedCommunicator, EXCHANGE))

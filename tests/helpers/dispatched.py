@@ -1,4 +1,4 @@
-"""Costs of a step as torch's dispatcher sees them: ops, collectives and their payload, memory, reads of the host."""
+"""Costs of a step as torch's dispatcher sees them: ops, collectives, payload, memory and host reads."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,31 +10,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.counted import EXCHANGE, CollectiveCounter
 
-# The arguments of c10d's ops that hold what this rank contributes.
+# Arguments of c10d's ops that hold the payload of this rank.
 _PAYLOAD = ("input", "input_tensor", "input_tensors", "inputs", "tensor", "tensors")
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier_")
 
-# Ops whose result the host must have before it goes on: values, and shapes that depend on values.
+# Ops that block the host until a value, or a shape that depends on values, is known.
 _READS = (
     "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique", "_unique2", "_to_cpu"
 )  # fmt: skip
 
 
 class Counts(NamedTuple):
-    """Counts of a forward or a backward pass on this rank."""
+    """Counts of a forward or backward pass on this rank."""
 
-    ops: list[str]  # dispatched from Python and autograd
+    ops: list[str]  # dispatched by Python and autograd
     collectives: int
-    payload: int  # bytes contributed to the collectives
-    waits: int  # times that the host waited for a collective
-    reads: int  # times that the host needs a value or a shape from the device
-    large: int  # allocations of at least the size of the input
+    payload: int  # bytes sent to the collectives
+    waits: int  # host waits for collectives
+    reads: int  # host reads of values or shapes on the device
+    large: int  # allocations at least as large as the input
 
 
 def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts, Counts, int]:
-    """Returns the counts of forward and backward, and the peak in bytes of what both allocate beyond their input."""
+    """Returns the counts of forward and backward, and the peak bytes that they allocate."""
     inputs = [t for t in (x, *layer.parameters()) if t.requires_grad]
-    for _ in range(2):  # buffers that live on, such as thread pools and lazily made groups
+    for _ in range(2):  # creates lasting buffers, such as thread pools and lazily created groups
         torch.autograd.grad(layer(x), inputs, grad_output)
     counter = DispatchCounter()
     y, forward = counter.count(lambda: layer(x), x.nbytes)
@@ -43,25 +43,22 @@ def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts
 
 
 class DispatchCounter(TorchDispatchMode):
-    """Lists what is dispatched while it is entered, autograd's backward included.
-
-    Work inside an op is not seen: a kernel counts as one, and its memory is that of its results.
-    """
+    """Records dispatched ops, autograd's backward included. A kernel is one op, with the memory of its results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0  # bytes that were there at once, at most
+        self.peak = 0  # peak bytes in memory
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._begin()
 
     def _begin(self) -> None:
         self.ops: list[str] = []
-        self.payloads: list[int] = []  # bytes that this rank contributes to each collective
+        self.payloads: list[int] = []  # bytes that this rank sends to each collective
         self.sizes: list[int] = []  # bytes of each allocation
         self.reads = 0
 
     def count(self, function: Callable[[], Any], large: int) -> tuple[Any, Counts]:
-        """Returns the result of ``function``, and its counts with allocations of at least ``large`` bytes."""
+        """Returns the result of ``function`` and its counts; ``large`` is the size in bytes of a large allocation."""
         self._begin()
         with CollectiveCounter().installed() as counter, self:
             result = function()
@@ -102,11 +99,11 @@ def _payload(function: Any, args: Any, kwargs: Any) -> int:
 
 
 def reads_on_host(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the host needs a value or a shape from the device to go on after this op."""
+    """Returns True if the host waits for a value or a shape from the device after this op."""
     namespace, name = function._schema.name.split("::")
     if namespace != "aten":
         return False
-    if name in ("index", "index_put_", "index_put"):  # a mask is turned into indices, whose number is data
+    if name in ("index", "index_put_", "index_put"):  # the number of indices depends on the mask
         return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
     if name == "_to_copy":
         device = (kwargs or {}).get("device")

@@ -1,15 +1,47 @@
-"""Batch normalization by its formula, for autograd to differentiate: what the layers are compared with."""
+"""The reference: batch normalization by its formula, for autograd to differentiate, without code of the package."""
 
 import torch
 
 EPS = 0.5  # large, so that "clamp" has channels on either side
 
 
-def draw(*size, seed):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def per_channel(values, input):
+    """Returns ``values`` (C) in a shape that broadcasts to ``input`` (N, C, \\*)."""
+    return values.view(1, -1, *[1] * (input.dim() - 2))
 
 
-def normalize(input, eps_mode):
-    dims = [0, *range(2, input.dim())]
-    var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
-    return (input - mean) / (torch.clamp(var, min=EPS) if eps_mode == "clamp" else var + EPS).sqrt()
+def values_of(input, valid=None):
+    """Returns the values (n, C) of ``input`` (N, C, \\*), at the ``valid`` positions (N, 1, \\*)."""
+    values = input.movedim(1, -1)
+    return values.flatten(0, -2) if valid is None else values[valid.expand(input[:, :1].shape).squeeze(1)]
+
+
+def moments(values):
+    """Returns mean and biased variance (C) of ``values`` (n, C); without values zeros."""
+    if len(values) == 0:
+        return values.new_zeros(values.size(1)), values.new_zeros(values.size(1))
+    return values.mean(0), values.var(0, correction=0)
+
+
+def normalize(input, eps_mode="plus", eps=EPS, mean=None, var=None):
+    """Returns ``input`` normalized by ``mean`` and ``var`` (C), or by its own."""
+    if mean is None:
+        mean, var = moments(values_of(input))
+    divisor = var.clamp(min=eps) if eps_mode == "clamp" else var + eps
+    return (input - per_channel(mean, input)) / per_channel(divisor, input).sqrt()
+
+
+def move(layer, values, skip_nonfinite=True):
+    """Moves the running statistics of ``layer`` by those of ``values`` (n, C), unless these are fewer than two."""
+    if len(values) > 1 and (values.isfinite().all() or not skip_nonfinite):
+        layer.num_batches_tracked += 1
+        factor = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
+        layer.running_mean.lerp_(values.mean(0), factor)
+        layer.running_var.lerp_(values.var(0), factor)
+
+
+def mixture(means, variances, weights):
+    """Returns mean and variance (C) of values that come from each of several (R, C) with a share of its weight (R)."""
+    shares = (weights / weights.sum() if weights.any() else torch.full_like(weights, 1 / len(weights))).unsqueeze(1)
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean) ** 2)).sum(0)

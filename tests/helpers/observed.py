@@ -1,4 +1,4 @@
-"""Collectives of a step, and reads of device values on the host."""
+"""Counts the collectives of a step; forbids host reads of device values."""
 
 from contextlib import contextmanager
 
@@ -9,8 +9,8 @@ from bagua_syncbn.communicators import shared
 from tests.helpers.counted import EXCHANGE, CollectiveCounter
 from tests.helpers.dispatched import reads_on_host
 
-# The call of a forward or backward pass of few channels: an exchange through shared memory, or c10d's method, by the
-# name that this torch has for it.
+# The message of a forward or backward pass with few channels: an exchange through shared memory, or a method of c10d,
+# whose name depends on the version of torch.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
 MESSAGE = GATHER if shared.problem() else EXCHANGE
 MESSAGE_IN_GRAPH = "all_gather_into_tensor" if shared.problem() else "exchange"
@@ -24,6 +24,6 @@ class ForbidHostReads(TorchDispatchMode):
 
 @contextmanager
 def collectives():
-    """Counts what this process calls meanwhile, in any thread, by the names of c10d's methods."""
+    """Counts the collectives of this process, in all threads, by c10d method."""
     with CollectiveCounter().installed() as counter:
         yield counter.collectives

@@ -1,4 +1,4 @@
-"""The groups that layers have to themselves: found, and forgotten as in a job where nobody has used any yet."""
+"""The groups that layers make for themselves, and jobs with chosen time-outs."""
 
 from datetime import timedelta
 
@@ -19,12 +19,12 @@ def forget_groups():
 
 
 def communicator_of(process_group=None):
-    """Returns the communicator that a layer with ``process_group`` uses."""
+    """Returns the communicator of a layer with ``process_group``."""
     return spec_of(process_group).communicator()
 
 
 def mean_over(process_group):
-    """Returns what a layer with ``process_group`` sees of ranks that each have their rank as input."""
+    """Returns the batch mean of a layer with ``process_group`` if the input of each rank is its number."""
     layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
     layer(torch.full((2, 1), float(dist.get_rank())))
     return layer.running_mean.item()

@@ -13,6 +13,7 @@ from bagua_syncbn.data_parallel import (
     SynchronizedBatchNorm3d,
     replicas,
 )
+from tests.helpers.steps import step
 from tests.helpers.tolerances import assert_close
 
 GPU_PLACES = ("one GPU", "several GPUs")
@@ -61,15 +62,8 @@ def inputs_of(batch_norm, samples, step=0):
 
 
 def run(model, batch, grad_output):
-    """Runs one step; returns all that it gives, by name."""
-    model.zero_grad()
-    batch = batch.clone().requires_grad_()
-    output = model(batch)
-    output.backward(grad_output.to(output.device))
-    found = {"output": output, "input.grad": batch.grad}
-    found |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
-    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return {name.removeprefix("module."): value.detach().cpu() for name, value in found.items()}
+    """Runs one step; returns all results by name, on the CPU."""
+    return {name.removeprefix("module."): value.cpu() for name, value in step(model, batch, grad_output).items()}
 
 
 def check_equal(actual, expected, where=""):

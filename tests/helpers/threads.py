@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: groups of any size on any machine."""
+"""Ranks as threads of this process, for groups of any size."""
 
 import threading
 from collections import defaultdict
@@ -12,11 +12,11 @@ from torch import Tensor
 from bagua_syncbn.communicators import TorchCommunicator
 from bagua_syncbn.communicators.c10d import AsyncCollective
 
-SECONDS = 100  # after which a rank waits no more
+SECONDS = 300  # the longest wait of a rank
 
 
 class _Message:
-    """What all ranks send as their n-th message, and what becomes of it."""
+    """The n-th message of all ranks, and its result."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}
@@ -26,16 +26,16 @@ class _Message:
 
 
 class Room:
-    """Where the threads of a group meet. If they send messages of different kinds or sizes, all of them raise.
+    """The meeting point of a group of threads. If their messages differ in kind or size, all threads raise.
 
-    One of them computes at a time: hundreds that want the interpreter at once would slow each other down.
+    Only one thread computes at a time, because hundreds that compete for the interpreter slow each other down.
     """
 
     def __init__(self, size: int) -> None:
         self.turn = threading.Lock()
         self.size, self.why = size, f"not all ranks came within {SECONDS} s"
         self._lock, self._messages = threading.Lock(), defaultdict[int, _Message](_Message)
-        self._last: int | None = None  # message to which a rank that has left has sent its part
+        self._last: int | None = None  # the last message of a rank that has left
 
     def publish(self, number: int, rank: int, packed: Tensor, adds_up: bool) -> _Message:
         with self._lock:
@@ -57,7 +57,7 @@ class Room:
         return message
 
     def leave(self, why: str, last: int = 0) -> None:
-        """Has the ranks fail that wait for a message after the ``last`` one of the rank that leaves."""
+        """Fails all waits for messages after ``last``, the last message of a leaving rank."""
         self.why = why
         with self._lock:
             self._last = last if self._last is None else min(last, self._last)
@@ -81,7 +81,7 @@ class _Sent(AsyncCollective):
 
 
 class ThreadCommunicator(TorchCommunicator):
-    """One rank of a room; counts what it sends."""
+    """One rank of a room; records its messages."""
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank, self.size, self.name = room, rank, room.size, f"rank {rank}"
@@ -116,7 +116,7 @@ class ThreadCommunicator(TorchCommunicator):
 
 
 def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
-    """Returns what ``function`` returns for the communicator of each rank."""
+    """Runs ``function`` with the communicator of each rank; returns the results."""
     room, results, errors = Room(size), [None] * size, []  # type: ignore[var-annotated]
 
     def run(rank: int) -> None:
@@ -128,7 +128,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> lis
             room.leave(f"rank {rank} raised {error!r}")
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    # Groups of threads have no time-out of torch's, at half of which a rank would say where it waits.
+    # The watch needs torch's time-out, which these groups don't have.
     with patch("bagua_syncbn.agreement.protocol.first_message_hooks", []):
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""How far a result may be from the float64 reference: ``|actual - expected| <= atol + rtol * |expected|``.
+"""Tolerances against the float64 reference: ``|actual - expected| <= atol + rtol * |expected|``.
 
 ==========  ======  ======  ======================================================================================
 dtype       rtol    atol    why
@@ -23,16 +23,14 @@ TOLERANCES = {
 DTYPES = list(TOLERANCES)
 
 
-def assert_close(
-    actual: Tensor, expected: Tensor, what: str, *, dtype: torch.dtype | None = None, roundings: int = 1
-) -> None:
-    """Compares with a float64 reference, by the dtype of ``actual``.
+def assert_close(actual: Tensor, expected: Tensor, what: str, *, roundings: int = 1) -> None:
+    """Compares ``actual`` with a float64 reference, with the tolerance of its dtype.
 
     Args:
         actual: the result.
         expected: float64, of the same shape.
-        what: names the result in the error.
-        roundings: how often the result was rounded to its dtype, as a buffer is at each step.
+        what: name of the result in the error.
+        roundings: number of roundings to the dtype; a buffer is rounded in each step.
     """
     rtol, atol = TOLERANCES[actual.dtype]
     torch.testing.assert_close(

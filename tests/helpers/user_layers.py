@@ -5,7 +5,7 @@ from torch import nn
 
 
 class BatchNormReLU(nn.BatchNorm2d):
-    """A subclass as research code writes them: the layer's own forward, and something after it."""
+    """A subclass that adds an operation after the forward of its base class."""
 
     def __init__(self, num_features, slope=0.1):
         super().__init__(num_features)
@@ -16,14 +16,14 @@ class BatchNormReLU(nn.BatchNorm2d):
 
 
 class Centered(nn.BatchNorm2d):
-    """A subclass that never comes to torch's batch normalization."""
+    """A subclass that never calls torch's batch normalization."""
 
     def forward(self, input):
         return input - input.mean((0, 2, 3), keepdim=True)
 
 
 class _WithAct:
-    """Batch normalization and activation as in timm: torch's forward written out."""
+    """Batch normalization and activation as in timm: a copy of torch's forward."""
 
     def __init__(self, num_features, **options):
         super().__init__(num_features, **options)

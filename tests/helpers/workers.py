@@ -1,10 +1,10 @@
-"""Ranks for tests: processes that live through the session and run one function after another.
+"""Rank processes that live for the whole test session and run one function after another.
 
 ``pool.run(function, world_size, *args)`` calls ``function(*args)`` on each rank of a gloo job of ``world_size`` and
-returns what the ranks returned, in rank order. ``function`` lives in a test module: it travels by name.
+returns their results in rank order. ``function`` is pickled by name.
 
-When a rank raises, dies or does not answer, all are ended, so that none is left waiting for it, and :class:`RankError`
-shows what happened on it. The next call starts new ones.
+If a rank raises, dies or does not answer, all ranks are killed and :class:`RankError` shows its traceback. The next
+call starts new processes.
 """
 
 import faulthandler
@@ -63,7 +63,7 @@ class WorkerPool:
             raise
 
     def forget_job(self) -> None:
-        """For functions that leave theirs: the next call starts another, in the same processes."""
+        """Makes the next call start a new job in the same processes."""
         self._world_size = 0
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class WorkerPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        for rank in new:  # so that time-outs are those of functions: on a busy machine imports take longer
+        for rank in new:  # imports do not count toward the time-out of the function
             self._pipes[rank].recv_bytes()
 
     def _collect(self, waiting: set[int], timeout: float) -> list[Any]:
@@ -120,7 +120,7 @@ class WorkerPool:
 def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None]) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
-    # A rank that leaves a job at once would close connections that another rank still makes.
+    # A rank that leaves a job early would close connections that other ranks are still opening.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     current = current_test = ""
     with Path(stacks).open("w") as stacks_file:
@@ -145,7 +145,7 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
 
 
 def forget_compilations() -> None:
-    """Resets torch.compile: earlier compilations count against its limit, on some ranks more than on others."""
+    """Resets torch.compile, whose limit of recompilations counts earlier tests."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 

@@ -140,7 +140,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_a_layer_is_seen(change):
+def test_every_change_of_a_layer_is_noticed(change):
     compare(CHANGES[change])
     compare(CHANGES[change], alter=lambda input: input / 0)
 
@@ -150,21 +150,21 @@ def test_every_kind_of_layer_repeats_its_call(kind):
     compare(before=[CHANGES[kind]], alter=torch.Tensor.double if kind == "float64" else torch.clone)
 
 
-def test_evaluation_is_seen_where_nothing_else_differs_from_training():
+def test_a_change_of_only_the_mode_is_noticed():
     compare(CHANGES["evaluation"], before=[CHANGES["group"], CHANGES["no counter"]])
 
 
-def test_momentum_is_seen_where_the_call_passes_another_one():
+def test_the_momentum_of_the_layer_is_noticed_if_the_call_passes_another():
     compare(CHANGES["momentum=None"], around=by_function, first=by_function)
 
 
 @pytest.mark.parametrize("channels", [CHANNELS, CHANNELS + 1])
-def test_a_new_parameter_is_seen(channels):
+def test_a_new_parameter_is_noticed(channels):
     weight = nn.Parameter(torch.arange(1.0, 1 + channels))
     compare(set_attribute("weight", weight), before=[CHANGES["no parameters"]])
 
 
-def test_a_class_that_returns_parts_of_its_tensors_is_asked_in_each_call():
+def test_classes_that_return_parts_of_tensors_are_not_cached():
     layer = SyncBatchNorm(CHANNELS, process_group=Twin())
     nn.init.normal_(layer.weight)
     layer.__class__ = type("DynamicSyncBatchNorm", (DynamicBatchNorm, SyncBatchNorm), {})
@@ -200,15 +200,19 @@ INPUTS = {
 }
 
 
-def by_function(layer, input, **altered):
+def by_function(layer, input, is_named=True, **altered):
     tensors = {name: getattr(layer, name).detach() for name in TENSORS}
-    options = {"training": layer.training, "process_group": layer.process_group, "layer": layer}
+    options = {"training": layer.training, "process_group": layer.process_group, "layer": layer if is_named else None}
     return bagua_syncbn.sync_batch_norm(input, **{**tensors, **altered}, **options)
 
 
-@pytest.mark.parametrize("around", [plain, by_function])
+def without_layer(layer, input):
+    return by_function(layer, input, is_named=False)
+
+
+@pytest.mark.parametrize("around", [plain, by_function, without_layer])
 @pytest.mark.parametrize("alter", INPUTS)
-def test_every_change_of_the_input_is_seen(alter, around):
+def test_every_change_of_the_input_is_noticed(alter, around):
     kind, *_ = compare(alter=INPUTS[alter], around=around, first=around)
     assert isinstance(kind, type) == (alter not in ("more samples", "float64"))
 
@@ -233,7 +237,7 @@ def with_residual(layer, input, name="", how=""):
 
 
 @pytest.mark.parametrize(("name", "how"), WRONG_TENSORS)
-def test_wrong_tensors_are_refused_after_right_ones(name, how):
+def test_invalid_tensors_raise_after_valid_ones(name, how):
     kind, _ = compare(around=partial(with_residual, name=name, how=how), first=with_residual)
     assert issubclass(kind, Exception)
 
@@ -296,6 +300,6 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_all_that_goes_on_around_a_call_is_seen(around):
+def test_every_context_of_a_call_is_noticed(around):
     before = [CHANGES["no parameters"], CHANGES["no running statistics"]] if around == "fake tensors" else ()
     compare(before=before, around=AROUND[around])

@@ -51,11 +51,11 @@ def follow_baguas_pages():
     return train(model, optimizer, (2, 1, 3), rank)
 
 
-def test_lines_of_baguas_pages_train_like_one_process(pool):
+def test_code_from_baguas_tutorials_trains_like_one_process(pool):
     check(pool.run(follow_baguas_pages, 3), (2, 1, 3))
 
 
-def test_the_method_comes_with_the_import_and_can_be_taken_away():
+def test_importing_contrib_adds_with_bagua_until_restored():
     with imported() as contrib:
         model = nn.Linear(2, 2)
         assert model.with_bagua([], "gradient_allreduce") is model
@@ -78,7 +78,7 @@ def test_algorithms_that_need_bagua_cannot_be_imported_without_it():
         assert not hasattr(algorithms, "another")
 
 
-def test_an_installation_of_bagua_that_is_not_whole_is_not_taken_for_none():
+def test_a_broken_bagua_installation_raises():
     with pytest.raises(ModuleNotFoundError, match=r"bagua\.torch_api"), imported(bagua=ModuleType("bagua")):
         pass
     assert not hasattr(nn.Module, "with_bagua")
@@ -96,7 +96,7 @@ def algorithms():
     return ours, theirs
 
 
-def test_algorithms_are_taken_for_what_they_are():
+def test_only_supported_algorithms_are_accepted():
     model = bagua_syncbn.SyncBatchNorm(2)
     with imported():
         gradient_allreduce = import_module("bagua_syncbn.contrib.algorithms.gradient_allreduce")

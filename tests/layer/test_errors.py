@@ -126,7 +126,7 @@ CALLS = [
     ("error", "message", "call", "training"),
     [(*row, True) for row in INPUTS + CALLS] + [(*row, False) for row in INPUTS],
 )
-def test_wrong_calls_are_refused_by_name_and_change_no_buffer(error, message, call, training):
+def test_invalid_calls_raise_and_change_no_buffer(error, message, call, training):
     layer = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))[1].train(training)
     with pytest.raises(error, match=f"^{message}"):
         call(layer)
@@ -135,16 +135,16 @@ def test_wrong_calls_are_refused_by_name_and_change_no_buffer(error, message, ca
 
 
 @pytest.mark.ranks(2, new_job=True)  # in a job whose group is not made yet
-def test_no_rank_waits_for_one_with_a_wrong_call():
+def test_invalid_calls_raise_before_any_communication():
     """Rank 0 alone makes the calls, so that it would wait for ever if one communicated."""
     if dist.get_rank() == 0:
         for error, message, call in INPUTS + CALLS:
             if "more than 1 value" not in message:  # which other ranks may have
-                test_wrong_calls_are_refused_by_name_and_change_no_buffer(error, message, call, True)
+                test_invalid_calls_raise_and_change_no_buffer(error, message, call, True)
 
 
 @pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=torch.ones(1, dtype=torch.bool))])
-def test_models_without_synchronized_layers_are_told(context, recwarn):
+def test_models_without_synchronized_layers_warn(context, recwarn):
     with context(nn.Sequential(SyncBatchNorm(3))):
         assert not recwarn.list
     with pytest.warns(UserWarning, match=": found no synchronized layer in Sequential") as caught:  # noqa: SIM117
@@ -185,7 +185,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("name", "value", "error", "message"), OPTIONS)
 @pytest.mark.parametrize("way", ["given", "set", "set after a call", "in evaluation", "function"])
-def test_wrong_options_are_refused_when_given_or_set(name, value, error, message, way):
+def test_invalid_options_raise(name, value, error, message, way):
     attribute = "fused_activation" if name == "activation" else name
     layer = SyncBatchNorm(3, process_group=Twin())
     for _ in range(2 * (way == "set after a call")):
@@ -209,7 +209,7 @@ def test_wrong_options_are_refused_when_given_or_set(name, value, error, message
     ({"eps": 0.0}, (4, 3), "eps: expected a finite number above 0 in training, got 0.0"),
     *(({}, shape, "expected more than 1 value per channel when training") for shape in ((1, 3), (1, 3, 1, 1))),
 ])  # fmt: skip
-def test_limits_of_training_are_refused_in_training_alone(options, shape, message):
+def test_limits_of_training_do_not_apply_to_evaluation(options, shape, message):
     layer = SyncBatchNorm(3, **options)
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(shape))
@@ -219,7 +219,7 @@ def test_limits_of_training_are_refused_in_training_alone(options, shape, messag
 
 
 @pytest.mark.ranks(2, new_job=True)
-def test_distributed_tensors_and_traces_of_training_are_refused():
+def test_partial_dtensors_and_traces_of_training_raise():
     """Before the ranks make their group: rank 0 alone makes the calls."""
     if dist.get_rank():
         return
@@ -235,13 +235,13 @@ def test_distributed_tensors_and_traces_of_training_are_refused():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_memory_that_there_is_not_is_torchs_error(training):
+def test_running_out_of_memory_raises_torchs_error(training):
     layer = SyncBatchNorm(1, activation="relu").train(training)
     with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
         layer(torch.ones(1, 1).expand(2**46, 1))
 
 
-def test_memory_that_there_is_not_in_backward_is_torchs_error(monkeypatch):
+def test_running_out_of_memory_in_backward_raises_torchs_error(monkeypatch):
     def refuse(*_):
         raise RuntimeError("memory: expected 70368744177664 values of 4 bytes on cpu, got none")
 
@@ -252,7 +252,7 @@ def test_memory_that_there_is_not_in_backward_is_torchs_error(monkeypatch):
         output.sum().backward()
 
 
-def test_memory_that_became_free_is_an_error_of_the_class_of_the_device():
+def test_out_of_memory_errors_have_the_class_of_the_device():
     message = "memory: expected 8 values of 4 bytes on meta, got none"
     with pytest.raises(torch.OutOfMemoryError, match=message):
         ops.raise_torchs(RuntimeError(message))

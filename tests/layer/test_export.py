@@ -42,7 +42,7 @@ DEPLOYED = {
 
 @pytest.mark.filterwarnings("ignore", "error::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", DEPLOYED)
-def test_deployed_models_give_the_same_output_by_torchs_operations_alone(how):
+def test_exported_models_use_only_torch_operations(how):
     model, input = evaluated()
     deployed = DEPLOYED[how](model, input)
     torch.testing.assert_close(deployed(input), model(input), rtol=1e-4, atol=1e-5)
@@ -52,7 +52,7 @@ def test_deployed_models_give_the_same_output_by_torchs_operations_alone(how):
 
 @pytest.mark.filterwarnings("ignore", "error::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", [how for how in DEPLOYED if how != "fuse_conv_bn_eval"])
-def test_deployed_layers_keep_their_options(how):
+def test_exported_layers_keep_their_options(how):
     layer = SyncBatchNorm2d(3, eps=0.5, eps_mode="clamp", activation=("leaky_relu", 0.25)).eval()
     mean, var = torch.tensor([[0.5, -1.0, 2.0], [0.25, 0.5, 2.0]])
     layer.load_state_dict({"running_mean": mean, "running_var": var}, strict=False)
@@ -81,7 +81,7 @@ def traced_in_training(how, size):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("size", [4, 300])
 @pytest.mark.parametrize("how", ["export", "compile", "fx", "jit"])
-def test_no_trace_of_training_depends_on_what_is_faster(how, size):
+def test_traces_of_training_work_for_all_sizes(how, size):
     traced = traced_in_training(how, size)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for samples in (size, 4, 300):
@@ -101,7 +101,7 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_symbolic_traces_keep_layers_whole(training):
+def test_symbolic_traces_keep_layers_as_leaves(training):
     model = convert_sync_batchnorm(Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Activated(4)))
     model.train(training)
     twin = copy.deepcopy(model)
@@ -122,7 +122,7 @@ class ManyArguments(SyncBatchNorm2d):
         return super().forward(input) * a
 
 
-def test_a_forward_has_the_signature_that_its_class_wrote():
+def test_forward_keeps_the_signature_of_its_class():
     """Tools call layers by it, and read it in help()."""
     assert [*signature(ManyArguments.forward).parameters] == ["self", "input", *"abcdefg"]
     assert [*signature(SyncBatchNorm2d(3).forward).parameters][:2] == ["input", "residual"]

@@ -1,159 +1,85 @@
-"""The core knows nothing of the extras: what the layer imports, and a layer that trains without them."""
+"""The core knows nothing of the extras: a layer trains without them, and its folders depend in one direction."""
 
 import ast
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 import bagua_syncbn
+from tests.helpers.steps import draw, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-# Folders and files that attach to the core from outside.
-OUTSIDE = (
-    *("agreement", "communicators", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib"),
-    *("dry_run", "sharded", "vacancy", "with_bagua", "models", "sync_group"),
-)
-# All of these but torch's engine, which a layer needs to train over two ranks.
-HIDDEN = (
-    *(name for name in OUTSIDE if name != "communicators"),
+# Attached to the core from outside. Training over two ranks needs torch's engine in communicators.
+EXTRAS = (
+    *("agreement", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib", "dry_run", "sharded"),
+    *("vacancy", "with_bagua", "models", "sync_group"),
     *("communicators.bagua", "communicators.hosts", "communicators.shared"),
 )
 
-
-def imported_by(module):
-    """Returns the modules of this package that ``module`` imports, also within functions, and their parents."""
-    path = PACKAGE.joinpath(*module.split(".")[1:])
-    is_package = path.is_dir()
-    package = module.split(".") if is_package else module.split(".")[:-1]
-    found = {".".join(package[:depth]) for depth in range(2, len(package) + 1)}
-    for node in ast.walk(ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
-            base = base if node.level else node.module
-            found |= {base, *(f"{base}.{name.name}" for name in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-    names = (name for name in found if name.startswith(f"{PACKAGE.name}."))
-    paths = {name: PACKAGE.joinpath(*name.split(".")[1:]) for name in names}
-    return {name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").exists()}
-
-
-def reached_from(module):
-    reached, waiting = set(), [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in reached:
-            reached.add(name)
-            waiting += imported_by(name)
-    return reached
-
-
-def test_nothing_that_the_layer_imports_imports_an_extra():
-    reached = reached_from("bagua_syncbn.sync_batchnorm")
-    assert "bagua_syncbn.step.normalize" in reached
-    assert not [name for name in reached if name.split(".")[1] in OUTSIDE]
-    for name in HIDDEN:
-        path = PACKAGE.joinpath(*name.split("."))
-        assert path.is_dir() or path.with_suffix(".py").exists()
-
-
-PAIRS = "ops groups", "ops step", "groups ops", "groups step", "groups communicators", "communicators ops"
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_ops_communicators_and_the_exchange_depend_in_one_direction(pair):
-    room, other = (f"bagua_syncbn.{name}" for name in pair.split())
-    assert not [name for name in reached_from(room) if name == other or name.startswith(f"{other}.")]
-
-
-def test_only_three_places_name_bagua():
-    named = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        and any(name.name.partition(".")[0] == "bagua" for name in node.names)
-    }
-    assert named <= {"communicators", "with_bagua.py", "contrib", "models.py", "conversion", "info.py"}
-
-
-# A process of its own for each rank, in which the package is a folder without its __init__ and the hidden parts.
-ALONE = """
-import sys, types
+# The package as a folder, without its __init__.
+BARE = """
+import importlib, os, sys, types
 import torch, torch.distributed as dist
-rank, store, folder, *hidden = sys.argv[1:]
 package = types.ModuleType("bagua_syncbn")
-package.__path__ = [folder]
+package.__path__ = [sys.argv[1]]
 sys.modules["bagua_syncbn"] = package
-sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in hidden))
+"""
+
+IMPORTS = """
+for room in sys.argv[2:]:
+    if os.fork() == 0:
+        importlib.import_module(f"bagua_syncbn.{room}")
+        print(room, *{name.split(".")[1] for name in sys.modules if name.startswith("bagua_syncbn.")}, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_ops_communicators_and_the_exchange_depend_in_one_direction():
+    rooms = {"ops": {"groups", "step"}, "groups": {"ops", "step", "communicators"}, "communicators": {"ops"}}
+    command = [sys.executable, "-c", BARE + IMPORTS, str(PACKAGE), *rooms]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    imported = {room: set(rest) for room, *rest in map(str.split, printed)}
+    assert imported.keys() == rooms.keys()
+    for room, others in rooms.items():
+        assert not imported[room] & others
+
+
+# A rank, in a process without the extras.
+ALONE = """
+rank, store, *extras = sys.argv[2:]
+sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in extras))
 import bagua_syncbn.communicators
 from bagua_syncbn.sync_batchnorm import SyncBatchNorm1d
+from tests.helpers.steps import draw, step
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-torch.manual_seed(0)
-whole, grad_output = torch.randn(2, 6, 4, dtype=torch.float64)
-layer = SyncBatchNorm1d(4, dtype=torch.float64)
-input = whole[int(rank) :: 2].clone().requires_grad_()
-for _ in range(3):
-    layer(input).backward(grad_output[int(rank) :: 2])
-(slope,) = torch.autograd.grad(layer(input), input, grad_output[int(rank) :: 2], create_graph=True)
-slope.square().sum().backward()
-print(layer.running_var.tolist(), input.grad.tolist(), flush=True)
+layer, own = SyncBatchNorm1d(4, dtype=torch.float64), slice(int(rank), None, 2)
+for order in (1, 1, 2):
+    found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
+print(found["running_var"].tolist(), ",", found["input.grad"].tolist(), flush=True)
 dist.destroy_process_group()
 """
 
 
 def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(ALONE)]
-    ends = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(PACKAGE), *HIDDEN], stdout=subprocess.PIPE)
+    arguments = [sys.executable, "-c", BARE + ALONE, str(PACKAGE)]
+    for name in EXTRAS:
+        path = PACKAGE.joinpath(*name.split("."))
+        assert path.is_dir() or path.with_suffix(".py").exists()
+    ranks = [
+        subprocess.Popen([*arguments, str(rank), str(tmp_path / "store"), *EXTRAS], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    found = [ast.literal_eval(f"[{end.communicate(timeout=300)[0].decode().replace('] [', '], [')}]") for end in ends]
-    torch.manual_seed(0)
-    whole, grad_output = torch.randn(2, 6, 4, dtype=torch.float64)
+    found = [ast.literal_eval(rank.communicate(timeout=1000)[0]) for rank in ranks]
     layer = nn.BatchNorm1d(4, dtype=torch.float64)
-    for _ in range(3):
-        layer(whole.requires_grad_()).backward(grad_output)
-    (slope,) = torch.autograd.grad(layer(whole), whole, grad_output, create_graph=True)
-    slope.square().sum().backward()
+    for order in (1, 1, 2):
+        expected = step(layer, draw(6, 4), order=order)
     for rank, (running_var, grad) in enumerate(found):
-        torch.testing.assert_close(torch.tensor(running_var, dtype=torch.float64), layer.running_var)
-        torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), whole.grad[rank::2])
-
-
-# In a process of its own, because tests import these modules too.
-ATTACHED = """
-import bagua_syncbn
-from bagua_syncbn import errors, functional
-from bagua_syncbn.agreement import history
-from bagua_syncbn.communicators import c10d
-from bagua_syncbn.groups import engines
-from bagua_syncbn.step import exchange
-for attached in (
-    functional.first_call_checks, functional.special_inputs, exchange.exchange_makers, errors.error_handlers,
-    c10d.transports, history.first_message_hooks,
-):
-    print(*(one.__module__.removeprefix("bagua_syncbn.") for one in attached))
-print(*(engine.__name__.removeprefix("bagua_syncbn.") for engine in engines))
-"""
-
-
-def test_an_import_attaches_all_that_works_without_being_called():
-    attached = subprocess.run([sys.executable, "-c", ATTACHED], capture_output=True, text=True, check=True).stdout
-    assert attached.splitlines() == [
-        "cuda",
-        "sharded",
-        "agreement.exchanges",
-        "agreement.errors",
-        "communicators.shared communicators.hosts",
-        "extras.watch",
-        "communicators.torch_engine communicators.bagua",
-    ]
+        torch.testing.assert_close(torch.tensor(running_var, dtype=torch.float64), expected["running_var"])
+        torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), expected["input.grad"][rank::2])
 
 
 def private_parts_in(path):

@@ -16,7 +16,7 @@ from tests.helpers.tolerances import DTYPES
 pytestmark = pytest.mark.reference_too
 
 
-def test_the_signature_begins_with_torchs():
+def test_signatures_start_with_torchs_arguments():
     parameters = inspect.signature(SyncBatchNorm).parameters
     assert list(parameters) == [
         *("num_features", "eps", "momentum", "affine", "track_running_stats", "process_group", "device", "dtype"),
@@ -29,7 +29,7 @@ def test_the_signature_begins_with_torchs():
 
 
 @pytest.mark.parametrize("arguments", [(), (0.5,), (0.5, None), (0.5, 0.3, False), (0.5, 0.3, True, False)], ids=str)
-def test_arguments_mean_what_they_do_in_torch(arguments):
+def test_arguments_have_the_same_meaning_as_in_torch(arguments):
     layer, expected = SyncBatchNorm2d(3, *arguments), torch.nn.BatchNorm2d(3, *arguments)
     assert layer.extra_repr() == expected.extra_repr()
     assert list(layer.state_dict()) == list(expected.state_dict())
@@ -43,7 +43,7 @@ def test_signatures_show_the_arguments(name):
         assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def test_a_layer_without_bias_has_none_in_its_state():
+def test_a_layer_without_bias_has_no_bias_in_its_state():
     layer = SyncBatchNorm2d(3, bias=False, device="cpu", dtype=torch.float64)
     assert layer.bias is None
     assert layer.weight.dtype == layer.running_mean.dtype == torch.float64
@@ -53,7 +53,7 @@ def test_a_layer_without_bias_has_none_in_its_state():
 
 @pytest.mark.parametrize("buffer_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_eval_takes_buffers_of_any_dtype(dtype, buffer_dtype):
+def test_evaluation_accepts_buffers_of_any_dtype(dtype, buffer_dtype):
     case = Case((4,), (3, 5), dtype, buffer_dtype, frozen=("weight", "bias"), steps=1, evaluates=True)
     if dtype == buffer_dtype and dtype.itemsize == 2:
         run_rank(case, rank=0)  # torch's kernels, which fold weight and statistics in half precision first
@@ -61,7 +61,7 @@ def test_eval_takes_buffers_of_any_dtype(dtype, buffer_dtype):
         check(None, case)
 
 
-def test_ranks_that_were_launched_together_and_not_joined_are_told(monkeypatch):
+def test_launched_ranks_without_a_process_group_warn(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     _warn_if_launched_with_others.cache_clear()
     layer, input = SyncBatchNorm1d(3), torch.randn(4, 3)

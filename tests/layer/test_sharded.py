@@ -162,7 +162,7 @@ class Unknown(LocalCommunicator):
 
 
 @pytest.mark.ranks(4)
-def test_sharded_input_that_has_no_right_result_is_refused_by_name():
+def test_unsupported_sharded_input_raises():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     tensor = torch.randn(4, 3, 4)
     both, rows = distribute_tensor(tensor, mesh, [N, H]), distribute_tensor(tensor, mesh["sp"], [N])

@@ -13,6 +13,7 @@ import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL
 from benchmarks.one_rank import Twin
 from tests.helpers.cases import CLASSES, WAYS
+from tests.helpers.steps import draw, step
 
 pytestmark = pytest.mark.reference_too
 
@@ -56,37 +57,34 @@ def _masked(model, input):
         return model(input)
 
 
-def run(model, around, input, order):
-    call = around(model)
-    input = input.detach().requires_grad_()
-    output = call(tagged(input * 1) if isinstance(input, Tagged) else input * 1)
-    # Drawn without the class of the output: each rank and each class of input has the same.
-    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    output.backward(grad_output, create_graph=order == 2)
-    if order == 2:
-        (grad,) = torch.autograd.grad(input.grad.square().sum(), input)
-        input.grad = grad
-    found = [output, input.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
-    return output, [torch.Tensor(value.detach()) for value in found]
-
-
 def compare(layer, around, order=1):
+    """Compares a step of a model with tagged tensors with the step of its copy with plain ones."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    values = torch.randn(5 - rank, 4, 2, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     model = nn.Sequential(LAYERS[layer](), nn.ReLU(inplace=True)).double()
     bagua_syncbn.convert_sync_batchnorm(model, None if dist.is_initialized() else LOCAL)
-    _, expected = run(copy.deepcopy(model), AROUND[around], values, order)
-    output, found = run(model, AROUND[around], values.as_subclass(Tagged), order)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert type(output) is Tagged
+    results, outputs = [], []
+    for own, of_class in ((copy.deepcopy(model), torch.clone), (model, lambda input: tagged(input * 1))):
+        call = AROUND[around](own)
+
+        def run(input, call=call, of_class=of_class):
+            outputs.append(call(of_class(input)))
+            return outputs[-1]
+
+        results.append(step(own, draw(5 - rank, 4, 2, 3, seed=rank), order=order, call=run))
+    torch.testing.assert_close(*(plain_tensors(each) for each in results), rtol=1e-12, atol=1e-12)
+    assert type(outputs[1]) is Tagged
     if around != "compiled":  # where outputs have no attributes
-        assert output.tag == "from the input"
+        assert outputs[1].tag == "from the input"
+
+
+def plain_tensors(results):
+    return {name: value.as_subclass(torch.Tensor) for name, value in results.items()}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("around", [name for name in AROUND if name != "compiled"])  # Dynamo refuses them over ranks
 @pytest.mark.ranks(2)
-def test_ranks_compute_with_them_as_with_plain_tensors(layer, around):
+def test_ranks_treat_subclasses_like_plain_tensors(layer, around):
     compare(layer, around)
 
 
@@ -102,7 +100,7 @@ class Other(Twin):
 
 
 @pytest.mark.parametrize("of_class", [torch.Tensor, tagged])
-def test_ranks_that_differ_are_named_as_with_plain_tensors(of_class):
+def test_divergence_is_detected_with_subclasses(of_class):
     layer, input = bagua_syncbn.SyncBatchNorm(4, process_group=Other()), of_class(torch.randn(3, 4))
     for _ in range(3):
         layer(input)
@@ -112,10 +110,10 @@ def test_ranks_that_differ_are_named_as_with_plain_tensors(of_class):
 
 
 @pytest.mark.ranks(2)
-def test_second_derivatives_are_as_with_plain_tensors():
+def test_second_derivatives_equal_those_of_plain_tensors():
     compare("layer", "forward", order=2)
 
 
 @pytest.mark.parametrize("around", [name for name in AROUND if name != "data parallel"])
-def test_one_process_computes_with_them_as_with_plain_tensors(around):
+def test_one_process_treats_subclasses_like_plain_tensors(around):
     compare("layer", around)

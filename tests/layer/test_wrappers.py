@@ -139,7 +139,7 @@ def test_with_bagua_on_torch_broadcasts_the_optimizer_state():
     ("ranks", [0, 1, 0, 1], [1, 2, 1, 2]),
     ("mesh", [0] * 4, [1.5] * 4),
 ], ids=str)  # fmt: skip
-def test_with_bagua_on_torch_in_a_group_by_description(kind, weights, means):
+def test_with_bagua_on_torch_accepts_descriptions_of_groups(kind, weights, means):
     rank = dist.get_rank()
     process_group = RankGroup((rank % 2, rank % 2 + 2)) if kind == "ranks" else kind
     process_group = init_device_mesh("cpu", (4,)) if kind == "mesh" else process_group
@@ -157,7 +157,7 @@ def test_with_bagua_on_torch_in_a_group_by_description(kind, weights, means):
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_of_a_wrapped_model_waits_for_nobody():
+def test_evaluation_of_a_wrapped_model_does_not_wait():
     """Before any training step, as validation scripts do; rank 1 stays away."""
     model = with_bagua(convert_sync_batchnorm(make_model()), []).eval()
     if dist.get_rank() == 0:
@@ -167,7 +167,7 @@ def test_evaluation_of_a_wrapped_model_waits_for_nobody():
 
 
 @pytest.mark.ranks(2)
-def test_with_bagua_refuses_what_torch_cannot_do_and_changes_nothing():
+def test_with_bagua_raises_for_unsupported_arguments_on_torch():
     with pytest.warns(UserWarning, match="with_bagua: found no synchronized layer in Sequential") as caught:
         wrapped = with_bagua(make_model(), [])
     assert caught[0].filename == __file__

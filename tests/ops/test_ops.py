@@ -98,9 +98,7 @@ def test_opcheck_of_shapes_and_dtypes(name):
 @pytest.mark.parametrize("is_strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("name", [*NAMES, *FAULTS, "batch_norm_backward_elemt into"])
 @pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
-def test_memory_that_is_shared_until_written_to_is_copied_where_the_op_writes_and_nowhere_else(
-    implementation, name, is_strided
-):
+def test_copy_on_write_tensors_are_copied_only_where_ops_write(implementation, name, is_strided):
     op = getattr(implementation[1], name.split()[0])
 
     def place(tensor):
@@ -156,7 +154,7 @@ def test_gradients_of_parameters_share_no_memory_with_the_sums():
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
-def test_fewer_than_two_values_leave_the_buffers(counts):
+def test_fewer_than_two_values_leave_the_buffers_unchanged(counts):
     rows = torch.stack([ops.batch_norm_stats(torch.full((count, 2), torch.nan)) for count in counts])
     buffers = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor(5)
     for momentum in (0.1, None):

@@ -176,7 +176,7 @@ def test_activations_and_their_derivatives_are_those_of_torch(ops, activation):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_values_that_are_not_finite_stay_in_their_channel(ops, value):
+def test_nonfinite_values_stay_in_their_channel(ops, value):
     for dtype, shape, where in product(DTYPES, ((5, 4, 33), (1, 3, 20000), (70, 33), (3000, 8)), (0, -1)):
         check_not_finite(ops, torch.randn(shape).to(dtype), value, where)
 
@@ -218,7 +218,7 @@ def test_statistics_survive_data_that_drifts_and_has_outliers(ops, shape):
 
 
 @pytest.mark.parametrize("shape", [(20, 3, 1003), (2, 3, 30000), (5000, 16)])  # rows of the first end in empty slots
-def test_statistics_survive_a_mean_large_beside_the_deviation(ops, shape):
+def test_statistics_survive_a_large_mean(ops, shape):
     input = torch.randn(shape) * 1e-2 + 1e3
     for mask in (None, torch.rand(shape[0], *shape[2:]) < 0.3):
         packed = ops.batch_norm_stats(input, mask=mask)
@@ -226,7 +226,7 @@ def test_statistics_survive_a_mean_large_beside_the_deviation(ops, shape):
         torch.testing.assert_close(packed.double(), expected, rtol=2e-6, atol=0)
 
 
-def test_the_merge_survives_a_mean_large_beside_the_deviation(ops):
+def test_the_merge_survives_a_large_mean(ops):
     input = torch.randn(4, 3, 2500, dtype=torch.float64) * 1e-2 + 1e3
     gathered = torch.stack([reference.batch_norm_stats(part) for part in input.split(1)])
     mean, invstd, _ = ops.batch_norm_gather_stats(gathered, None, None, None, None, 0.0)
@@ -235,7 +235,7 @@ def test_the_merge_survives_a_mean_large_beside_the_deviation(ops):
     torch.testing.assert_close(invstd, var.rsqrt(), rtol=1e-9, atol=0)
 
 
-def test_a_gradient_of_one_value_for_all_positions_is_taken(ops):
+def test_expanded_gradients_are_accepted(ops):
     grad, input = torch.tensor(2.0).expand(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
     ones, sums, count = torch.ones(4), torch.ones(8), torch.tensor(90)
     for function in (

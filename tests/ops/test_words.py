@@ -33,7 +33,7 @@ SAID = [5, 2**24 - 1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_words_that_agree_change_nothing(ops, dtype):
+def test_equal_headers_change_nothing(ops, dtype):
     rows, fault, tracked = gathered(ops, SAID, SAID, dtype=dtype), torch.zeros(8, dtype=torch.int64), buffers()
     assert rows[:, -3:].tolist() == [SAID, SAID]
     merged = ops.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, fault, True)
@@ -46,7 +46,7 @@ def test_words_that_agree_change_nothing(ops, dtype):
 
 
 @pytest.mark.parametrize(("rank", "word"), [(1, 0), (2, 1), (1, 2)])
-def test_a_rank_with_other_words_is_found(ops, rank, word):
+def test_a_rank_with_another_header_is_found(ops, rank, word):
     words = [list(SAID) for _ in range(3)]
     words[rank][word] ^= 1
     found(ops, gathered(ops, *words), [1, rank, *SAID, *words[rank]])
@@ -56,7 +56,7 @@ NO_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
 
 
 @pytest.mark.parametrize(("low", "high"), NO_COUNTS)
-def test_a_count_that_is_none_is_found(ops, low, high):
+def test_an_invalid_count_is_found(ops, low, high):
     rows = gathered(ops, SAID, SAID, SAID)
     rows[1:, -5], rows[1:, -4] = low, high  # the first one is named
     found(ops, rows, [2, 1, *SAID, *SAID])
@@ -82,7 +82,7 @@ def added_up(ops, *fingerprints):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_what_ranks_add_up_merges_as_their_rows_do(ops, momentum):
+def test_summed_statistics_merge_like_rows(ops, momentum):
     inputs, fault = [torch.randn(n, CHANNELS, 3) + 5 for n in (4, 0, 7)], torch.zeros(8, dtype=torch.int64)
     sums = sum(ops.batch_norm_stats(input, 2**36 - 1, 0, None, True) for input in inputs)
     rows = torch.stack([ops.batch_norm_stats(input) for input in inputs])
@@ -98,7 +98,7 @@ def test_what_ranks_add_up_merges_as_their_rows_do(ops, momentum):
 
 @pytest.mark.parametrize("part", [1, 2**12, 2**24])
 @pytest.mark.parametrize("ranks", [2, 3, 64, 4096, 2**18])
-def test_a_rank_that_adds_up_other_words_is_found(ops, part, ranks):
+def test_a_rank_with_another_summed_header_is_found(ops, part, ranks):
     for said in (7 * part, 2**36 - 1):
         own, other = added_up(ops, said, said - part)
         refused(ops, own * (ranks - 1) + other, ranks)
@@ -107,7 +107,7 @@ def test_a_rank_that_adds_up_other_words_is_found(ops, part, ranks):
 
 
 @pytest.mark.parametrize("count", [torch.nan, -1, 0.5, 2.0**54, torch.inf])
-def test_a_count_that_is_none_is_found_in_a_sum(ops, count):
+def test_an_invalid_count_is_found_in_a_sum(ops, count):
     sums = sum(added_up(ops, 7, 7, 7))
     sums[2 * CHANNELS] = count
     refused(ops, sums, 3)
@@ -126,7 +126,7 @@ def refused(ops, sums, ranks):
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("which", ["mean", "square"])
-def test_buffers_stay_where_sums_are_not_finite(ops, which, value):
+def test_nonfinite_sums_leave_the_buffers_unchanged(ops, which, value):
     sums = sum(added_up(ops, 7, 7))
     sums[(CHANNELS if which == "square" else 0) + CHANNELS - 1] = value  # the last channel's
     tracked = buffers()
@@ -151,7 +151,7 @@ def gradient(ops, words, ranks, input=None):
 
 
 @pytest.mark.parametrize("shape", [(4, CHANNELS, 3), (40, CHANNELS)])
-def test_words_in_a_sum_are_found_where_they_differ(ops, shape):
+def test_different_headers_in_a_gradient_sum_are_found(ops, shape):
     input = torch.randn(shape)
     for words in ([[3, 9], [3, 9]], [[3, 9, 0, 0], [3, 9, 0, 0]], [[]]):
         grad, fault = gradient(ops, words, len(words), input)
@@ -168,7 +168,7 @@ def test_words_in_a_sum_are_found_where_they_differ(ops, shape):
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("which", ["mean", "var"])
-def test_buffers_stay_where_statistics_are_not_finite(ops, which, value, momentum):
+def test_nonfinite_statistics_leave_the_buffers_unchanged(ops, which, value, momentum):
     rows = gathered(ops, SAID, SAID)
     rows[1, (CHANNELS if which == "var" else 0) + CHANNELS - 1] = value  # the last channel's
     tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
@@ -216,7 +216,7 @@ def test_a_fingerprint_is_exact_in_a_sum(ranks):
         assert torch.equal(total, (ranks * parts).float())
 
 
-def test_options_have_one_word_exactly_if_they_are_equal():
+def test_headers_of_options_are_equal_only_for_equal_options():
     from bagua_syncbn.agreement.signatures import word_of_options
 
     numbers = (None, 0, 0.0, -0.0, False, -1, -1.0, -2, True, 1.0, 1e-5, 1e-5 + 1e-17, 2**-1074, math.nextafter(1, 2))

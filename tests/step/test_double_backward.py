@@ -9,8 +9,9 @@ from torch import nn
 
 from bagua_syncbn import SyncBatchNorm
 from tests.helpers.cases import Case, check
-from tests.helpers.formula import EPS, draw, normalize
+from tests.helpers.formula import EPS, normalize
 from tests.helpers.observed import MESSAGE, collectives
+from tests.helpers.steps import draw
 
 ACTIVATIONS = ["silu", "gelu_tanh", ("elu", 0.7), "relu", "tanh"]
 
@@ -44,7 +45,7 @@ def shared_weight(normalized, weight):
 
 
 @pytest.mark.ranks(2)
-def test_a_weight_on_which_the_input_depends_is_not_counted_twice():
+def test_an_input_that_depends_on_the_weight_is_differentiated_once():
     rank, parts = dist.get_rank(), draw(7, 3, seed=1).split((2, 5))
     weight = torch.ones(2, 3, dtype=torch.float64).requires_grad_()  # a copy for each rank
     normalized = normalize(torch.cat([part * w.exp() for part, w in zip(parts, weight, strict=True)]), "plus")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn import Repeatable
-from tests.helpers.programs import check, draw, in_one_process, run
+from bagua_syncbn import Repeatable, convert_sync_batchnorm
+from tests.helpers.programs import check_program, draw, share, train
 
 
 class InBackward(torch.autograd.Function):
@@ -70,20 +70,22 @@ def marked_reversible(layer, input, own):
 # On ranks, and without a job by F.batch_norm, and by the kernels of ranks.
 @pytest.mark.parametrize(("is_job", "momentum"), [(True, 0.1), (False, 0.1), (False, None)])
 @pytest.mark.parametrize("program", [in_a_hook, on_almost_the_same_batch, reversible])
-def test_a_forward_in_a_backward_pass_is_a_new_one(pool, program, is_job, momentum):
+def test_a_forward_inside_backward_is_a_new_call(pool, program, is_job, momentum):
     layer = nn.BatchNorm1d(4, momentum=momentum)
-    check(run(pool if is_job else None, program, layer), in_one_process(program, layer))
+    if is_job:
+        pool.run(check_program, 2, program, layer)
+    else:
+        check_program(program, layer)
 
 
-def test_reversible_blocks_in_half_precision(pool):
-    """Rounded, what they compute again is another batch. Marked, it takes the statistics of the first."""
-    layer = nn.BatchNorm1d(4)
-    expected = in_one_process(reversible, layer)
-    for program, batches in ((reversible, 16), (marked_reversible, 8)):
-        ranks = run(pool, program, layer, dtype=torch.bfloat16)
-        rows = torch.cat([rank.rows for rank in ranks])
-        torch.testing.assert_close(rows.double(), expected.rows, rtol=0.1, atol=0.1)
-        for mean, _, tracked in (rank.buffers for rank in ranks):
-            assert tracked == batches
-            if program is reversible:
-                torch.testing.assert_close(mean.double(), expected.buffers[0], rtol=0.1, atol=0.02)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("program", "batches"), [(reversible, 16), (marked_reversible, 8)])
+def test_reversible_blocks_in_half_precision(program, batches):
+    """Rounded, the recomputed input is another batch. Marked, it takes the statistics of the first."""
+    expected, _, (mean, *_), _ = train(reversible, nn.BatchNorm1d(4), lambda batch: batch)
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(4))
+    rows, *_ = train(program, layer, dtype=torch.bfloat16)
+    torch.testing.assert_close(rows.double(), share(expected), rtol=0.1, atol=0.1)
+    assert layer.num_batches_tracked == batches
+    if program is reversible:
+        torch.testing.assert_close(layer.running_mean.double(), mean, rtol=0.1, atol=0.02)

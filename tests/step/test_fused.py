@@ -13,7 +13,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, sync_batch_
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.ops.activations import ACTIVATIONS
 from tests.helpers.cases import Case, check
-from tests.helpers.formula import draw
+from tests.helpers.steps import draw
 
 pytestmark = pytest.mark.reference_too
 
@@ -75,12 +75,12 @@ def test_only_input_and_residual_are_stored(training):
         output.sum().backward()
 
 
-def test_the_layer_says_its_activation():
+def test_repr_shows_the_activation():
     assert "activation=('elu', 0.5)" in repr(SyncBatchNorm(2, activation=("elu", 0.5)))
     assert "activation='silu'" in repr(SyncBatchNorm(2, activation="silu"))
 
 
-def test_an_activation_is_given_as_a_module_of_torch_too():
+def test_activations_may_be_modules():
     layer = SyncBatchNorm(2, activation=nn.LeakyReLU(0.3, inplace=True))
     assert layer.fused_activation == ("leaky_relu", 0.3)
     assert not list(layer.children())
@@ -92,7 +92,7 @@ def test_an_activation_is_given_as_a_module_of_torch_too():
     torch.testing.assert_close(sync_batch_norm(input, None, None, activation=nn.ELU(0.5)), expected)
 
 
-def test_the_attribute_is_not_mistaken():
+def test_setting_activation_instead_of_fused_activation_raises():
     layer = SyncBatchNorm(2)
     for value in ("relu", nn.ReLU()):
         with pytest.raises(AttributeError, match=r"expected SyncBatchNorm\.fused_activation to be set, got activation"):

@@ -16,7 +16,7 @@ from torch import nn
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from tests.helpers.checkpoints import CHECKPOINTS, KeptCheckpoint
 from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
-from tests.helpers.programs import SPLITS, check, in_a_thread, in_one_process, run, together
+from tests.helpers.programs import SPLITS, check_program, in_a_thread, together
 from tests.helpers.user_layers import BatchNormAct1d
 
 
@@ -38,25 +38,25 @@ def around_its_own_checkpoint(layer, input, own, around=plainly):
     return around(lambda x: layer(around(layer, x).sin()).cos(), input)
 
 
+def check_checkpoints(cls, program, backward):
+    by_torch = {"function": partial(F.batch_norm, training=True)} if program is of_no_layer else {}
+    options = {"reference": partial(program, **by_torch), "microbatches": 3, "backward": backward}
+    layer = cls(4, momentum=None)
+    sent = [check_program(program, layer, **options) for _ in range(2)][-1]  # until all ranks expect what comes
+    for how, around in CHECKPOINTS.items():
+        if (cls, how) != (BatchNormAct1d, "selective, all"):  # torch refuses to save what a forward changes in place
+            assert check_program(partial(program, around=around), layer, what=how, **options) == sent, how
+
+
 @pytest.mark.parametrize("backward", [together, in_a_thread])
 @pytest.mark.parametrize("program", [siamese, of_no_layer, around_its_own_checkpoint])
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, BatchNormAct1d])
-def test_each_call_is_repeated_as_itself_without_a_message(pool, cls, program, backward):
-    layer, options = cls(4, momentum=None), {"microbatches": 3, "backward": backward}
-    by_torch = {"function": partial(F.batch_norm, training=True)} if program is of_no_layer else {}
-    expected = in_one_process(partial(program, **by_torch), layer, **options)
-    run(pool, program, layer, **options)  # until all ranks expect what comes
-    messages = [rank.collectives for rank in run(pool, program, layer, **options)]
-    for how, around in CHECKPOINTS.items():
-        if (cls, how) == (BatchNormAct1d, "selective, all"):
-            continue  # torch refuses to save what a forward changes in place
-        ranks = run(pool, partial(program, around=around), layer, **options)
-        check(ranks, expected, how)
-        assert [rank.collectives for rank in ranks] == messages, how
-        check(run(None, partial(program, around=around), layer, **options), expected, f"{how} without a job")
+def test_recomputed_calls_send_nothing(pool, cls, program, backward):
+    pool.run(check_checkpoints, 2, cls, program, backward)
+    check_checkpoints(cls, program, backward)
 
 
-def test_a_selective_checkpoint_keeps_the_tensors_of_a_layer_apart_from_those_around_it():
+def test_selective_checkpoints_do_not_mix_up_saved_tensors():
     layer, input = SyncBatchNorm(3, momentum=None), torch.randn(6, 3, requires_grad=True)
     grads = []
     for around in (plainly, CHECKPOINTS["selective, all"]):
@@ -65,7 +65,7 @@ def test_a_selective_checkpoint_keeps_the_tensors_of_a_layer_apart_from_those_ar
     torch.testing.assert_close(*grads)
 
 
-def test_a_tensor_that_autograd_saves_may_be_read_outside_of_backward():
+def test_saved_tensors_may_be_read_outside_backward():
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     output = CHECKPOINTS["non-reentrant"](lambda x: layer(x).sin(), input)
     torch.testing.assert_close(output.grad_fn._saved_self.sin(), output)
@@ -73,7 +73,7 @@ def test_a_tensor_that_autograd_saves_may_be_read_outside_of_backward():
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_backward_pass_within_a_checkpoint_repeats_its_own_calls(how):
+def test_backward_inside_a_checkpoint_recomputes_its_calls(how):
     layer, input = SyncBatchNorm(3, momentum=None), torch.randn(6, 3, requires_grad=True)
 
     def block(input):
@@ -88,7 +88,7 @@ def test_a_backward_pass_within_a_checkpoint_repeats_its_own_calls(how):
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested"])
-def test_a_repetition_that_raises_leaves_nothing_behind(how):
+def test_an_error_in_recomputation_leaves_no_state(how):
     layer, runs = SyncBatchNorm(3, momentum=None), []
     input = torch.randn(4, 3, requires_grad=True)
 
@@ -109,19 +109,19 @@ def test_a_repetition_that_raises_leaves_nothing_behind(how):
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_a_first_run_that_raises_leaves_nothing_behind(how):
+def test_an_error_in_the_first_run_raises(how):
     with pytest.raises(RuntimeError, match="expected 3 channels"):
         CHECKPOINTS[how](SyncBatchNorm(3), torch.randn(4, 2, requires_grad=True))
 
 
-def test_a_repetition_refuses_another_input_by_name():
+def test_recomputation_with_another_input_raises():
     layer, channels = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), iter([3, 2])
     output = CHECKPOINTS["reentrant"](lambda x: layer(x[:, : next(channels)]), torch.randn(4, 3, requires_grad=True))
     with pytest.raises(RuntimeError, match="SyncBatchNorm1d '0': expected 3 channels, got 2"):
         output.sum().backward()
 
 
-def test_a_repetition_that_calls_more_often_is_refused_by_name():
+def test_recomputation_with_more_calls_raises():
     layer, calls = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3, momentum=None))), iter([1, 2])
     output = CHECKPOINTS["reentrant"](
         lambda x: [layer(x).sin() for _ in range(next(calls))][-1], torch.randn(4, 3, requires_grad=True)
@@ -131,7 +131,7 @@ def test_a_repetition_that_calls_more_often_is_refused_by_name():
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_calls_that_the_first_run_refused_are_refused_again(how):
+def test_invalid_calls_raise_again_in_recomputation(how):
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
 
     def block(input):
@@ -146,7 +146,7 @@ def test_calls_that_the_first_run_refused_are_refused_again(how):
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_repetition_that_takes_a_call_that_the_first_run_refused_is_refused(how):
+def test_recomputing_a_failed_call_raises(how):
     layer, is_first = SyncBatchNorm(3), iter([True, False])
 
     def block(input):
@@ -160,7 +160,7 @@ def test_a_repetition_that_takes_a_call_that_the_first_run_refused_is_refused(ho
         output.sum().backward()
 
 
-def test_fairscale_with_a_region_is_refused():
+def test_repeatable_inside_fairscales_checkpoint_raises():
     region = Repeatable()
 
     class Block(nn.Sequential):
@@ -172,7 +172,7 @@ def test_fairscale_with_a_region_is_refused():
         output.sum().backward()
 
 
-def test_a_layer_that_fairscale_has_wrapped_before_may_be_repeated():
+def test_layers_unwrapped_from_fairscale_may_be_checkpointed():
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     fairscale_checkpoint_wrapper(nn.Sequential(layer))(input)
     layer._forward_pre_hooks.clear()
@@ -202,7 +202,7 @@ ONE_PASS = r"Repeatable: expected a repetition.*one object for each forward pass
 
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (1, 2)])
 @pytest.mark.parametrize("how", REPEATS)
-def test_a_region_is_of_one_pass(how, ranks):
+def test_a_region_belongs_to_one_forward_pass(how, ranks):
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
     run, forward = Repeatable()(layer), REPEATS[how]
     forward(run, input).sum().backward()
@@ -240,7 +240,7 @@ def one_in_a_checkpoint(layer, x, inner):
 
 
 @pytest.mark.parametrize("program", [one_inside, one_inside_at_last, one_inside_twice, one_in_a_checkpoint])
-def test_a_region_within_another_one_may_be_entered_again_in_its_repetition(program):
+def test_a_nested_region_may_be_entered_again_in_recomputation(program):
     layer, x = SyncBatchNorm(3, momentum=None), torch.randn(6, 3)
     outer, inner = Repeatable(), Repeatable()
     with torch.no_grad(), outer:
@@ -252,7 +252,7 @@ def test_a_region_within_another_one_may_be_entered_again_in_its_repetition(prog
     assert layer.num_batches_tracked == calls
 
 
-def test_a_region_in_which_nothing_is_gathered_has_several_first_runs():
+def test_a_region_without_training_may_have_several_first_runs():
     """After them no repetition could know which of them it repeats, unless the region has no layers."""
     layer, input = SyncBatchNorm(3).eval(), torch.randn(4, 3)
     evaluate, compute = Repeatable()(layer), Repeatable()(torch.sin)
@@ -265,7 +265,7 @@ def test_a_region_in_which_nothing_is_gathered_has_several_first_runs():
         evaluate(input)
 
 
-def test_a_region_is_of_the_thread_that_entered_it():
+def test_a_region_applies_only_to_its_thread():
     layer, input, region = SyncBatchNorm(3), torch.randn(4, 3), Repeatable()
     with torch.no_grad(), region:
         layer(input)
@@ -281,7 +281,7 @@ def regions_alive():
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "nested", "own"])
-def test_nothing_is_held_beyond_the_graph(how):
+def test_regions_are_freed_with_the_graph(how):
     layer, before = SyncBatchNorm(3, momentum=None), regions_alive()
     outputs = []
 
@@ -334,6 +334,6 @@ for context in (nullcontext(), bagua_syncbn.Repeatable()):
 
 
 @pytest.mark.parametrize("program", [NO_LAYER, OTHER_TORCH], ids=["no layer", "other torch"])
-def test_checkpoints_from_the_first_call_on(program):
+def test_checkpoints_are_observed_from_the_first_call(program):
     """In a process that makes no layer; and with a torch whose checkpoints are not known, where they are refused."""
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

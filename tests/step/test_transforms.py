@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
 from bagua_syncbn.ops.activations import ACTIVATIONS
-from tests.helpers.formula import EPS, draw, normalize
+from tests.helpers.formula import EPS, normalize
 from tests.helpers.observed import MESSAGE, collectives
 from tests.helpers.own_groups import communicator_of
+from tests.helpers.steps import draw
 
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)
@@ -114,7 +115,7 @@ OPTIONS = (
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("length", [2, 2**16], ids=["small", "large"])
-def test_batched_gradients_equal_each_by_itself(length, training, options):
+def test_batched_gradients_equal_single_ones(length, training, options):
     """Whether F.batch_norm computes or our own step, which the size decides among others."""
     layer, input = SyncBatchNorm(2, dtype=torch.float64, **options), draw(4, 2, length, seed=1).requires_grad_()
     output = layer.train(training)(input, **({"residual": input.cos()} if "activation" in options else {}))
@@ -147,7 +148,7 @@ def test_derivatives_equal_numerical_ones(options, training, mask):
 
 
 @pytest.mark.ranks(2)
-def test_gradients_in_batches_are_refused_over_ranks():
+def test_batched_gradients_over_ranks_raise():
     layer = SyncBatchNorm(3, dtype=torch.float64)
     input, grad_outputs = shares()[0][0].requires_grad_(), draw(2, *shares()[0][0].shape, seed=2)
     layer(input).sum().backward()
@@ -165,7 +166,7 @@ def test_gradients_in_batches_are_refused_over_ranks():
 
 
 @pytest.mark.ranks(2, new_job=True)
-def test_a_rank_whose_gradients_come_in_batches_tells_its_peers():
+def test_batched_gradients_on_one_rank_raise_on_all():
     layer, input = SyncBatchNorm(3, dtype=torch.float64), shares()[0][0].requires_grad_()
     layer(input).sum().backward()
     grad_outputs, batched = draw(2, *input.shape, seed=2), dist.get_rank() == 1
@@ -174,7 +175,7 @@ def test_a_rank_whose_gradients_come_in_batches_tells_its_peers():
         torch.autograd.grad(layer(input), input, grad_outputs if batched else grad_outputs[0], is_grads_batched=batched)
 
 
-def test_one_process_has_all_that_torch_has():
+def test_one_process_supports_all_transforms():
     primals = draw(*SIZE, seed=1), draw(3, seed=2), draw(3, seed=3)
     torch.testing.assert_close(
         vmap(lambda x: layer(x, *primals[1:]))(primals[0].expand(2, *SIZE)), reference(*primals).expand(2, *SIZE)
@@ -185,7 +186,7 @@ def test_one_process_has_all_that_torch_has():
     )
 
 
-def test_forward_mode_through_a_repetition_is_refused_by_name():
+def test_forward_mode_through_a_checkpoint_raises():
     layer, input = SyncBatchNorm(3, momentum=None), torch.randn(4, 3, requires_grad=True)
     with fwd.dual_level():
         try:

@@ -65,7 +65,7 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     assert [path.stem for path in charts.draw_all(results, tmp_path)] == list(charts.CHARTS)
 
 
-def test_each_rule_of_a_large_group_computes_the_step_of_the_layer():
+def test_every_rule_for_large_groups_computes_the_layers_step():
     for ranks in (8, 128):
         steps, _, messages = large.make(ranks)
         assert steps.keys() == messages.keys() == large.RULES.keys()
@@ -78,7 +78,7 @@ def test_each_rule_of_a_large_group_computes_the_step_of_the_layer():
         assert messages["torch"] == [("gather", 4 * 513), ("sum", 4 * 512)]
 
 
-def test_messages_take_what_their_latencies_and_bytes_add_up_to():
+def test_message_times_follow_from_latency_and_bytes():
     message = 25_000  # bytes, a microsecond
     assert large.on_wire([("gather", message)], 8) == pytest.approx(6.6 + 7 * 0.6 + 7)
     assert large.on_wire([("gather", message)], 64) == pytest.approx(6.6 + 56 * 1.0 + 7 * 2.7 + 63)
@@ -93,7 +93,7 @@ def test_messages_take_what_their_latencies_and_bytes_add_up_to():
     ("EfficientNet-B0", 0.50),
     ("ResNet-50", 0.85),
 ])  # fmt: skip
-def test_networks_store_the_shares_that_the_docs_show(network, share):
+def test_networks_store_the_documented_shares(network, share):
     pytest.importorskip(NETWORKS[network].needs or "torch")
     _, batch, models = stored.prepare(network, quick=True)
     assert stored.stored_bytes(models["recomputed"], batch) <= share * stored.stored_bytes(models["plain"], batch)

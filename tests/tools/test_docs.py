@@ -109,7 +109,7 @@ def test_every_block_is_read_and_linked_files_exist(page):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 
-def test_the_readme_begins_with_the_commands_that_do_everything():
+def test_the_readme_starts_with_the_main_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first, second = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert re.findall(r"^make \w+", first, re.MULTILINE) == ["make demo", "make test"]
@@ -152,7 +152,7 @@ def take_a_step(package, module, name, is_synchronized):
     ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", OF_JOB),
     ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS),
 ])  # fmt: skip
-def test_layers_of_other_packages_convert_as_their_row_says(pool, package, module, name, unregistered, monkeypatch):
+def test_layers_of_other_packages_convert_as_documented(pool, package, module, name, unregistered, monkeypatch):
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert row.endswith(f"| {unregistered} |")
