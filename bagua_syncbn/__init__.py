@@ -15,9 +15,7 @@ from .communicators import shared as _shared  # noqa: F401  # carries messages b
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
-    fuse_activations,
     patch_torch_converter,
-    recompute_outputs,
     register_converter,
     revert_sync_batchnorm,
 )
@@ -31,6 +29,7 @@ from .extras.merging import merge_statistics
 from .extras.recalibration import recalibrate_statistics
 from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
+from .memory import fuse_activations, recompute_outputs
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .sync_group import sync_group
 from .verification import measure_batch_noise, verify_synchronization

@@ -4,18 +4,14 @@ This package imports the layer; the layer does not import this package.
 """
 
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
-from .fusing import fuse_activations
+from .converters import register_converter
 from .patching import patch_torch_converter
-from .recomputing import recompute_outputs
-from .registry import register_converter
 from .report import conversion_report
 
 __all__ = [
     "conversion_report",
     "convert_sync_batchnorm",
-    "fuse_activations",
     "patch_torch_converter",
-    "recompute_outputs",
     "register_converter",
     "revert_sync_batchnorm",
 ]

@@ -20,14 +20,12 @@ from ..groups import EVERYONE, GroupSpec, spec_of
 from ..layer_state import LayerState
 from ..models import Filter, check_module
 from ..names import ConvertedModel, Origin, name_of
-from ..ops.activations import Activation
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
+from .converters import groups_of
 from .findings import BY_ITSELF, examine
-from .fusing import FusedActivation, unfuse
-from .recomputing import undo_recomputing
-from .registry import groups_of
+from .hooks import revert_hooks
 from .report import summary
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -150,9 +148,14 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     changed = {
         part: class_before_conversion(type(part)) for part in module.modules() if isinstance(part, SyncBatchNorm)
     }
-    fused = {part.layer: part.given for part in module.modules() if isinstance(part, FusedActivation)}
-    for layer, cls in changed.items():
-        _check_that_it_can_be_local(layer, cls, fused.get(layer))
+    restore = [undo(module) for undo in revert_hooks]
+    try:
+        for layer, cls in changed.items():
+            _check_that_it_can_be_local(layer, cls)
+    except ValueError:
+        for redo in restore:
+            redo()
+        raise
     with _restored_on_error(changed):
         for layer, cls in changed.items():
             groups = vars(layer).get("groups_before", {})
@@ -161,25 +164,22 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             for name, held in groups.items():
                 vars(layer)[name] = group_before(held) if isinstance(held, GroupSpec) else held
             object.__setattr__(layer, "__class__", cls)
-    for part in module.modules():
-        undo_recomputing(part)
-    unfuse(module)
     forget_compiled_code(module)
     return module
 
 
-def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module], fused: Activation | None) -> None:
-    """Raises ValueError if ``layer`` is frozen or has an option that ``cls``, which it is to get, would ignore.
+def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
+    """Raises ValueError if ``layer`` is frozen or has an option that its new class ``cls`` would ignore.
 
-    The activation ``fused`` goes back to its place. Options that the layer's class sets are not checked, because the
+    Options that the layer's class sets are not checked, because the
     same class names ``cls`` as its ``local_class``.
     """
     if layer._sync_state.frozen is not None:
         where = name_of(layer)
         raise ValueError(f"module: expected layers that are not frozen, got {where}; call unfreeze_statistics first")
-    for name, default, undone in (("fused_activation", None, fused), ("eps_mode", "plus", None)):
+    for name, default in (("fused_activation", None), ("eps_mode", "plus")):
         value = vars(layer).get(name, default)
-        if value not in (default, undone) and not hasattr(cls, name):
+        if value != default and not hasattr(cls, name):
             where = name_of(layer)
             raise ValueError(
                 f"module: expected layers that {full_name(cls)} can stand for, got {where} with {name}={value!r}; set "

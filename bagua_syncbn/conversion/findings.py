@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
-from .registry import class_after_conversion, groups_of, is_candidate
+from .converters import class_after_conversion, groups_of, is_candidate
 
 Action = Literal["converted", "skipped", "refused"]
 

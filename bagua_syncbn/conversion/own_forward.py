@@ -8,7 +8,7 @@ of their calls.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,13 +19,11 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import ops
-from ..extras.accumulation import accumulation_of
-from ..extras.checkpointing import is_repetition
-from ..extras.masks import is_masked
 from ..groups import ALONE
 from ..step.call import Call, this_thread
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
+from .hooks import own_forward_contexts
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):
@@ -59,12 +57,17 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not layer.training:
             with _Redirect(layer) if _differs_from_torch(layer) else nullcontext():
                 return forward(layer, *args, **kwargs)
-        with _Redirect(layer), _batches_counted_once(layer):
+        with ExitStack() as contexts:
+            contexts.enter_context(_Redirect(layer))
+            for make in own_forward_contexts:
+                context = make(layer)
+                if context is not None:
+                    contexts.enter_context(context)
             if "was_synchronized" in vars(layer):  # a nested or concurrent call of the layer does the check
                 return forward(layer, *args, **kwargs)
             layer.was_synchronized = False
             try:
-                with _told_by_parts(layer):
+                with _observed_parts(layer):
                     output = forward(layer, *args, **kwargs)
                 was_synchronized = layer.was_synchronized
             finally:
@@ -77,15 +80,15 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
-    """Whether ``layer`` may compute something else in evaluation than F.batch_norm by the same running statistics."""
-    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # a repetition does as the first run did
+    """Whether ``layer`` may differ from F.batch_norm in evaluation with the same running statistics."""
+    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # as in the recomputation of a checkpoint
         return True
-    return layer.eps_mode != "plus" or layer.fused_activation is not None or is_masked(layer)
+    return layer.eps_mode != "plus" or layer.fused_activation is not None or bool(layer._sync_state.attachments)
 
 
 @dataclass(frozen=True, eq=False)
 class _Observer:
-    """Attached to a part of a layer, it notes that the part was called in training."""
+    """Attachment of a part of a layer: notes that the part was called in training."""
 
     layer: ObservedSyncBatchNorm
 
@@ -97,8 +100,8 @@ class _Observer:
 
 
 @contextmanager
-def _told_by_parts(layer: ObservedSyncBatchNorm) -> Iterator[None]:
-    """Context in which the synchronized parts of ``layer`` tell it when they are called in training."""
+def _observed_parts(layer: ObservedSyncBatchNorm) -> Iterator[None]:
+    """Context in which ``layer`` notes the training calls of its synchronized parts."""
     parts = [part for part in layer.modules() if isinstance(part, SyncBatchNorm) and part is not layer]
     for part in parts:
         part._sync_state.attachments = (*part._sync_state.attachments, _Observer(layer))
@@ -112,24 +115,18 @@ def _told_by_parts(layer: ObservedSyncBatchNorm) -> Iterator[None]:
 
 
 @contextmanager
-def _batches_counted_once(layer: ObservedSyncBatchNorm) -> Iterator[None]:
-    """Keeps a forward that counts batches itself from counting a batch too often.
+def restored_counter(counter: Tensor) -> Iterator[None]:
+    """Context after which ``counter``, a layer's ``num_batches_tracked``, has its old value.
 
-    A batch that is repeated in backward is not counted again, and accumulate_statistics counts all its batches as one.
+    Use it around an own ``forward`` that counts a batch which must not count.
     """
-    counted, accumulation = getattr(layer, "num_batches_tracked", None), accumulation_of(layer)
-    if not isinstance(counted, Tensor) or not (accumulation or is_repetition()):
-        yield
-        return
     with unseen_by_selective_checkpointing():
-        before = counted.clone()
+        before = counter.clone()
     try:
         yield
-        if accumulation and not is_repetition():
-            accumulation.counted = counted.clone()
-    finally:  # checkpointing ends a repetition by an exception once it has all tensors that it needs
+    finally:  # checkpointing ends a recomputation by an exception once it has all tensors that it needs
         with unseen_by_selective_checkpointing():
-            counted.copy_(before)
+            counter.copy_(before)
 
 
 class _TorchsCall(NamedTuple):

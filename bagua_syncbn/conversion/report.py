@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..models import Filter, is_data_parallel, is_left_out, modules_with_names
-from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
+from .converters import is_candidate
 from .findings import Action, Finding, examine
-from .fusing import FusedActivation, pairs_in
-from .recomputing import recomputes
-from .registry import is_candidate
+from .hooks import report_notes
 
 
 @dataclass(frozen=True)
@@ -80,18 +78,12 @@ def _within(wrapped: Finding, filter: Filter | None) -> Iterator[Finding]:
 
 
 def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Returns for each layer notes on its activation, recomputed outputs and frozen statistics."""
+    """Returns notes on frozen layers, and those that other modules have."""
     notes: dict[nn.Module, list[str]] = {}
-    for name, part in model.named_modules():
+    for part in model.modules():
         if isinstance(part, SyncBatchNorm) and part._sync_state.frozen is not None:
-            notes.setdefault(part, []).append("statistics frozen")
-        if isinstance(part, FusedActivation):
-            notes.setdefault(part.layer, []).append(f"computes {name_of(part.activation, name)}")
-        if recomputes(part):
-            for layer in part.modules():
-                if isinstance(layer, SyncBatchNorm):
-                    notes.setdefault(layer, []).append("outputs are recomputed")
-    for pair in pairs_in(model):
-        obstacle = "" if pair.obstacle is None else f": {pair.obstacle}"
-        notes.setdefault(pair.layer, []).append(f"{name_of(pair.activation, pair.name)} works by itself{obstacle}")
+            notes[part] = ["statistics frozen"]
+    for notes_on in report_notes:
+        for layer, note in notes_on(model):
+            notes.setdefault(layer, []).append(note)
     return notes

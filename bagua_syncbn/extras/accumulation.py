@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import named
+from ..conversion.hooks import own_forward_contexts
+from ..conversion.own_forward import restored_counter
 from ..models import check_module
+from ..ops.gather_stats import this_thread
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.autograd import is_capturing
@@ -46,6 +49,21 @@ def accumulation_of(layer: SyncBatchNorm) -> StatisticsAccumulator | None:
     """Returns what takes the statistics of ``layer`` within :func:`accumulate_statistics`; None outside of it."""
     found = layer._sync_state.attached(Accumulation)
     return None if found is None else found.statistics
+
+
+@own_forward_contexts.register
+def _counter_in_accumulation(layer: SyncBatchNorm) -> AbstractContextManager[None] | None:
+    """Makes the micro-batches of a layer whose own forward counts them count as one batch."""
+    accumulation, counter = accumulation_of(layer), getattr(layer, "num_batches_tracked", None)
+    return None if accumulation is None or counter is None else _counted_once(accumulation, counter)
+
+
+@contextmanager
+def _counted_once(accumulation: StatisticsAccumulator, counter: Tensor) -> Iterator[None]:
+    with restored_counter(counter):
+        yield
+        if torch.compiler.is_compiling() or not this_thread.holds_buffers:  # a recomputation does not count
+            accumulation.counted = counter.clone()
 
 
 @contextmanager

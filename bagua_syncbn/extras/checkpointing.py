@@ -12,16 +12,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import ops
 from ..checks import check_tensors, named
+from ..conversion.hooks import own_forward_contexts
+from ..conversion.own_forward import restored_counter
 from ..step.call import Call, Hooks, set_hook, this_thread
+from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
 from ..torch_internals.checkpoints import (
     has_known_checkpoints,
@@ -217,6 +221,13 @@ def refuse_to_recompute_replicas(name: str, in_training: bool) -> None:
 def is_repetition() -> bool:
     """Whether this thread repeats an earlier run. False while torch.compile traces, which plans repetitions itself."""
     return not torch.compiler.is_compiling() and any(run.repeats for run in _local.runs)
+
+
+@own_forward_contexts.register
+def _counter_in_recomputation(layer: SyncBatchNorm) -> AbstractContextManager[None] | None:
+    """Restores the counter of a layer whose own forward counts the batch again when it is recomputed."""
+    counter = getattr(layer, "num_batches_tracked", None)
+    return restored_counter(counter) if isinstance(counter, Tensor) and is_repetition() else None
 
 
 class _CheckpointRegion(Repeatable):

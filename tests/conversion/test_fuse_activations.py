@@ -26,7 +26,7 @@ from tests.helpers.steps import check_ranks, draw, step
 
 
 class Residual(nn.Module):
-    """Two layers that share an activation, in a container, and one that works by itself after the sum."""
+    """Two layers that share an activation, in a container, and one that is not fused after the sum."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class Second(nn.Sequential):
         return iter([self[1]])
 
 
-HOOKS = "SiLU '1' works by itself: one of the two has hooks or was compiled"
+HOOKS = "SiLU '1' is not fused: one of the two has hooks or was compiled"
 # By what keeps the pair apart, with what the report says.
 APART = {
     "a hook on the layer": (lambda model: model[0].register_forward_hook(lambda *_: None), HOOKS),
@@ -153,7 +153,7 @@ APART = {
     "the layer recomputes": (lambda model: recompute_outputs(model[0]) and None, HOOKS),
     "the layer runs twice": (
         lambda model: model.append(model[0]) and None,
-        "itself: the layer is in several places",
+        "fused: the layer is in several places",
     ),
     "the layer has an activation": (lambda model: setattr(model[0], "fused_activation", "tanh"), ""),
     "an activation that layers do not compute": (lambda model: model.__setitem__(1, nn.Softplus()), ""),
@@ -173,7 +173,7 @@ def test_the_report_explains_unfused_pairs(reason):
             fuse_activations(model)
         assert not is_fused(model)
         report = str(conversion_report(model))
-        assert told in report if told else "by itself" not in report
+        assert told in report if told else "not fused" not in report
         if expected is not None:
             assert_same(model(BATCH), expected)
     finally:
@@ -232,5 +232,5 @@ def test_repr_and_report_show_fused_activations():
     assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
     assert "SyncBatchNorm2d: synchronized already; computes SiLU '1'" in str(conversion_report(model))
     recompute_outputs(model)
-    assert "outputs are recomputed; computes SiLU '1'" in str(conversion_report(model))
-    assert "; SiLU '0.1' works by itself" in str(conversion_report(nn.Sequential(pair())))
+    assert "computes SiLU '1'; outputs are recomputed" in str(conversion_report(model))
+    assert "; SiLU '0.1' is not fused" in str(conversion_report(nn.Sequential(pair())))

@@ -1,4 +1,4 @@
-"""The core knows nothing of the extras: a layer trains without them, and its folders depend in one direction."""
+"""The core knows nothing of the extras: a converted layer trains without them, and its folders depend in one direction."""
 
 import ast
 import subprocess
@@ -12,11 +12,10 @@ import bagua_syncbn
 from tests.helpers.steps import draw, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-# Attached to the core from outside. Training over two ranks needs torch's engine in communicators.
+# Attached to the core and to conversion from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = (
-    *("agreement", "cuda", "extras", "conversion", "data_parallel", "verification", "contrib", "dry_run", "sharded"),
-    *("vacancy", "with_bagua", "models", "sync_group"),
-    *("communicators.bagua", "communicators.hosts", "communicators.shared"),
+    *("agreement", "cuda", "extras", "memory", "data_parallel", "verification", "contrib", "dry_run", "sharded"),
+    *("vacancy", "with_bagua", "sync_group", "communicators.hosts", "communicators.shared"),
 )
 
 # The package as a folder, without its __init__.
@@ -53,10 +52,11 @@ ALONE = """
 rank, store, *extras = sys.argv[2:]
 sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in extras))
 import bagua_syncbn.communicators
-from bagua_syncbn.sync_batchnorm import SyncBatchNorm1d
+from bagua_syncbn.conversion import convert_sync_batchnorm
 from tests.helpers.steps import draw, step
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-layer, own = SyncBatchNorm1d(4, dtype=torch.float64), slice(int(rank), None, 2)
+layer = convert_sync_batchnorm(torch.nn.BatchNorm1d(4, dtype=torch.float64))
+own = slice(int(rank), None, 2)
 for order in (1, 1, 2):
     found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
 print(found["running_var"].tolist(), ",", found["input.grad"].tolist(), flush=True)
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_layer_trains_over_ranks_without_the_extras(tmp_path):
+def test_a_converted_layer_trains_over_ranks_without_the_extras(tmp_path):
     arguments = [sys.executable, "-c", BARE + ALONE, str(PACKAGE)]
     for name in EXTRAS:
         path = PACKAGE.joinpath(*name.split("."))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.conversion import registry
+from bagua_syncbn.conversion import converters
 from tests.helpers.fake_packages import PACKAGES, stand_in_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def test_each_block_of_the_docs_runs_in_one_process(page, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
-    monkeypatch.setattr(registry, "_converters", registry._converters.copy())
+    monkeypatch.setattr(converters, "_converters", converters._converters.copy())
     for block in read_blocks(page):
         if block.marker is None or block.package:
             with stand_in_for(block.package) if block.package else nullcontext():
@@ -156,7 +156,7 @@ def test_layers_of_other_packages_convert_as_documented(pool, package, module, n
     page = ROOT / "docs" / "switching.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert row.endswith(f"| {unregistered} |")
-    monkeypatch.setattr(registry, "_converters", registry._converters.copy())
+    monkeypatch.setattr(converters, "_converters", converters._converters.copy())
     with stand_in_for(package):
         layer = getattr(import_module(module), name)(8)
         if unregistered == STAYS:

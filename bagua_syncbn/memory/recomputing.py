@@ -1,15 +1,17 @@
 """Models that recompute the outputs of layers in backward instead of storing them."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from ..extras.recomputation import Recomputed
+from ..conversion.hooks import report_notes, revert_hooks
+from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import in_place_of_forward
+from .recipes import Recomputed
 
 _Module = TypeVar("_Module", bound=nn.Module)
 # A name, because torch numbers hooks, and another hook may have the number that a copy or file holds.
@@ -69,19 +71,33 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     # Replicas run in threads of their own, so each of them enters the context.
     hooked: Any = module.module if isinstance(module, nn.DataParallel) else module
     if not enabled:
-        undo_recomputing(hooked)
+        hooked._forward_pre_hooks.pop(_NAME, None)
         return module
     hooked._forward_pre_hooks[_NAME] = _recompute
     return module
 
 
-def recomputes(module: Any) -> bool:
-    """Whether calls of ``module`` recompute outputs, by :func:`recompute_outputs`."""
-    return _NAME in module._forward_pre_hooks
+@report_notes.register
+def _notes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    part: Any
+    for part in model.modules():
+        if _NAME in part._forward_pre_hooks:
+            layers = (layer for layer in part.modules() if isinstance(layer, SyncBatchNorm))
+            yield from ((layer, "outputs are recomputed") for layer in layers)
 
 
-def undo_recomputing(module: Any) -> None:
-    module._forward_pre_hooks.pop(_NAME, None)
+@revert_hooks.register
+def _undo(module: nn.Module) -> Callable[[], None]:
+    parts: list[Any] = list(module.modules())
+    hooked = [part for part in parts if _NAME in part._forward_pre_hooks]
+    for part in hooked:
+        del part._forward_pre_hooks[_NAME]
+
+    def restore() -> None:
+        for part in hooked:
+            part._forward_pre_hooks[_NAME] = _recompute
+
+    return restore
 
 
 def _recompute(module: nn.Module, args: Any) -> None:

@@ -6,12 +6,14 @@ container.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from ..conversion.hooks import report_notes, revert_hooks
 from ..models import check_module
+from ..names import name_of
 from ..ops.activations import MODULES, Activation
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -110,15 +112,38 @@ def fuse_activations(module: _Module) -> _Module:
     return module
 
 
-def unfuse(module: nn.Module) -> None:
+@revert_hooks.register
+def _unfuse(module: nn.Module) -> Callable[[], None]:
     """Undoes :func:`fuse_activations`."""
-    for container in module.modules():
-        for key, part in list(container._modules.items()):
+    containers = [(container, dict(container._modules)) for container in module.modules()]
+    fused = [part for part in module.modules() if isinstance(part, FusedActivation)]
+    undone = [part.layer for part in fused if part.layer.fused_activation == part.given]
+    for container, children in containers:
+        for key, part in children.items():
             if isinstance(part, FusedActivation):
-                if part.layer.fused_activation == part.given:
-                    del part.layer.fused_activation
                 part.activation.training = part.training
                 container._modules[key] = part.activation
+    for layer in undone:
+        del layer.fused_activation
+
+    def restore() -> None:
+        for container, children in containers:
+            container._modules.update(children)
+        for part in fused:
+            if part.layer in undone:
+                part.layer.fused_activation = part.given
+
+    return restore
+
+
+@report_notes.register
+def _notes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for name, part in model.named_modules():
+        if isinstance(part, FusedActivation):
+            yield part.layer, f"computes {name_of(part.activation, name)}"
+    for pair in pairs_in(model):
+        obstacle = "" if pair.obstacle is None else f": {pair.obstacle}"
+        yield pair.layer, f"{name_of(pair.activation, pair.name)} is not fused{obstacle}"
 
 
 def pairs_in(model: nn.Module) -> Iterator[Pair]:

@@ -1,0 +1,18 @@
+"""Registries by which other modules take part in conversion. Conversion imports none of them."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from ..registry import Registry
+from ..sync_batchnorm import SyncBatchNorm
+
+own_forward_contexts: Registry[Callable[[SyncBatchNorm], AbstractContextManager[object] | None]] = Registry()
+"""Each returns a context for a training call of a layer with its own ``forward``; None if it needs none."""
+
+revert_hooks: Registry[Callable[[nn.Module], Callable[[], None]]] = Registry()
+"""Each undoes a change of a model before its layers are reverted, and returns a function that restores the change."""
+
+report_notes: Registry[Callable[[nn.Module], Iterable[tuple[nn.Module, str]]]] = Registry()
+"""Each yields notes on the layers of a model for :func:`~bagua_syncbn.conversion_report`."""
