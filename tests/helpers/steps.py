@@ -16,7 +16,7 @@ def step(model, input, grad_output=None, *, order=1, call=None):
     for parameter in model.parameters():
         parameter.grad = None
     input = input.detach().clone().requires_grad_()
-    output = (call or model)(input)
+    output = (model if call is None else call)(input)
     if grad_output is None:
         grad_output = draw(*output.shape, seed=2)
     grad_output = grad_output.to(output)

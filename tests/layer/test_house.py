@@ -1,4 +1,4 @@
-"""The core knows nothing of the extras: a converted layer trains without them, and its folders depend in one direction."""
+"""The core knows nothing of the extras: a converted layer trains without them; folders depend in one direction."""
 
 import ast
 import subprocess
