@@ -20,16 +20,19 @@ from .conversion import (
     revert_sync_batchnorm,
 )
 from .extras import watch as _watch  # noqa: F401  # looks at each group from its first message on
-from .extras.accumulation import accumulate_statistics
 from .extras.checkpointing import Repeatable
-from .extras.freezing import freeze_statistics, unfreeze_statistics
 from .extras.loss import mean_over_ranks
 from .extras.masks import masked
-from .extras.merging import merge_statistics
-from .extras.recalibration import recalibrate_statistics
 from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
 from .memory import fuse_activations, recompute_outputs
+from .running_statistics import (
+    accumulate_statistics,
+    freeze_statistics,
+    merge_statistics,
+    recalibrate_statistics,
+    unfreeze_statistics,
+)
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from .sync_group import sync_group
 from .verification import measure_batch_noise, verify_synchronization

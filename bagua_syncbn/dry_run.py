@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .checks import check_callable, is_distributed
-from .extras.accumulation import Accumulation
 from .groups import LOCAL, spec_of
+from .running_statistics.accumulation import Accumulation
 from .sync_batchnorm import SyncBatchNorm
 
 # Module attributes that are restored. The last is the name of broadcast_buffers since torch 2.13.

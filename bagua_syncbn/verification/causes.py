@@ -13,9 +13,9 @@ from ..checks import is_distributed
 from ..conversion import conversion_report
 from ..conversion.findings import Finding
 from ..dry_run import digest
-from ..extras.accumulation import accumulation_of
 from ..extras.masks import is_masked
 from ..names import name_of
+from ..running_statistics.accumulation import accumulation_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import pytree
 from .ranks import Peers, in_float64, joined, tensors_in

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, ops, sync_batch_norm
 from bagua_syncbn.data_parallel import convert_model
-from bagua_syncbn.extras import accumulation
-from bagua_syncbn.extras.accumulator import StatisticsAccumulator
 from bagua_syncbn.options import Options
+from bagua_syncbn.running_statistics import accumulation
+from bagua_syncbn.running_statistics.accumulation import accumulation_of
 from benchmarks.one_rank import Twin
 from tests.helpers.observed import collectives
 from tests.helpers.replicated import parallel
@@ -204,28 +204,32 @@ def test_invalid_accumulation_raises(monkeypatch):
             return F.batch_norm(input, self.running_mean[:], self.running_var[:], self.weight, self.bias, True)
 
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
-    nested = r"'0' within another accumulate_statistics"
+    nested = r"'0' is inside another accumulate_statistics"
     with accumulate_statistics(model), pytest.raises(RuntimeError, match=nested), accumulate_statistics(model):
         pass
     views = convert_sync_batchnorm(Views(3))
-    with pytest.raises(RuntimeError, match="running_mean: expected the buffer"), accumulate_statistics(views):
+    with pytest.raises(RuntimeError, match="running_mean: expected the layer's buffer"), accumulate_statistics(views):
         views(torch.randn(4, 3))
-    with pytest.raises(RuntimeError, match="others in '0'; none has moved"), accumulate_statistics(model):  # noqa: PT012
+    with pytest.raises(RuntimeError, match="buffers of '0' were replaced inside"), accumulate_statistics(model):  # noqa: PT012
         model(torch.randn(4, 3))
         model.double()
     assert model[0].num_batches_tracked == 0
     monkeypatch.setattr(accumulation, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="no capture of a CUDA graph"), accumulate_statistics(model):
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot be captured"), accumulate_statistics(model):
         model(torch.randn(4, 3).double())
 
 
+@pytest.mark.parametrize("adds_up", [False, True])
 @pytest.mark.parametrize("differ", [False, True])
-def test_accumulation_skips_batches_on_which_ranks_differed(differ):
-    running_mean, running_var, count = torch.zeros(1), torch.ones(1), torch.tensor(0)
-    accumulator = StatisticsAccumulator(1, torch.device("cpu"))
-    for call in range(2):
-        words = [[1, 2, call], [1, 2, call + differ * call]]
-        rows = torch.tensor([[3.0, 1, 2, 0, *said] for said in words])
-        accumulator.take(rows, 1, ops.Buffers(running_mean, running_var, count), Options())
-    accumulator.move()
-    assert [*running_mean.tolist(), count.item()] == ([0, 0] if differ else [pytest.approx(0.3), 1])
+def test_a_step_in_which_headers_differ_updates_no_buffer(adds_up, differ):
+    """Unless an op notices: on CPU it raises, on CUDA a later call does."""
+    layer = SyncBatchNorm(1)
+    with accumulate_statistics(layer):
+        for call in range(2):
+            headers = [[1, 2, call], [1, 2, call + differ * call]]
+            gathered = torch.tensor([[3.0, 1, 2, 0, *header] for header in headers])
+            if adds_up:
+                parts = [[word for part in header for word in (part, part**2)] for header in headers]
+                gathered = torch.tensor([[6.0, 20, 2, *header] for header in parts], dtype=torch.float64).sum(0)
+            accumulation_of(layer).take(gathered, 2, ops.Buffers(*layer.buffers()), Options())
+    assert [*layer.running_mean.tolist(), layer.num_batches_tracked] == ([0, 0] if differ else [pytest.approx(0.3), 1])

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_number
 from ..errors import notifies_peers
+from ..extras.sums import sum_over_ranks
 from ..groups import spec_of
 from ..models import check_module
 from ..ops import Moments
 from .freezing import is_frozen
-from .sums import sum_over_ranks
 
-# Weight of a rank that has counted no batch: negligible next to one batch, and equal on all ranks if none has any.
+# Weight of a rank that has counted no batch: negligible compared with one batch, and equal on all ranks if no rank has.
 _NO_BATCH = 2.0**-600
 
 
@@ -27,30 +27,30 @@ _NO_BATCH = 2.0**-600
 def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
     r"""Merges the running statistics of all ranks, in one collective for the whole model.
 
-    Layers that synchronize within groups, as with ``process_group="node"``, or not at all, have different running
-    statistics in each group or on each rank, and a checkpoint holds only rank 0's. Call this before evaluation or
-    saving. All ranks get the same bits,
+    Layers that synchronize within groups (e.g. ``process_group="node"``) or not at all have different running
+    statistics in each group or on each rank, and a checkpoint saves only those of rank 0. Call this before evaluation
+    or saving. The result is bitwise equal on all ranks,
 
     .. math::
 
         m = \frac{1}{n} \sum_r n_r m_r, \qquad
         v = \frac{1}{n} \sum_r n_r \left( v_r + (m_r - m)^2 \right), \qquad n = \sum_r n_r
 
-    from ``running_mean`` :math:`m_r` and ``running_var`` :math:`v_r` of rank :math:`r`: the mean and variance of the
-    mixture of what the ranks saw. The sum is computed in float64, then rounded to the dtype of the buffers.
+    from ``running_mean`` :math:`m_r` and ``running_var`` :math:`v_r` of rank :math:`r`: mean and variance of all ranks'
+    data together. It is computed in float64, then rounded to the dtype of the buffers.
 
-    :math:`n_r` is ``num_batches_tracked`` of the rank times ``weight``. A rank that has counted no batch weighs
-    nothing; where none has, or there is no counter, each rank weighs the same. The ranks of a group that synchronizes
-    have counted the same batches, so a group weighs as many times as it has ranks.
+    :math:`n_r` is ``num_batches_tracked`` of the rank times ``weight``. A rank without a batch has no weight; if all
+    ranks have none, or there is no counter, all have the same weight. The ranks of a synchronized group have counted
+    the same batches, so a group's weight is proportional to its size.
 
-    ``num_batches_tracked`` stays what it is on each rank, so training can go on, and later merges weigh everything that
-    a rank has seen: with ``momentum=None`` the mean is then that over all batches of all ranks. Layers without running
-    statistics and frozen ones (:func:`freeze_statistics`) stay as they are.
+    ``num_batches_tracked`` does not change on any rank, so training can continue, and later merges weight everything
+    that a rank has seen: with ``momentum=None`` the mean is then the mean over all batches of all ranks. Layers without
+    running statistics and frozen layers (:func:`freeze_statistics`) are skipped.
 
     Args:
         module: the model, wrapped or not, in any mode; its layers may be synchronized or torch's. All ranks make the
             call, with layers of the same names and numbers of channels.
-        process_group: the ranks whose statistics are merged, as for :func:`sync_batch_norm`; None for all of the job.
+        process_group: the ranks to merge, as for :func:`sync_batch_norm`; None for the whole job.
         weight: the weight of a batch of this rank; for example its number of samples, if that differs between ranks.
 
     Shape:
@@ -58,15 +58,15 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         - ``num_batches_tracked``: scalar
 
     Raises:
-        TypeError: ``module`` is no module; ``process_group`` is of no known kind.
+        TypeError: ``module`` is not a module; ``process_group`` has an unknown type.
         ValueError: ``weight`` is not finite or not above 0; a layer has ``momentum=None`` and no
             ``num_batches_tracked``.
         RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite. No buffer
-            has moved then.
+            is updated then.
 
     It warns if there is nothing to merge, and if ``module`` is in a
-    :class:`~torch.nn.parallel.DistributedDataParallel` without ``broadcast_buffers=False``, which gives all ranks the
-    buffers of rank 0 in each forward pass. Without a job nothing happens.
+    :class:`~torch.nn.parallel.DistributedDataParallel` without ``broadcast_buffers=False``, which copies the buffers of
+    rank 0 to all ranks in each forward pass. Without a job it is a no-op.
 
     Example::
 
@@ -84,8 +84,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
     if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
         warn(
-            "merge_statistics: expected ranks to keep running statistics of their own, got DistributedDataParallel "
-            "which broadcasts rank 0's in each forward pass; make it with broadcast_buffers=False",
+            "merge_statistics: ranks lose their running statistics, because DistributedDataParallel copies the buffers "
+            "of rank 0 in each forward pass; create it with broadcast_buffers=False",
             stacklevel=3,
         )
     own = [_moments_of(name, layer, weight) for name, layer in layers.items()]
@@ -100,35 +100,31 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
 
 
 def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
-    """Returns the layers of ``module`` with running statistics that are not frozen, by their names."""
+    """Returns the layers of ``module`` that have running statistics and are not frozen, by name."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     return {
         name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
-        and layer.running_mean is not None
-        and layer.running_var is not None
-        and not is_frozen(layer)
+        for name, layer in layers.items()
+        if layer.running_mean is not None and layer.running_var is not None and not is_frozen(layer)
     }
 
 
 def _moments_of(name: str, layer: Any, weight: float) -> Moments:
     mean, var, counter = layer.running_mean.double(), layer.running_var.double(), layer.num_batches_tracked
-    if counter is None:
-        if layer.momentum is None:
-            raise ValueError(
-                f"module: expected num_batches_tracked in a layer with momentum=None, got None in {name!r}"
-            )
-        return Moments(mean, var, mean.new_tensor([weight]))
-    return Moments(mean, var, counter.double().reshape(1).clamp(min=_NO_BATCH) * weight)
+    if counter is not None:
+        return Moments(mean, var, counter.double().reshape(1).clamp(min=_NO_BATCH) * weight)
+    if layer.momentum is None:
+        raise ValueError(f"module: expected num_batches_tracked in a layer with momentum=None, got None in {name!r}")
+    return Moments(mean, var, mean.new_tensor([weight]))
 
 
 def merged_over_ranks(
     what: str, module: nn.Module, layers: Mapping[str, Any], own: Sequence[Moments], communicator: Any
 ) -> list[Moments]:
-    """Returns for each of ``layers`` the moments of the mixture of what all ranks have as their ``own``.
+    """Returns the moments of all ranks together for each of ``layers``, given this rank's ``own``.
 
     Raises:
-        RuntimeError: ranks make other calls than ``what`` of ``module`` with these layers; a result is not finite.
+        RuntimeError: ranks make different calls than ``what``, or have different layers; a result is not finite.
     """
     sizes = [moments.mean.numel() for moments in own]
     layout = zlib.crc32(repr(list(zip(layers, sizes, strict=True))).encode())
@@ -141,5 +137,5 @@ def merged_over_ranks(
         merged = [Moments.of_sums(one.to(moments.mean.device)) for one, moments in zip(total, own, strict=True)]
     wrong = [name for name, moments in zip(layers, merged, strict=True) if not torch.cat(moments).isfinite().all()]
     if wrong:
-        raise RuntimeError(f"{what}: expected finite statistics on all ranks, got others in {', '.join(wrong)}")
+        raise RuntimeError(f"{what}: statistics are not finite in {', '.join(wrong)} on some rank; none was updated")
     return merged

@@ -1,4 +1,4 @@
-"""Frozen statistics: layers in evaluation that nothing puts in training, see ``SyncBatchNorm.__setattr__``."""
+"""Freezes statistics: layers stay in evaluation mode, see ``SyncBatchNorm.__setattr__``."""
 
 import warnings
 from collections.abc import Iterable
@@ -19,28 +19,28 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def freeze_statistics(module: _Module, filter: Filter | None = None, *, parameters: bool = False) -> _Module:
-    """Makes synchronized layers of ``module`` normalize by their running statistics in training too.
+    """Makes synchronized layers of ``module`` use their running statistics in training too.
 
-    The layers send nothing, keep their buffers, and compute what they compute in evaluation. They stay frozen whatever
-    sets their mode, in copies and pickles, when a state dict is loaded, and when the model is converted again. Their
-    ``repr`` and :func:`conversion_report` say so.
+    The layers stay in evaluation mode: they do not communicate and keep their buffers. They stay frozen when their mode
+    is set, in copies and pickles, when a state dict is loaded, and when the model is converted again. Their ``repr``
+    and :func:`conversion_report` show it.
 
     Args:
         module: the converted model, wrapped or not; or a single layer. All ranks of a group must freeze the same
             layers.
-        filter: called with the name of a layer, as in ``named_modules``, and the layer; one for which it returns False
-            stays as it is. A layer with several names is frozen if it returns True for one of them.
-        parameters: whether weight and bias of these layers stop requiring gradients too.
+        filter: called with the name of a layer, as in ``named_modules``, and the layer; returns False to skip it. A
+            layer with several names is frozen if it returns True for one of them.
+        parameters: also freeze weight and bias of these layers: they stop requiring gradients.
 
     Returns:
         ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` is no module, or ``filter`` is not callable; a batch normalization layer is not
-            synchronized, or is lazy and has not seen an input; ``parameters`` is true and a layer is parametrized.
+        TypeError: ``module`` is not a module, or ``filter`` is not callable; a batch normalization layer is not
+            synchronized, or is lazy and uninitialized; ``parameters`` is true and a layer is parametrized.
         ValueError: a layer has no running statistics.
-        RuntimeError: ``parameters`` is true and ``module`` is data parallel already: the engine waits for the gradients
-            of the parameters that required them when the model was wrapped.
+        RuntimeError: ``parameters`` is true and ``module`` is already data parallel: the wrapper waits for gradients of
+            all parameters that required them when the model was wrapped.
 
     If it raises, ``module`` is unchanged. It warns if there is no layer to freeze. ``reset_running_stats`` of a frozen
     layer raises RuntimeError, and so does :func:`torch.optim.swa_utils.update_bn`, which calls it; use
@@ -55,9 +55,9 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
     """
     layers = _layers_of(module, filter)
     for layer, names in layers.items():
-        _check_that_it_can_be_frozen(layer, names[0])
+        _check_can_freeze(layer, names[0])
     if parameters:
-        _check_that_parameters_can_change(module, layers)
+        _check_parameters_can_change(module, layers)
     if not layers:
         warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
     for layer in layers:
@@ -69,28 +69,28 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
 def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     """Undoes :func:`freeze_statistics`.
 
-    Weight and bias that it made stop requiring gradients require them again. Each layer gets the mode of the module
-    that holds it, and ``module``, if it is such a layer itself, the mode that was last asked for.
+    Parameters that it froze require gradients again. Each layer gets the mode of its parent module. If ``module`` is
+    itself a frozen layer, it gets the mode that was last requested.
 
     Args:
         module: the model, wrapped or not; or a single layer.
-        filter: as for :func:`freeze_statistics`; a layer for which it returns False stays frozen.
+        filter: as for :func:`freeze_statistics`; returns False for layers that stay frozen.
 
     Returns:
         ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` is no module, or ``filter`` is not callable; parameters are to require gradients again,
-            and their layer was parametrized since.
-        RuntimeError: parameters are to require gradients again, and ``module`` is data parallel already: the engine
-            would not average them.
+        TypeError: ``module`` is not a module, or ``filter`` is not callable; a layer with frozen parameters was
+            parametrized since.
+        RuntimeError: parameters are frozen, and ``module`` is already data parallel: the wrapper would not average
+            their gradients.
 
     If it raises, ``module`` is unchanged.
     """
     layers: list[Any] = [layer for layer in _layers_of(module, filter) if is_frozen(layer)]
     with_parameters = [layer for layer in layers if layer._sync_state.frozen.parameters]
     if with_parameters:
-        _check_that_parameters_can_change(module, with_parameters)
+        _check_parameters_can_change(module, with_parameters)
     holders = {part: holder for holder in module.modules() for part in holder.children()}
     for layer in layers:
         frozen = layer._sync_state.frozen
@@ -103,12 +103,12 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Whether :func:`freeze_statistics` has frozen ``module``."""
+    """Returns True if :func:`freeze_statistics` froze ``module``."""
     return isinstance(module, SyncBatchNorm) and module._sync_state.frozen is not None
 
 
 def _layers_of(module: nn.Module, filter: Filter | None) -> dict[nn.Module, list[str]]:
-    """Returns the batch normalization layers of ``module`` that ``filter`` does not leave out, with their names."""
+    """Returns the batch normalization layers of ``module`` that ``filter`` does not skip, with their names."""
     check_module(module)
     check_filter(filter)
     return {
@@ -118,41 +118,38 @@ def _layers_of(module: nn.Module, filter: Filter | None) -> dict[nn.Module, list
     }
 
 
-def _check_that_it_can_be_frozen(layer: Any, name: str) -> None:
+def _check_can_freeze(layer: Any, name: str) -> None:
     where = name_of(layer, name)
     if not isinstance(layer, SyncBatchNorm):
         raise TypeError(
-            f"module: expected synchronized layers, got {where}; convert_sync_batchnorm first, or leave it out with "
-            "filter"
+            f"module: expected synchronized layers, got {where}; call convert_sync_batchnorm first or skip it by filter"
         )
     if isinstance(layer, LazyModuleMixin):
-        raise TypeError(f"module: expected layers that have seen an input, got {where}; call the model once before")
+        raise TypeError(f"module: expected initialized layers, got the lazy {where}; call the model once before")
     if layer.running_mean is None or layer.running_var is None:
-        raise ValueError(f"module: expected layers with running statistics, got none in {where}; filter it out")
+        raise ValueError(f"module: expected layers with running statistics, got none in {where}; skip it by filter")
 
 
-def _check_that_parameters_can_change(module: nn.Module, layers: Iterable[nn.Module]) -> None:
+def _check_parameters_can_change(module: nn.Module, layers: Iterable[nn.Module]) -> None:
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:
         raise RuntimeError(
-            "module: expected a model that is not data parallel yet where parameters begin or cease to require "
-            f"gradients, got {type(wrapped).__name__}; freeze or unfreeze first, then wrap"
+            f"module: requires_grad of parameters cannot change inside {type(wrapped).__name__}; freeze or unfreeze "
+            "before the model is wrapped"
         )
     for layer in filter(parametrize.is_parametrized, layers):
         raise TypeError(
-            "module: expected layers without parametrizations where parameters begin or cease to require gradients, "
-            f"got {type(layer).__name__}; leave it out with filter"
+            f"module: requires_grad of parametrized layers cannot change, got {type(layer).__name__}; skip it by filter"
         )
 
 
 def _freeze(layer: Any, parameters: bool) -> None:
-    if layer._sync_state.frozen is None:
-        training = layer.training
-        layer.training = False
-        layer._sync_state.frozen = Frozen(training)
+    state = layer._sync_state
+    if state.frozen is None:
+        frozen, layer.training = Frozen(layer.training), False
+        state.frozen = frozen
     found = [name for name in ("weight", "bias") if getattr(layer, name) is not None] if parameters else []
     required = tuple(name for name in found if getattr(layer, name).requires_grad)
     for name in required:
         getattr(layer, name).requires_grad_(False)
-    frozen = layer._sync_state.frozen
-    layer._sync_state.frozen = frozen._replace(parameters=frozen.parameters + required)
+    state.frozen = state.frozen._replace(parameters=state.frozen.parameters + required)
