@@ -11,7 +11,7 @@ namespace bagua_syncbn::cuda {
 namespace {
 
 // Sums of a part of a channel.
-struct Part {
+struct SumsPart {
   double dy, dy_xmu;
 };
 
@@ -31,7 +31,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
     backward_reduce_kernel(typename Traits::Plan plan, const typename Traits::T* dy, const typename Traits::T* x,
                            typename Traits::T* __restrict__ grad_buffer, BackwardReduceArguments arguments,
-                           const typename Traits::T* residual, Act<typename Traits::A> act, Part* parts) {
+                           const typename Traits::T* residual, Act<typename Traits::A> act, SumsPart* parts) {
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates;
   constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
 
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
-    merge_sums(int64_t count, const Part* parts, int64_t channels, BackwardReduceArguments arguments) {
-  const Part* const own = parts + blockIdx.x * count;
+    merge_sums(int64_t count, const SumsPart* parts, int64_t channels, BackwardReduceArguments arguments) {
+  const SumsPart* const own = parts + blockIdx.x * count;
   Sums<double, 1> sums{};
   for (int64_t p = threadIdx.x; p < count; p += blockDim.x) sums.add(0, own[p].dy, own[p].dy_xmu);
   sums = reduce_block(sums);
@@ -102,7 +102,7 @@ void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dty
   const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad_buffer)};
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
-    Part* const parts = allocate_parts<Part>(device, plan);
+    SumsPart* const parts = allocate_parts<SumsPart>(device, plan);
     Kernel<backward_reduce_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, grad_buffer,
                                                    arguments, epilogue.residual, epilogue.act, parts);
     if (parts != nullptr)

@@ -15,13 +15,13 @@ namespace bagua_syncbn::cuda {
 namespace {
 
 // Moments of a part of a channel.
-struct Part {
+struct StatsPart {
   double mean, m2, count;
 };
 
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
-    stats_kernel(typename Traits::Plan plan, const typename Traits::T* x, Mask mask, Part* parts, void* packed,
+    stats_kernel(typename Traits::Plan plan, const typename Traits::T* x, Mask mask, StatsPart* parts, void* packed,
                  Words words) {
   using A = typename Traits::A;
   constexpr int kSlots = Traits::kSlots, kWidth = Traits::kWidth, kLanes = Traits::kLanes;
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
 // In two passes: the mean of a channel, then the squared deviations from it.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
-    merge_stats(int64_t count, const Part* parts, int64_t channels, void* packed, Words words) {
-  const Part* const own = parts + blockIdx.x * count;
+    merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Words words) {
+  const StatsPart* const own = parts + blockIdx.x * count;
   Sums<double, 1> values{}, squares{};
   for (int64_t p = threadIdx.x; p < count; p += blockDim.x) values.add(0, own[p].count, own[p].count * own[p].mean);
   values = reduce_block(values);
@@ -109,7 +109,7 @@ void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void
            Device& device) {
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
-    Part* const parts = allocate_parts<Part>(device, plan);
+    StatsPart* const parts = allocate_parts<StatsPart>(device, plan);
     Kernel<stats_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, x,
                                          mask == nullptr ? Mask{} : *mask, parts, packed, words);
     if (parts != nullptr)

@@ -11,19 +11,19 @@
 
 namespace bagua_syncbn::cuda {
 
-__device__ __forceinline__ float widen(__half value) {
+BAGUA_SYNCBN_HOST_DEVICE __forceinline__ float widen(__half value) {
   return __half2float(value);
 }
-__device__ __forceinline__ float widen(__nv_bfloat16 value) {
+BAGUA_SYNCBN_HOST_DEVICE __forceinline__ float widen(__nv_bfloat16 value) {
   return __bfloat162float(value);
 }
 template <typename A>
-__device__ __forceinline__ A widen(A value) {
+BAGUA_SYNCBN_HOST_DEVICE __forceinline__ A widen(A value) {
   return value;
 }
 
 template <typename T>
-__device__ __forceinline__ T narrow(Accumulate<T> value) {
+BAGUA_SYNCBN_HOST_DEVICE __forceinline__ T narrow(Accumulate<T> value) {
   if constexpr (std::is_same_v<T, __half>) {
     return __float2half_rn(value);
   } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.emulated import CSRC
+from tests.helpers.emulated import CSRC, compile_check
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-SOURCES = sorted((CSRC / "cuda").glob("*.cu"))
+SOURCES = sorted(path for path in (CSRC / "cuda").glob("*.cu") if path.name != "check.cu")
 REPORT = re.compile(
     r"Compiling entry function '(?P<name>[^']+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores",
@@ -33,3 +33,21 @@ def test_kernels_compile_without_warnings_and_no_kernel_spills_registers(arch, t
         kernels = {name: size for report in pool.map(report_on, SOURCES) for name, size in report.items()}
     assert len(kernels) > 100
     assert {name: size for name, size in kernels.items() if size} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+def test_the_check_compiles_without_torch(tmp_path):
+    subprocess.run([NVCC, "-I", CSRC, CSRC / "cuda" / "check.cu", "-o", tmp_path / "check"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "differ"), [
+    (None, []),
+    ("scale = invstd.as<A>() * weight.as<A>()", ["batch_norm_backward_elemt", "batch_norm_elemt"]),
+], ids=["right", "without the weight"])  # fmt: skip
+def test_the_check_tells_right_kernels_from_wrong_ones(emulated, tmp_path, wrong, differ):
+    """In the emulator."""
+    run = subprocess.run(compile_check(tmp_path, wrong), capture_output=True, text=True)
+    assert [line.split()[0] for line in run.stdout.splitlines() if "DIFFERS" in line] == differ
+    assert (run.stdout.count(" ok "), run.returncode) == (5 - len(differ), int(wrong is not None))
