@@ -179,7 +179,8 @@ print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 # The slowest sources come first: started last, one would run alone.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
-sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.name != "check.cu"]  # a program
+sources = [str(path.relative_to(ROOT)) for path in paths]
 # The package index shows README.md, where relative links would lead nowhere.
 repository = re.search('Repository = "(.*)"', ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))[1]
 readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 // Activations: act(z) and act'(z), where z = (x - mean) * invstd * weight + bias + residual.
 //
-// One kernel for each dtype, width and layout computes all activations: it branches once for all values of a slot,
-// after all loads of a batch. A kernel for each activation would be as fast, in ten times the machine code.
+// One kernel per dtype, width and layout computes all activations: it branches once per slot, after all loads of a
+// batch. A kernel per activation would be as fast but need ten times the machine code.
 #pragma once
 
 #include "../activations.h"
@@ -38,7 +38,7 @@ __device__ __forceinline__ V normal_cdf(V z) {
 __device__ __forceinline__ double sigmoid_of(double x) {
   return 1.0 / (1.0 + exp(-x));
 }
-// To 2 units in the last place, at a third of the instructions of a division.
+// Exact to 2 units in the last place; a division takes three times the instructions.
 __device__ __forceinline__ float sigmoid_of(float x) {
   return __fdividef(1.0f, 1.0f + expf(-x));
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ V sigmoid_slope(V x) {
 
 }  // namespace activations
 
-// Replaces each value of `z` by the activation at it, or by its derivative.
+// Replaces each z by act(z), or by act'(z).
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   switch (static_cast<Code>(act.code)) {
@@ -72,12 +72,13 @@ __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   }
 }
 
-// normalize() sets `z` to the normalized values of a slot; add() adds the residual.
+// Sets `z` to the normalized values of a slot.
 template <typename F, int kLanes, typename T, int W, typename A>
 __device__ __forceinline__ void normalize(const F (&factors)[kLanes], const Pack<T, W>& x, A (&z)[W]) {
 #pragma unroll
   for (int w = 0; w < W; ++w) z[w] = factors[w % kLanes].normalize(widen(x.values[w]));
 }
+// Adds the residual.
 template <typename T, int W, typename A>
 __device__ __forceinline__ void add(const Pack<T, W>& residual, A (&z)[W]) {
 #pragma unroll

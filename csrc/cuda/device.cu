@@ -1,4 +1,4 @@
-// The CUDA runtime for torch/, which then needs no CUDA headers.
+// Calls of the CUDA runtime for torch/, which needs no CUDA headers.
 
 #include <cuda_runtime_api.h>
 
@@ -7,8 +7,8 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Loads the machine code of all kernels. By default CUDA loads a kernel at its first launch, and may then wait for what
-// runs on the device. That may be a collective that waits for other ranks, which wait for this one.
+// Loads the machine code of all kernels. By default CUDA loads a kernel at its first launch, and can then wait for
+// running work. This could deadlock: a running collective can wait for other ranks, which wait for this one.
 cudaError_t load_all() {
   cudaFuncAttributes attributes;
   for (const void* kernel : all_kernels()) {
@@ -29,10 +29,10 @@ Support load_kernels(int32_t device) {
     case cudaErrorInvalidKernelImage:
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
-      cudaGetLastError();  // clears it, so that torch does not report it again
+      cudaGetLastError();  // clears the error, so that torch does not report it too
       return Support::kNoImage;
     default:
-      return Support::kRuns;  // any other error is for the op to report
+      return Support::kRuns;  // the op reports any other error
   }
 }
 

@@ -1,7 +1,7 @@
-// The ops on plain device memory: what torch/register.cpp calls and the .cu files define. No torch here.
+// The ops on plain device memory, without torch: declared for torch/register.cpp, defined in the .cu files.
 //
-// Each op launches one kernel and returns, or raises std::runtime_error. Tensors are in one of the two layouts of
-// layout.h and not empty; per-channel tensors are contiguous.
+// Each op launches one or two kernels and returns, or raises std::runtime_error. Tensors are in one of the two layouts
+// of layout.h and not empty; per-channel tensors are contiguous.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,21 @@ namespace bagua_syncbn::cuda {
 
 using Stream = CUstream_st*;
 
-// Makes `device` current for the CUDA runtime in this library, which is not the one in torch's.
+// Makes `device` current for the CUDA runtime of this library, which is not torch's.
 void set_device(int32_t device);
 
-// Whether the kernels in this library run on a device, and if not, why: the driver is older than the CUDA runtime that
-// the library was built with; there is no machine code for the device, nor any that the driver can compile for it; or
-// they were turned off.
+// Whether the kernels run on a device. If not: the driver is older than the CUDA runtime that the library was built
+// with; the library has neither machine code for the device nor code that the driver can compile for it; or the kernels
+// were turned off.
 enum class Support : int32_t { kRuns, kOldDriver, kNoImage, kTurnedOff };
 Support support_of(int32_t device);
-// Has ATen's kernels compute on a device, or on all if it is -1.
+// Switches to ATen's kernels on a device, or on all devices if `device` is -1.
 void turn_off(int32_t device);
 
-// Loads the machine code of all kernels on `device`, and makes it current: kRuns or kNoImage.
+// Makes `device` current and loads the machine code of all kernels. Returns kRuns or kNoImage.
 Support load_kernels(int32_t device);
 
-// Versions of CUDA, as 1000 * major + 10 * minor: what the library was built with, and what the driver is for (0: no
+// CUDA versions, as 1000 * major + 10 * minor: of the runtime that the library was built with, and of the driver (0: no
 // driver).
 struct Versions {
   int32_t runtime;
@@ -47,12 +47,13 @@ class Device {
   ~Device() = default;
 };
 
-// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. `mask`, in memory of the
-// device, says which positions count; null: all do.
+// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. `mask` selects the valid
+// positions and is in device memory; null: all are valid.
 void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
            Device& device);
 
-// Writes `zeros` of them and then the words, of the accumulate dtype: what a rank without values sends in either pass.
+// Writes `zeros` zeros and then the words, in the accumulate dtype: the message of a rank without values, in either
+// pass.
 void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device& device);
 
 void gather_stats(const GatherArguments& arguments, Device& device);
@@ -60,12 +61,12 @@ void gather_stats(const GatherArguments& arguments, Device& device);
 void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
            Device& device);
 
-// `grad` gets g = dy * act'(z), unless it is null.
-void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
+// `grad_buffer` receives g = dy * act'(z), unless it is null.
+void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device);
 
-// Without a residual. `dx` may be `dy`. `mask`: as for `stats`, and without an activation; where a position does not
-// count, `dx` is dy * invstd * weight.
+// Takes no residual. `dx` may be `dy`. `mask`: as for `stats`, only without an activation; at invalid positions, `dx`
+// is dy * invstd * weight.
 void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                     const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue,
                     Device& device);

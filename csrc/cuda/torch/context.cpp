@@ -1,4 +1,4 @@
-// Asks torch for the device and the stream that an op runs on.
+// Gets device and stream of an op from torch.
 #include "context.h"
 
 #include <dlfcn.h>
@@ -11,22 +11,22 @@ namespace {
 
 using StreamGetter = AOTITorchError (*)(int32_t device, void** stream);
 
-// Null without libtorch_cuda, which this library is not linked with: it also loads beside a torch without CUDA.
-// RTLD_NOLOAD, because only the one that torch itself uses will do.
+// Returns null without libtorch_cuda. This library is not linked with it, so that it also loads with a CPU build of
+// torch. RTLD_NOLOAD: only the library that torch itself uses is right.
 StreamGetter find_stream_getter() {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
   return reinterpret_cast<StreamGetter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
 }
 
-// As many as torch knows; one more than the Support of each, 0 as long as it is not known.
+// Support + 1 of each device, 0 if not queried yet. The size is torch's device limit.
 constexpr int32_t kDevices = 128;
 std::atomic<int32_t> supports[kDevices];
 
 Support find_support(int32_t device) {
   const Versions here = versions();
   if (here.driver / 1000 < here.runtime / 1000) return Support::kOldDriver;
-  // torch's, which gives a thread the device back that it had, and makes no context where it had none.
+  // torch's guard restores the device of the thread, and creates no context if there was none.
   const torch::stable::accelerator::DeviceGuard guard(device);
   return load_kernels(device);
 }
@@ -44,7 +44,7 @@ Support support_of(int32_t device) {
   int32_t known = supports[device].load(std::memory_order_relaxed);
   if (known == 0) {
     const int32_t found = static_cast<int32_t>(find_support(device)) + 1;
-    if (supports[device].compare_exchange_strong(known, found)) known = found;  // else another thread was first
+    if (supports[device].compare_exchange_strong(known, found)) known = found;  // otherwise another thread was first
   }
   return static_cast<Support>(known - 1);
 }

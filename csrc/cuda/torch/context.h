@@ -1,4 +1,4 @@
-// Where an op runs: the device of its input, the stream that torch uses there, and memory from torch's allocator.
+// Where an op runs: the device of its input, torch's current stream there, and memory from torch's allocator.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -10,9 +10,8 @@
 
 namespace bagua_syncbn::cuda {
 
-// Makes the device of `input` current as long as it lives, for torch and for the CUDA runtime in this library. Its
-// memory is freed on the host while the kernel may still be running; the allocator gives it out again for later work on
-// the same stream only.
+// Makes the device of `input` current during its lifetime, for torch and for the CUDA runtime of this library. The host
+// can free the memory while the kernel still runs: the allocator reuses it only for later work on the same stream.
 class Context final : public Device {
  public:
   explicit Context(const Tensor& input);

@@ -6,15 +6,16 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Runs `kernel`; or, where the kernels of this library do not run, the op `fallback`, of the same schema, which
-// computes in plain torch and says why (bagua_syncbn/cuda/fallback.py). The first argument of every op is a tensor.
+// Runs `kernel`. If the kernels do not run on this device, runs the op `fallback` of the same schema, which computes in
+// plain torch and warns (bagua_syncbn/cuda/fallback.py). The first argument of every op is a tensor.
 void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const char* fallback, StableIValue* stack,
                       uint64_t arguments, uint64_t results) {
   int32_t device = 0;
   const auto input = torch::stable::detail::to<AtenTensorHandle>(stack[0]);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(input, &device));
   if (support_of(device) == Support::kRuns) return kernel(stack, arguments, results);
-  // Its error does not cross the stable ABI: bagua_syncbn/cuda/fallback.py keeps it, to be raised in place of this one.
+  // The error of the fallback does not cross the stable ABI: bagua_syncbn/cuda/fallback.py keeps it and raises it
+  // instead of this one.
   check(torch_call_dispatcher(fallback, "", stack, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS, fallback, "success",
         "an error");
 }
@@ -28,7 +29,7 @@ void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const c
                                          "bagua_syncbn_fallback::" #name, stack, arguments, results); \
   })
 
-#if defined(BAGUA_SYNCBN_EMULATOR)  // tests run all of this on CPU tensors
+#if defined(BAGUA_SYNCBN_EMULATOR)  // tests run the ops on CPU tensors
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn_emulated, CPU, m) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(bagua_syncbn, CUDA, m) {
