@@ -32,7 +32,7 @@ demo: $(VENV)/installed-demo ## train on real data: one process, four synchroniz
 # Two passes: all tests on the native kernels, then those marked reference_too on the reference ops, in these folders,
 # because collecting all tests takes ten seconds. The second one runs even if the first fails. pytest exits with 5 where
 # ARGS chooses no test of a pass.
-REFERENCE_TOO := tests/contract tests/layer tests/ops
+REFERENCE_TOO := tests/contract tests/ops
 # Three files at a time, since those with ranks often wait. Threads that wait for work leave the cores to others.
 TEST_JOBS ?= 3
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile

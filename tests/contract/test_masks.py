@@ -16,8 +16,6 @@ from tests.helpers.cases import laid_out
 from tests.helpers.formula import moments, normalize, per_channel, values_of
 from tests.helpers.replicated import parallel
 
-pytestmark = pytest.mark.reference_too
-
 
 def make_layer(channels, **options):
     layer = SyncBatchNorm(channels, **options).double()

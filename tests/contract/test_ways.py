@@ -14,8 +14,6 @@ from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of,
 from tests.helpers.checkpoints import CHECKPOINTED
 from tests.helpers.formula import values_of
 
-pytestmark = pytest.mark.reference_too
-
 OPTIONS = {
     "eps": {"options": {"eps": 0.5}},
     "momentum": {"options": {"momentum": 0.3}},
@@ -43,13 +41,17 @@ def cases(way, splits, evaluates=True, checkpoint=""):
 
 
 SLOW = pytest.param("compiled", marks=pytest.mark.slow)
+ON_RANKS = [
+    pytest.param(way, marks=() if way == "compiled" else pytest.mark.reference_too) for way in WAYS if way != "replicas"
+]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "replicas"])
+@pytest.mark.parametrize("way", ON_RANKS)
 def test_every_option_works_with_every_kind_of_call(pool, way):
     check(pool, *cases(way, (2, 0, 3), evaluates=way != "compiled"))
 
 
+@pytest.mark.reference_too
 @pytest.mark.parametrize("way", [*(way for way in WAYS if way != "compiled"), SLOW])
 def test_every_option_works_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))

@@ -1,4 +1,4 @@
-"""Conversion changes the class and nothing else, and revert brings it back."""
+"""Conversion changes only the class of layers, and revert restores it."""
 
 import copy
 import pickle
@@ -108,7 +108,7 @@ def test_converting_again_changes_only_the_group():
 
 
 def test_torchs_converter_and_ours_undo_each_other():
-    """It takes all layers that derive from torch's, so it must not follow; after it ours makes these ours again."""
+    """torch's converter replaces all layers that derive from torch's; ours converts them again."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2))))
     assert type(model[0]) is nn.SyncBatchNorm
     assert isinstance(convert_sync_batchnorm(model)[0], SyncBatchNorm)
@@ -118,7 +118,7 @@ def test_torchs_converter_and_ours_undo_each_other():
 
 
 class Slotted(nn.BatchNorm2d):
-    """Python does not let it become a class that does not derive from it."""
+    """Python forbids assigning a class that does not derive from it."""
 
     __slots__ = ("foo",)
 
@@ -134,7 +134,7 @@ class BecomesSlotted(SyncBatchNorm2d):
 
 
 class LocalSubclass(SyncBatchNorm2d):
-    """A subclass of ours that does not say what it becomes."""
+    """A subclass of ours without ``local_class``."""
 
 
 def scripted():
@@ -142,7 +142,7 @@ def scripted():
 
 
 def hooked():
-    """As accelerate's hooks leave a layer."""
+    """Returns a layer as accelerate's hooks change it."""
     layer = nn.BatchNorm2d(2)
     layer._hf_hook, layer._old_forward, layer.forward = object(), layer.forward, partial(layer.forward)
     return layer
@@ -211,7 +211,7 @@ def test_conversion_recompiles_a_compiled_model(in_place, has_run):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
 def test_scripting_a_converted_model_raises(cls):
-    """torch would put a layer that can be scripted in the place of the synchronized one, in the model given."""
+    """torch would replace the synchronized layer in the given model."""
     model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(cls(3))))
     layer = model[1][0]
     message = f"got {type(layer).__name__}; script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
@@ -283,7 +283,7 @@ def test_revert_restores_the_group_of_torchs_layers():
 
 
 class OwnState(nn.BatchNorm2d):
-    """Its state does not come from the next class."""
+    """A class with its own ``__getstate__``."""
 
     def __getstate__(self):
         return {**vars(self), "seen": True}

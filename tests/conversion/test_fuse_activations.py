@@ -1,4 +1,4 @@
-"""Layers that compute the activations next to them; what is not certain is left alone."""
+"""fuse_activations: layers compute adjacent activations; uncertain pairs stay unchanged."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ from tests.helpers.steps import check_ranks, draw, step
 
 
 class Residual(nn.Module):
-    """Two layers that share an activation, in a container, and one that is not fused after the sum."""
+    """Two layers that share an activation in a container, which is also used after the sum."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 class Named(nn.Sequential):
-    """A subclass without a forward of its own, as torchvision's, and dropout that drops nothing, as MONAI's."""
+    """A Sequential subclass without a forward, as in torchvision, with inactive dropout, as in MONAI."""
 
     def __init__(self):
         norm = [("norm", nn.BatchNorm2d(4)), ("none", nn.Identity()), ("drop", nn.Dropout(0.0))]

@@ -1,4 +1,4 @@
-"""Trainers that call torch's converter, or build torch's layer, train with ours under the patch."""
+"""Under the patch, trainers that call torch's converter or build torch's layer use ours."""
 
 import inspect
 
@@ -29,7 +29,7 @@ class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
 
 
 def of_mmengine_and_timm(model):
-    """These have converters of their own, which build torch's layer or a subclass of it."""
+    """Their converters build torch's layer or a subclass of it."""
     for name, layer in model.named_children():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             cls = TimmsSyncBatchNormAct if isinstance(layer, nn.BatchNorm1d) else nn.modules.batchnorm.SyncBatchNorm

@@ -1,4 +1,4 @@
-"""Layers that conversion leaves out on demand, and its report."""
+"""Filters of conversion, and the conversion report."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def choice():
 
 
 def data_parallel():
-    """Stands for a model that Bagua has made data parallel: it has Bagua's mark."""
+    """Returns a model with Bagua's mark of data parallel models."""
     model = nn.Sequential(nn.BatchNorm1d(2))
     model.bagua_ddp = object()
     return model
@@ -108,7 +108,7 @@ def test_the_report_covers_wrapped_models():
 
 
 class OfPyG(nn.Module):
-    """As torch_geometric.nn.BatchNorm: a layer in a layer."""
+    """Like torch_geometric.nn.BatchNorm, a layer that contains a layer."""
 
     def __init__(self, allow_single_element):
         super().__init__()
@@ -143,7 +143,7 @@ def test_verbose_prints_the_number_of_converted_layers(capsys):
 
 
 class StrangeSyncBN(nn.Module):
-    """Synchronizes by itself, and has nothing of torch's class, as in mmcv and inplace_abn."""
+    """A synchronized layer that does not derive from torch's, as in mmcv and inplace_abn."""
 
     def __init__(self):
         super().__init__()

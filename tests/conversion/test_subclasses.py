@@ -1,4 +1,4 @@
-"""Layers with a forward of their own: synchronized with it, or never unnoticed."""
+"""Layers with their own forward are synchronized, or raise an error."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ from tests.helpers.user_layers import BatchNormAct, Centered
 
 
 class OnlyInEvaluation(nn.BatchNorm2d):
-    """Batch renormalization is written like this."""
+    """Written like batch renormalization."""
 
     def forward(self, input):
         if self.training:
@@ -40,7 +40,7 @@ class OnlyInEvaluation(nn.BatchNorm2d):
 
 
 class OfGhosts(nn.BatchNorm2d):
-    """Statistics of parts of the batch."""
+    """Normalizes parts of the batch separately."""
 
     def forward(self, input):
         mean, var = self.running_mean.repeat(2), self.running_var.repeat(2)
@@ -79,7 +79,7 @@ def test_a_filtered_part_stays_unchanged(cls):
 
 
 class ByPart(nn.BatchNorm2d):
-    """Has a part normalize in training, as AdvProp's layer has its auxiliary one; ``run`` calls it."""
+    """Normalizes with a part in training, like AdvProp's auxiliary layer; ``run`` calls the part."""
 
     def __init__(self, num_features, part=nn.BatchNorm2d, run=lambda part, input: part(input)):
         super().__init__(num_features)
@@ -139,7 +139,7 @@ def test_an_unsynchronized_part_does_not_count(run, kept):
 
 
 class InChunks(nn.BatchNorm2d):
-    """A forward that calls itself."""
+    """A recursive forward."""
 
     def forward(self, input, chunks=2):
         if chunks > 1:
@@ -163,7 +163,7 @@ def test_a_recursive_forward_leaves_no_state():
 
 
 class Foreign(Mmcv):
-    """Has nothing of torch's class, and no momentum."""
+    """A layer that does not derive from torch's, without momentum."""
 
     def __init__(self, num_features):
         super().__init__(num_features)
@@ -236,7 +236,7 @@ def test_classes_of_converters_are_checked():
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
 def test_the_documented_converter_for_apex_works(options):
-    """The one in docs/switching.md; tests/tools/test_docs.py runs all of its recipes."""
+    """Uses the recipe in docs/switching.md; tests/tools/test_docs.py runs all recipes."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
     recipe = re.search(r"^class FromApex.*?: FromApex\)\n", page, re.DOTALL | re.MULTILINE)
     apex = SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex))

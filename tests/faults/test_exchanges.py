@@ -1,4 +1,4 @@
-"""Exchanges on rows of statistics, without models, over ranks that are threads.
+"""Random exchanges between ranks that are threads.
 
 No rank takes the message of another call for that of its own: ranks do the calls that all of them make, and raise in
 the first one that they do not make together.
@@ -27,7 +27,7 @@ ERROR = "error", ""  # which the rank catches
 
 
 def program(draw):
-    """Returns a list of calls for each rank; most times they differ. A call is a kind and the name of a layer.
+    """Returns a list of calls for each rank, which usually differ. A call is a kind and the name of a layer.
 
     The backward pass is that of the first or the last forward of the layer without one.
     """
@@ -45,7 +45,7 @@ def program(draw):
 
 
 def possible_after(calls):
-    """Returns the calls that can follow: no backward pass of nothing, and no two names for the same one."""
+    """Returns the possible next calls, without backward passes of nothing, each with one name only."""
     left = Counter()
     for kind, name in calls:
         left[name] += 1 if kind == "forward" else -1
@@ -55,7 +55,7 @@ def possible_after(calls):
 
 
 def made(calls):
-    """Returns the calls without backward passes of nothing, each with the number of the forward that it follows."""
+    """Drops backward passes without a forward, and adds the number of the forward to each call."""
     unfinished, found = {name: [] for name in CHANNELS}, []
     for kind, name in calls:
         if kind == "forward":
@@ -74,14 +74,14 @@ def value(rank, number):
 
 
 class Caller:
-    """A rank that makes calls of three layers."""
+    """A rank with three layers."""
 
     def __init__(self, communicator):
         self.communicator, self.forwards = communicator, {}
         self.layers = convert_sync_batchnorm(nn.ModuleDict({name: nn.BatchNorm1d(CHANNELS[name]) for name in CHANNELS}))
 
     def make(self, number, kind, name, forward):
-        """Makes a call, and checks the answer."""
+        """Makes a call and checks the result."""
         rank, size = self.communicator.rank, self.communicator.size
         if kind == "error":
             notify_peers(self.communicator, self.layers["a"], ValueError("its own"))
@@ -107,7 +107,7 @@ class Caller:
 
 
 def run(calls, communicator):
-    """Returns how many ``calls`` were answered, and the error that ended them, or ""."""
+    """Returns the number of successful ``calls``, and the error that ended them, or ""."""
     caller = Caller(communicator)
     for number, call in enumerate(calls):
         try:
@@ -123,7 +123,7 @@ def run(calls, communicator):
 
 
 def first_difference(programs):
-    """Returns the number of the first call that not all ranks make; the length of programs that are equal."""
+    """Returns the number of the first call that differs between ranks; for equal programs, their length."""
     alike = [len(set(calls)) == 1 for calls in zip_longest(*programs)]
     return alike.index(False) if False in alike else len(alike)
 

@@ -1,4 +1,4 @@
-"""The report on groups: read on ranks that wait, that another rank waits for, and that have failed."""
+"""groups_report on ranks that wait, that are waited for, and that have failed."""
 
 import sys
 import time

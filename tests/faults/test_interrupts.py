@@ -1,4 +1,4 @@
-"""An exception at any place within a call, as Ctrl-C: afterwards a rank computes right numbers or says what failed."""
+"""After Ctrl-C anywhere in a call, ranks compute right numbers or raise an error that names the call."""
 
 import itertools
 import re
@@ -32,7 +32,7 @@ NAMED = re.compile(
 
 @contextmanager
 def interrupted(number, places):
-    """Raises KeyboardInterrupt in the main thread at event ``number`` of Python in these files.
+    """Raises KeyboardInterrupt in the main thread at trace event ``number`` in these files.
 
     Yields the events so far, as a list. The main thread and those that begin in the context count.
     """
@@ -61,7 +61,7 @@ def interrupted(number, places):
 
 
 class Step:
-    """Equal steps, so that each one that ends must give what one process gives on the batches of both ranks."""
+    """A step that always has the same expected results: those of one process on the whole batch."""
 
     def __init__(self, communicator):
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ class Step:
 
 
 def steps_until_an_error(step, number, before, places):
-    """Runs five steps, the one after ``before`` interrupted on the last rank. Returns the error, and the place."""
+    """Runs five steps; step ``before`` is interrupted on the last rank. Returns the error and the trace events."""
     done, seen = 0, []
     while done < 5:
         try:
@@ -100,7 +100,7 @@ def steps_until_an_error(step, number, before, places):
 
 
 def interrupt_everywhere(way, before, places):
-    """Interrupts a step at each of its events in turn, and returns how many it has. Checks what both ranks do."""
+    """Interrupts a step at each trace event in turn, and checks both ranks. Returns the number of events."""
     with patch.object(shared, "_WANTED", way):
         for number in itertools.count(1):
             begin = time.monotonic()
@@ -136,7 +136,7 @@ def test_an_interrupt_anywhere_in_a_step_gives_right_numbers_or_a_named_error(wa
 
 
 def use_by_two_threads(way):
-    """Two threads train layers of other sizes in one group, as fast as they can. Returns how each of them ended."""
+    """Trains layers of different sizes in two threads and one group. Returns how each thread ended."""
     with patch.object(shared, "_WANTED", way), own_group() as communicator:
         layers = [bagua_syncbn.SyncBatchNorm(channels, process_group=communicator) for channels in (5, 900)]
         ends = []
@@ -173,7 +173,7 @@ FIRST_USE = re.compile(
 
 
 def interrupt_first_uses(store):
-    """Interrupts the first use of a group on the last rank, at every 40th event. Then each rank may try once more."""
+    """Interrupts the first use of a group on the last rank at every 40th event; each rank may try once more."""
     rank, meeting = dist.get_rank(), Meeting(f"{store} of this test")
     join(("file", store), 2, rank)
     x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))

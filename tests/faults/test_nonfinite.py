@@ -1,4 +1,4 @@
-"""A batch of one rank that holds an infinity or a NaN: a step that GradScaler skips leaves nothing behind."""
+"""An infinity or NaN in the batch of one rank: a step that GradScaler skips changes nothing."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ STEPS = 3  # the second has the value
 
 
 def state_after_each_step(value, skips):
-    """Trains on all ranks. Returns parameters and buffers after each step, as lists."""
+    """Trains on a rank; returns the state after each step as lists."""
     torch.manual_seed(0)
     model = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
     model[1].skip_nonfinite = skips

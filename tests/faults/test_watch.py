@@ -1,4 +1,4 @@
-"""A rank that waits in a group for half of its time-out says in its log what it waits in."""
+"""A rank that waits for half of the time-out logs the call that it waits in."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ SECONDS = 6.0  # time-out of the group; its half is far above what a call takes 
 
 @contextmanager
 def logged():
-    """Collects what the package logs from level WARNING on."""
+    """Collects log messages of the package, from level WARNING on."""
     messages = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -29,7 +29,7 @@ def logged():
 
 
 def stay_away():
-    """Takes two steps. Then rank 1 does not come to the next one."""
+    """Runs two steps; rank 1 does not take part in the third."""
     with logged() as messages, own_model(SECONDS) as model:
         for _ in range(2):
             model.run(STEP)
@@ -51,7 +51,7 @@ def test_a_long_wait_is_logged_with_call_and_group(pool):
 
 
 def look_with(monkeypatch, history, enqueued, completed):
-    """Looks once, when half of the time-out is over, with these numbers of collectives from NCCL."""
+    """Checks once after half of the time-out, with these numbers of NCCL collectives."""
     monkeypatch.setattr(watch, "nccl_progress", lambda _: (enqueued, completed))
     (watched,) = (watched for held, watched in watch._watches if held() is history)
     watched.seconds, watched.has_told, watched.seen = 0.0, False, None

@@ -11,7 +11,8 @@ def draw(*size, seed=0, dtype=torch.float64):
 def step(model, input, grad_output=None, *, order=1, call=None):
     """Runs ``model``, or ``call`` with its layers, forward and backward; returns all results by name.
 
-    ``order`` 2 differentiates the squared input gradient instead of the output.
+    ``grad_output`` is a tensor, a function of the output, or None for a random tensor. ``order`` 2 differentiates the
+    squared input gradient instead of the output.
     """
     for parameter in model.parameters():
         parameter.grad = None
@@ -19,6 +20,8 @@ def step(model, input, grad_output=None, *, order=1, call=None):
     output = (model if call is None else call)(input)
     if grad_output is None:
         grad_output = draw(*output.shape, seed=2)
+    elif callable(grad_output):
+        grad_output = grad_output(output.detach())
     grad_output = grad_output.to(output)
     if order == 2:
         (grad,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
@@ -36,13 +39,15 @@ def assert_same_bits(actual, expected, what="results"):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-def check_ranks(model, plain, input, grad_output, splits, **options):
+def check_ranks(model, plain, input, grad_output, splits, tolerance=1e-9, **options):
     """Compares a step of ``model`` on this rank's share with a step of ``plain`` on the whole batch."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    actual = step(model, input.split(splits)[rank], grad_output.split(splits)[rank], **options)
+    own_grad_output = grad_output if callable(grad_output) else grad_output.split(splits)[rank]
+    actual = step(model, input.split(splits)[rank], own_grad_output, **options)
     for (name, value), expected in zip(actual.items(), step(plain, input, grad_output).values(), strict=True):
         if name in ("output", "input.grad"):
             expected = expected.split(splits)[rank]
         elif name.endswith(".grad") and value is not None and len(splits) > 1:
             dist.all_reduce(value)
-        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(value, expected, **close, msg=lambda text, name=name: f"{name}: {text}")

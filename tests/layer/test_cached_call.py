@@ -1,4 +1,4 @@
-"""A layer that was called before does what a new copy of it does, whatever has changed since."""
+"""After any change, a layer that was called before behaves like a new copy."""
 
 import copy
 from collections.abc import Callable
@@ -20,14 +20,12 @@ from bagua_syncbn.communicators import LOCAL
 from benchmarks.one_rank import Twin
 from tests.helpers.fake_packages import DynamicBatchNorm
 
-pytestmark = pytest.mark.reference_too
-
 CHANNELS, SHAPE = 3, (4, 3, 5)
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 class Recording(Twin):
-    """Keeps the last header: the words for the layer and its options."""
+    """Keeps the words for layer and options in the last header."""
 
     header = None
 
@@ -38,7 +36,7 @@ class Recording(Twin):
 
 
 def call(layer, input, around):
-    """Returns the results of a step or its error, the header that the layer sent, and its buffers."""
+    """Returns the results or the error of a step, the header, and the buffers."""
     input, buffers, group = leaf(input), copy.deepcopy(dict(layer.named_buffers())), layer.process_group
     if group is not LOCAL:
         group.header = None
@@ -61,7 +59,7 @@ def plain(layer, input):
 
 
 def compare(*changes, before=(), alter=lambda input: input, around=plain, first=plain):
-    """Compares a layer that was called three times with a copy that never was; returns the results or the error."""
+    """Compares a layer after three calls with a new one; returns the results or the error."""
     layer, input = SyncBatchNorm(CHANNELS, process_group=Recording()), torch.randn(SHAPE)
     for change in before:
         change(layer)

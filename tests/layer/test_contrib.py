@@ -1,4 +1,4 @@
-"""Bagua's lines in an installation without Bagua; tests/bagua_job/test_bagua_contrib.py has those with it."""
+"""Bagua's own lines without Bagua; tests/bagua_job/test_bagua_contrib.py runs them with Bagua."""
 
 import sys
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class NoBagua:
 
 @contextmanager
 def imported(**bagua):
-    """bagua_syncbn.contrib as its first import makes it, where ``bagua`` is all there is of Bagua."""
+    """Imports bagua_syncbn.contrib as if ``bagua`` were the installed modules of Bagua."""
     with patch.dict(sys.modules), patch.object(sys, "meta_path", [NoBagua, *sys.meta_path]):
         for name in [name for name in sys.modules if f"{name}.".startswith(("bagua.", "bagua_syncbn.contrib."))]:
             del sys.modules[name]
@@ -89,7 +89,7 @@ class ByteGradAlgorithm:
 
 
 def algorithms():
-    """GradientAllReduceAlgorithm as it is imported without Bagua, and Bagua's own, a class of the same shape."""
+    """Returns GradientAllReduceAlgorithm without Bagua, and a stand-in for Bagua's class."""
     ours = import_module("bagua_syncbn.contrib.algorithms.gradient_allreduce").GradientAllReduceAlgorithm
     theirs = type("GradientAllReduceAlgorithm", (), {"__init__": ours.__init__})
     sys.modules["bagua.torch_api.algorithms.gradient_allreduce"] = SimpleNamespace(GradientAllReduceAlgorithm=theirs)

@@ -1,4 +1,4 @@
-"""Bad input raises on the rank that can know, names the argument, and leaves the buffers as they were."""
+"""Invalid calls raise errors that name the argument, and leave the buffers unchanged."""
 
 from functools import partial
 from inspect import signature
@@ -136,7 +136,7 @@ def test_invalid_calls_raise_and_change_no_buffer(error, message, call, training
 
 @pytest.mark.ranks(2, new_job=True)  # in a job whose group is not made yet
 def test_invalid_calls_raise_before_any_communication():
-    """Rank 0 alone makes the calls, so that it would wait for ever if one communicated."""
+    """Only rank 0 makes the calls, so communication would hang."""
     if dist.get_rank() == 0:
         for error, message, call in INPUTS + CALLS:
             if "more than 1 value" not in message:  # which other ranks may have
@@ -220,7 +220,7 @@ def test_limits_of_training_do_not_apply_to_evaluation(options, shape, message):
 
 @pytest.mark.ranks(2, new_job=True)
 def test_partial_dtensors_and_traces_of_training_raise():
-    """Before the ranks make their group: rank 0 alone makes the calls."""
+    """Only rank 0 makes the calls, before the ranks have a group."""
     if dist.get_rank():
         return
     mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)

@@ -1,4 +1,4 @@
-"""Converted models in the company that they keep: exporters, tracers, fusers."""
+"""Converted models with exporters, tracers and fusers."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ from tests.helpers.training import make_model
 
 
 def evaluated():
-    """A model in evaluation whose running statistics are not those it began with."""
+    """Returns a model in evaluation mode with trained running statistics, and an input."""
     model = convert_sync_batchnorm(make_model().float(), "node")
     model(torch.randn(4, 3, 8, 8) * 2 + 1)
     return model.eval(), torch.randn(2, 3, 8, 8)
@@ -65,7 +65,7 @@ def test_exported_layers_keep_their_options(how):
 
 
 def traced_in_training(how, size):
-    """A layer in training, traced with an input of ``size`` samples so that it takes others."""
+    """Returns a layer in training, traced with ``size`` samples for any number of samples."""
     layer, input = SyncBatchNorm2d(8), torch.randn(size, 8, 8, 8)
     if how == "export":
         batch = torch.export.Dim("batch")
@@ -123,7 +123,7 @@ class ManyArguments(SyncBatchNorm2d):
 
 
 def test_forward_keeps_the_signature_of_its_class():
-    """Tools call layers by it, and read it in help()."""
+    """Tools and help() read the signature."""
     assert [*signature(ManyArguments.forward).parameters] == ["self", "input", *"abcdefg"]
     assert [*signature(SyncBatchNorm2d(3).forward).parameters][:2] == ["input", "residual"]
 

@@ -1,4 +1,4 @@
-"""The core knows nothing of the extras: a converted layer trains without them; folders depend in one direction."""
+"""The core does not need the extras, and its folders depend in one direction."""
 
 import ast
 import subprocess
@@ -47,43 +47,46 @@ def test_ops_communicators_and_the_exchange_depend_in_one_direction():
         assert not imported[room] & others
 
 
-# A rank, in a process without the extras.
+# Two ranks without the extras, as forks.
 ALONE = """
-rank, store, *extras = sys.argv[2:]
+store, *extras = sys.argv[2:]
 sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in extras))
 import bagua_syncbn.communicators
 from bagua_syncbn.conversion import convert_sync_batchnorm
 from tests.helpers.steps import draw, step
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-layer = convert_sync_batchnorm(torch.nn.BatchNorm1d(4, dtype=torch.float64))
-own = slice(int(rank), None, 2)
-for order in (1, 1, 2):
-    found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
-print(found["running_var"].tolist(), ",", found["input.grad"].tolist(), flush=True)
-dist.destroy_process_group()
+for rank in range(2):
+    if os.fork() == 0:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        layer = convert_sync_batchnorm(torch.nn.BatchNorm1d(4, dtype=torch.float64))
+        own = slice(rank, None, 2)
+        for order in (1, 1, 2):
+            found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
+        dist.destroy_process_group()
+        sys.stdout.write(f"{rank, found['running_var'].tolist(), found['input.grad'].tolist()}\\n")
+        sys.stdout.flush()
+        os._exit(0)
+for _ in range(2):
+    os.wait()
 """
 
 
 def test_a_converted_layer_trains_over_ranks_without_the_extras(tmp_path):
-    arguments = [sys.executable, "-c", BARE + ALONE, str(PACKAGE)]
     for name in EXTRAS:
         path = PACKAGE.joinpath(*name.split("."))
         assert path.is_dir() or path.with_suffix(".py").exists()
-    ranks = [
-        subprocess.Popen([*arguments, str(rank), str(tmp_path / "store"), *EXTRAS], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    found = [ast.literal_eval(rank.communicate(timeout=1000)[0]) for rank in ranks]
+    command = [sys.executable, "-c", BARE + ALONE, str(PACKAGE), str(tmp_path / "store"), *EXTRAS]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     layer = nn.BatchNorm1d(4, dtype=torch.float64)
     for order in (1, 1, 2):
         expected = step(layer, draw(6, 4), order=order)
-    for rank, (running_var, grad) in enumerate(found):
-        torch.testing.assert_close(torch.tensor(running_var, dtype=torch.float64), expected["running_var"])
-        torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), expected["input.grad"][rank::2])
+    for rank, *found in sorted(map(ast.literal_eval, printed)):
+        wanted = expected["running_var"], expected["input.grad"][rank::2]
+        torch.testing.assert_close(tuple(torch.tensor(each, dtype=torch.float64) for each in found), wanted)
+    assert len(printed) == 2
 
 
 def private_parts_in(path):
-    """Yields the private parts of torch that a file uses, by an import or as an attribute."""
+    """Yields private parts of torch that a file imports or uses as attributes."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and not node.level:

@@ -1,4 +1,4 @@
-"""The layer itself: its arguments, its state, the dtypes of its buffers."""
+"""Arguments, state and buffer dtypes of the layer."""
 
 import inspect
 import warnings
@@ -12,8 +12,6 @@ from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, sync_b
 from bagua_syncbn.functional import _warn_if_launched_with_others
 from tests.helpers.cases import Case, check, run_rank
 from tests.helpers.tolerances import DTYPES
-
-pytestmark = pytest.mark.reference_too
 
 
 def test_signatures_start_with_torchs_arguments():

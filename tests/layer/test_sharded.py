@@ -1,4 +1,4 @@
-"""DTensor input on ranks against torch's batch norm in one process on the whole tensor."""
+"""DTensor input on ranks equals one process on the whole tensor."""
 
 import math
 import re
@@ -25,7 +25,7 @@ CASE = Case((5,), (3, 7, 2), torch.float64, steps=1)
 
 @dataclass(frozen=True)
 class Sharded:
-    """One layer on a mesh, whose ranks all have the results of the one rank of ``case``."""
+    """A layer on a mesh; all ranks have the results of ``case`` on one rank."""
 
     mesh: tuple[int, ...]
     placements: tuple
@@ -36,7 +36,7 @@ class Sharded:
 
 
 def place(layer, mesh, parameters, buffers):
-    """Makes DTensors of parameters and buffers, as a partition function of distribute_module does it."""
+    """Replaces parameters and buffers by DTensors, like a partition function of distribute_module."""
     for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
         placements = parameters if isinstance(value, nn.Parameter) else buffers
         placed = distribute_tensor(value.detach(), mesh, placements if value.dim() else [R] * mesh.ndim)
@@ -104,7 +104,7 @@ def tensor_parallel_model():
 
 
 def train_tensor_parallel():
-    """Two dimensions of a mesh: fully_shard over one, channels and then samples sharded over the other."""
+    """Shards parameters over one mesh dimension, and channels, then samples, over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = convert_sync_batchnorm(tensor_parallel_model())
     model[1].process_group = mesh["dp"]  # the last layer's is all ranks

@@ -1,4 +1,4 @@
-"""Tensors of a class of the user's: outputs have the class and what it carries, as those of torch's layers do."""
+"""Tensor subclasses: outputs have the class and metadata of the input, as with torch's layers."""
 
 import copy
 from functools import partial
@@ -15,11 +15,9 @@ from benchmarks.one_rank import Twin
 from tests.helpers.cases import CLASSES, WAYS
 from tests.helpers.steps import draw, step
 
-pytestmark = pytest.mark.reference_too
-
 
 class Tagged(torch.Tensor):
-    """Carries a tag to all that is computed from it, as MONAI's MetaTensor does its affine matrix."""
+    """Passes its tag on to results, as MONAI's MetaTensor passes its affine matrix."""
 
     tag = None
 
@@ -58,7 +56,7 @@ def _masked(model, input):
 
 
 def compare(layer, around, order=1):
-    """Compares a step of a model with tagged tensors with the step of its copy with plain ones."""
+    """Compares a step with tagged tensors with a step with plain tensors."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = nn.Sequential(LAYERS[layer](), nn.ReLU(inplace=True)).double()
     bagua_syncbn.convert_sync_batchnorm(model, None if dist.is_initialized() else LOCAL)
@@ -89,7 +87,7 @@ def test_ranks_treat_subclasses_like_plain_tensors(layer, around):
 
 
 class Other(Twin):
-    """The second rank calls another layer once it differs."""
+    """With ``differs``, the second rank calls another layer."""
 
     differs = False
 

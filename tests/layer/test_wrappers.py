@@ -1,4 +1,4 @@
-"""Whole models over several ranks against one process on the concatenated batch, in each wrapper."""
+"""Models in data parallel and sharded wrappers train like one process on the whole batch."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_ddp_trains_like_one_process(pool, sizes, process_group, options, saved)
 
 
 def shard(kind, model, dtype=None):
-    """Returns ``model`` in a wrapper, which computes in ``dtype``."""
+    """Returns ``model`` in a wrapper that computes in ``dtype``."""
     if kind == "fully_shard":
         options = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(dtype)}
         for layer in model:
@@ -64,7 +64,7 @@ def train_sharded(kind, prepare):
 
 
 def recomputing(model):
-    """Layers follow whose backward needs outputs when the parameters that made them are not there."""
+    """Backward needs outputs whose parameters are no longer gathered."""
     return recompute_outputs(convert_sync_batchnorm(model))
 
 
@@ -84,7 +84,7 @@ def small():
 
 
 def rows(rank):
-    """Rows whose mean and scale differ from rank to rank, so that unsynchronized outputs are far off."""
+    """Returns rows with a different mean and scale on each rank."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(16, 4, generator=generator) * (1 + rank) + 4 * rank
 
@@ -158,7 +158,7 @@ def test_with_bagua_on_torch_accepts_descriptions_of_groups(kind, weights, means
 
 @pytest.mark.ranks(2)
 def test_evaluation_of_a_wrapped_model_does_not_wait():
-    """Before any training step, as validation scripts do; rank 1 stays away."""
+    """Rank 0 evaluates before any training step; rank 1 makes no call."""
     model = with_bagua(convert_sync_batchnorm(make_model()), []).eval()
     if dist.get_rank() == 0:
         with torch.no_grad():

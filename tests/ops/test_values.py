@@ -130,14 +130,15 @@ TABLE = {
     "activations": activated,
 }
 OF_ATEN = ("layouts", "channels", "addresses", "parameters")  # the reference computes the rest
+OF_LOOPS = ("rows of every length", "channels", "addresses")  # edges of native loops, which the reference doesn't have
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cases", TABLE)
 def test_values_and_gradients_equal_the_definition(implementation, cases, dtype):
     name, ops = implementation
-    if name == "aten" and cases not in OF_ATEN:
-        pytest.skip("the reference computes them")
+    if (name == "aten" and cases not in OF_ATEN) or (name == "here" and KERNELS == "reference" and cases in OF_LOOPS):
+        pytest.skip("compares the reference with itself")
     table = list(TABLE[cases](name, dtype))
     if name == "emulated":  # takes its time: each case in one wide dtype and in one half
         table = table[DTYPES.index(dtype) % 2 :: 2]

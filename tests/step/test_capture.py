@@ -1,5 +1,7 @@
-"""A training step can be captured in a CUDA graph: nothing in it reads a device value on the host, and no shape
-depends on data. Shown without a device, by modes that forbid the one and have no data for the other."""
+"""Training steps can be captured in CUDA graphs: no host reads of device values, no shapes that depend on data.
+
+No device is needed: one dispatch mode forbids the reads, and fake tensors have no data.
+"""
 
 import os
 from itertools import product

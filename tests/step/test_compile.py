@@ -1,4 +1,4 @@
-"""torch.compile in one graph: what compiled models compute on ranks is what the same models compute eagerly."""
+"""torch.compile in one graph: compiled models on ranks equal eager ones."""
 
 import copy
 import pickle
@@ -87,7 +87,7 @@ def compare(
     batches=(9, 9),
     evaluates=True,
 ):
-    """Trains a compiled and an eager model side by side; returns the number of graphs that were compiled."""
+    """Trains a compiled and an eager model; returns the number of compiled graphs."""
     counters.clear()
     eager = make_model(kind).to(memory_format=layout)
     original = copy.deepcopy(eager)
@@ -115,7 +115,7 @@ def with_bagua_(model):
 
 @pytest.mark.parametrize(("dynamic", "backend", "graphs"), [(None, "aot_eager", 2), (True, "eager", 1)])
 def test_changing_batch_sizes_compile_at_most_twice(pool, dynamic, backend, graphs):
-    """Once for the first size and once for all."""
+    """Once for the first size, once for all others."""
     compiled = partial(compare, backend, dynamic=dynamic, layout=torch.channels_last, batches=(20, 21, 29))
     assert pool.run(compiled, 2) == [graphs] * 2
 
@@ -170,7 +170,7 @@ def test_compiled_models_under_autocast_equal_eager(pool):
 
 
 def layer_in(kind):
-    """A layer that keeps the mean of its last batch, with a process group of some kind."""
+    """Returns a layer whose running mean is that of the last batch, with a process group of a kind."""
     kinds = {"group": lambda: dist.new_group([0, 1]), "mesh": lambda: init_device_mesh("cpu", (2,))}
     process_group = kinds[kind]() if isinstance(kind, str) and kind in kinds else kind
     return SyncBatchNorm(1, momentum=1.0, process_group=process_group)
@@ -234,7 +234,7 @@ def names_of(graph):
 
 
 def graphs_of(kind):
-    """Returns how often the graphs of forward and backward have each op, as inductor would see them."""
+    """Returns the number of each op in the forward and backward graphs, as inductor gets them."""
     graphs = []
 
     def keep(graph_module, _):
@@ -252,15 +252,17 @@ def graphs_of(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_collectives_and_sums_are_in_the_graph(pool, kind):
-    """And nothing elementwise that the compiler could not fuse."""
+    """Elementwise ops are decomposed, so that the compiler can fuse them."""
     for forward, backward in pool.run(graphs_of, 2, kind):
-        # One merge for the graph, and one that updates the buffers.
-        assert forward == {"batch_norm_stats": 2, MESSAGE_IN_GRAPH: 2, "batch_norm_gather_stats": 4}
-        assert backward == {"batch_norm_backward_reduce": 2, MESSAGE_IN_GRAPH: 2}
+        assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2
+        assert forward["batch_norm_stats"] <= 2
+        assert forward["batch_norm_gather_stats"] <= 4  # a merge in the graph, and a merge that updates the buffers
+        assert backward["batch_norm_backward_reduce"] <= 2
+        assert not {"batch_norm_elemt", "batch_norm_backward_elemt"} & {*forward, *backward}
 
 
 def test_a_policy_that_saves_the_message_avoids_recomputing_it(pool):
-    """Without it, torch's partitioner repeats the collective in backward, in the same place on all ranks."""
+    """Without the policy, torch's partitioner recomputes the collective in backward, on all ranks alike."""
     for forward, backward in pool.run(graphs_of, 2, "selectively checkpointed"):
         assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2
 

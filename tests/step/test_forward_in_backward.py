@@ -1,4 +1,4 @@
-"""A forward within a backward pass that no checkpoint repeats: a new one, as it is for torch's layer in one process."""
+"""A forward inside backward that isn't checkpointed is a new call, as for torch's layer."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.helpers.programs import check_program, draw, share, train
 
 
 class InBackward(torch.autograd.Function):
-    """y = x, and ``function`` of the gradient in backward."""
+    """Returns its input; backward applies ``function`` to the gradient."""
 
     @staticmethod
     def forward(ctx, input, function):
@@ -29,12 +29,12 @@ def in_a_hook(layer, input, own):
 
 
 def on_almost_the_same_batch(layer, input, own):
-    """With as many values per channel as a scan has, all batches of one distribution have such statistics."""
+    """With very many values per channel, different batches have nearly equal statistics."""
     return InBackward.apply(layer(input).sin(), lambda grad: grad * layer(input.detach() + 1e-9 * own(draw(5))))
 
 
 class Reversible(torch.autograd.Function):
-    """y1 = x1 + f(x2), y2 = x2 + g(y1); in backward x is computed from y (Gomez et al., 2017)."""
+    """y1 = x1 + f(x2), y2 = x2 + g(y1); backward recomputes x from y (Gomez et al., 2017)."""
 
     @staticmethod
     def forward(ctx, x1, x2, f, g):
@@ -81,7 +81,7 @@ def test_a_forward_inside_backward_is_a_new_call(pool, program, is_job, momentum
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("program", "batches"), [(reversible, 16), (marked_reversible, 8)])
 def test_reversible_blocks_in_half_precision(program, batches):
-    """Rounded, the recomputed input is another batch. Marked, it takes the statistics of the first."""
+    """Rounding makes the recomputed input another batch; marked functions reuse the first statistics."""
     expected, _, (mean, *_), _ = train(reversible, nn.BatchNorm1d(4), lambda batch: batch)
     layer = convert_sync_batchnorm(nn.BatchNorm1d(4))
     rows, *_ = train(program, layer, dtype=torch.bfloat16)

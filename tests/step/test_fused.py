@@ -1,4 +1,4 @@
-"""y = act(bn(x) + residual) in one step: what one process gives on all batches, of any order, and what is stored."""
+"""y = act(bn(x) + residual) in one step: values, derivatives, and stored tensors."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,14 +15,12 @@ from bagua_syncbn.ops.activations import ACTIVATIONS
 from tests.helpers.cases import Case, check
 from tests.helpers.steps import draw
 
-pytestmark = pytest.mark.reference_too
-
 GIVEN = [*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7), None]
 LAYOUTS = [((3, 4, 5), "contiguous"), ((3, 4, 5), "channels_last"), ((4, 6), "sliced"), ((5,), "contiguous")]
 
 
 def fused_cases(splits, dtypes=(torch.float64, torch.float32, torch.bfloat16)):
-    """Each activation with and without a residual; layouts, dtypes and modes of eps take turns."""
+    """Yields each activation with and without a residual, in alternating layouts, dtypes and eps modes."""
     given = itertools.product(GIVEN, (False, True), dtypes)
     for number, (activation, residual, dtype) in enumerate(given):
         if activation or residual:
@@ -38,7 +36,7 @@ def making_activations_twice(function, *args):
 
 @pytest.mark.parametrize(("splits", "twice"), [((1, 4), False), ((3, 0, 4), False), ((1, 4), True)])
 def test_fused_ranks_equal_the_formula_in_one_process(pool, splits, twice):
-    """``twice``: with gradients of activations that are made in both passes, as on CUDA."""
+    """``twice``: both kernels of backward recompute the gradient of the activation, as on CUDA."""
     as_on_cuda = SimpleNamespace(run=lambda run, ranks, *args: pool.run(making_activations_twice, ranks, run, *args))
     check(as_on_cuda if twice else pool, *fused_cases(splits))
 
@@ -48,7 +46,7 @@ def test_fused_half_precision_is_within_roundings_of_the_formula():
 
 
 def saved_bytes(call):
-    """Bytes of distinct tensors that autograd stores of a call."""
+    """Returns the bytes that autograd stores for a call, and the output."""
     storages = {}
 
     def pack(tensor):
@@ -62,7 +60,7 @@ def saved_bytes(call):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_only_input_and_residual_are_stored(training):
-    """The output too, if it is not the layer that stores it."""
+    """The output counts only if the caller keeps it."""
     input, residual = (torch.randn(16, 4, 8, 8, requires_grad=True) for _ in range(2))
     size, few = input.nbytes, 2000
     for activation in (*ACTIVATIONS, None):
@@ -108,7 +106,7 @@ def test_setting_activation_instead_of_fused_activation_raises():
 
 
 def test_fused_layers_can_be_traced_and_exported():
-    """In evaluation, as operations of torch."""
+    """In evaluation they become torch operations."""
     layer = SyncBatchNorm(2, eps=0.5, activation="hardswish").double().eval()
     nn.init.uniform_(layer.weight)
     input, residual = draw(3, 2, 4, seed=1), draw(3, 2, 4, seed=2)
@@ -132,7 +130,7 @@ def test_fused_layers_keep_the_dtype_of_autocast():
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_infinite_values_in_evaluation_have_the_gradients_of_torch(residual, twice):
-    """Constants have no derivative to multiply an infinite deviation with."""
+    """Constant statistics have no derivative, so an infinite deviation does not make NaN."""
     layer = SyncBatchNorm(1, activation="relu").eval()
     alone = nn.BatchNorm1d(1).eval()
     given = torch.tensor([[-torch.inf], [1.0], [-2.0], [3.0]])

@@ -1,4 +1,4 @@
-"""Activation checkpointing: each call that is repeated in backward takes what that very call gathered."""
+"""Activation checkpointing: recomputed calls use the statistics of the original call."""
 
 import gc
 import subprocess
@@ -25,7 +25,7 @@ def plainly(function, input):
 
 
 def siamese(layer, input, own, around=plainly):
-    """One layer for two inputs, which are equal on rank 0 alone."""
+    """Calls a layer with two inputs that are equal only on rank 0."""
     is_equal = own(torch.arange(sum(SPLITS)) < SPLITS[0]).unsqueeze(1)
     return around(lambda x: layer(x).sin() * layer(torch.where(is_equal, x, x.cos())), input)
 
@@ -182,14 +182,14 @@ def test_layers_unwrapped_from_fairscale_may_be_checkpointed():
 
 
 def by_hand(run, input):
-    """First without gradients, and with gradients later, but not in backward."""
+    """Runs without gradients, then with gradients outside backward."""
     with torch.no_grad():
         run(input)
     return run(input)
 
 
 def in_a_hook(run, input):
-    """With gradients both times."""
+    """Runs twice with gradients."""
     output = run(input)
     output.register_hook(lambda grad: grad * run(input))
     return output
@@ -253,7 +253,7 @@ def test_a_nested_region_may_be_entered_again_in_recomputation(program):
 
 
 def test_a_region_without_training_may_have_several_first_runs():
-    """After them no repetition could know which of them it repeats, unless the region has no layers."""
+    """Recomputation is then ambiguous, unless the region has no layers."""
     layer, input = SyncBatchNorm(3).eval(), torch.randn(4, 3)
     evaluate, compute = Repeatable()(layer), Repeatable()(torch.sin)
     for _ in range(2):
@@ -299,7 +299,7 @@ def test_regions_are_freed_with_the_graph(how):
     assert regions_alive() == before
 
 
-# Programs for processes of their own.
+# Programs for new processes.
 NO_LAYER = """
 import torch, bagua_syncbn
 from torch.utils.checkpoint import checkpoint
@@ -333,7 +333,17 @@ for context in (nullcontext(), bagua_syncbn.Repeatable()):
 """
 
 
-@pytest.mark.parametrize("program", [NO_LAYER, OTHER_TORCH], ids=["no layer", "other torch"])
-def test_checkpoints_are_observed_from_the_first_call(program):
-    """In a process that makes no layer; and with a torch whose checkpoints are not known, where they are refused."""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+EACH_IN_A_FORK = """
+import os, sys, torch
+for program in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(program, {})
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(1)
+"""
+
+
+def test_checkpoints_are_observed_from_the_first_call():
+    """Runs in a process without layers, and with an unknown torch, whose checkpoints are refused."""
+    subprocess.run([sys.executable, "-c", EACH_IN_A_FORK, NO_LAYER, OTHER_TORCH], check=True)

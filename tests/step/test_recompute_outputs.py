@@ -27,7 +27,7 @@ BATCH = draw(2, 4, 6, 5)
 
 
 class Forwards(nn.Module):
-    """A forward that uses outputs of layers in one of many ways, which nobody can know before a call."""
+    """Forward passes that use the outputs of layers in many ways."""
 
     def __init__(self, name):
         super().__init__()
@@ -135,7 +135,7 @@ HOWS = {
 
 
 def check_bits(hows, kind, sizes, order):
-    """Compares a plain step on this rank with a step in each of the ways."""
+    """Compares a plain step on this rank with a step of each kind."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     batch = draw(sum(sizes), 4, 6, 5, seed=1).split(sizes)[rank]
     expected = step(make_model(kind), batch, order=order)
@@ -161,7 +161,7 @@ def test_recomputed_outputs_are_the_same_bits(pool, kind, sizes, hows, order):
 
 
 def kept(model, batch=BATCH, call=None):
-    """Returns how many tensors of the size of ``batch``, besides it, forward keeps for backward."""
+    """Returns the number of tensors as large as ``batch`` that forward keeps for backward."""
     with Storages() as storages:
         loss = (call or model)(batch).sum()
         count = storages.sizes_alive([batch]).count(batch.nbytes)
@@ -226,7 +226,7 @@ def test_every_activation_is_tested():
 @pytest.mark.parametrize("activation", [*MODULES, *IN_PLACE, "own forward"], ids=str)
 @pytest.mark.parametrize("last", [nn.Conv2d, nn.Identity])
 def test_no_activation_is_kept(activation, last):
-    """Readers of the output keep nothing, and an activation that keeps its own result does not either."""
+    """Neither readers of the output nor activations that save their own result keep anything."""
 
     def block():
         if activation == "own forward":  # as in timm, where one module calls F.batch_norm and an activation
@@ -321,7 +321,7 @@ def test_replicas_recompute_the_same_bits(single_threaded, monkeypatch, is_wrapp
 
 
 class Interrupted(nn.Module):
-    """Runs its layers; an error ends the first ``calls`` of them halfway."""
+    """Runs a layer and an activation; ``error`` is raised between them."""
 
     def __init__(self):
         super().__init__()
@@ -335,7 +335,7 @@ class Interrupted(nn.Module):
 
 
 class Outer(Interrupted):
-    """Calls a model that fails and then its own layers, twice, the second time within the first."""
+    """Calls a failing model and then its own layers, with a nested call of itself."""
 
     def __init__(self):
         super().__init__()

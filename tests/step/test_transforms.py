@@ -1,4 +1,4 @@
-"""torch.func and forward-mode differentiation over ranks, against one process on the concatenated batch."""
+"""torch.func and forward-mode differentiation on ranks equal one process on the whole batch."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ SIZE = (7, 3, 2)
 
 
 def shares():
-    """Returns input, weight, bias, and a tangent of each, for this rank."""
+    """Returns input, weight and bias of this rank, and a tangent of each."""
     rank = dist.get_rank()
     input, tangent = (draw(*SIZE, seed=seed).split(SPLITS)[rank] for seed in (1, 4))
     return (input, draw(3, seed=2), draw(3, seed=3)), (tangent, draw(3, seed=5), draw(3, seed=6))
@@ -116,7 +116,7 @@ OPTIONS = (
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("length", [2, 2**16], ids=["small", "large"])
 def test_batched_gradients_equal_single_ones(length, training, options):
-    """Whether F.batch_norm computes or our own step, which the size decides among others."""
+    """Both for F.batch_norm and for our own step, which large inputs use."""
     layer, input = SyncBatchNorm(2, dtype=torch.float64, **options), draw(4, 2, length, seed=1).requires_grad_()
     output = layer.train(training)(input, **({"residual": input.cos()} if "activation" in options else {}))
     wanted, grad_outputs = (input, *layer.parameters()), draw(3, *output.shape, seed=2)
@@ -132,7 +132,7 @@ def test_batched_gradients_equal_single_ones(length, training, options):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("options", [*OPTIONS, *({"activation": name} for name in (*ACTIVATIONS[1:], None))], ids=str)
 def test_derivatives_equal_numerical_ones(options, training, mask):
-    """First and second ones, backward, forward and in batches: gradcheck of torch's own tests of its layers."""
+    """Runs gradcheck as torch's tests do: first and second derivatives, backward, forward and batched."""
     layer = SyncBatchNorm(3, **{"eps": EPS} | options).double().train(training)
     scale = torch.tensor([0.2, 2, 3]).view(-1, 1)  # the first variance is below EPS
     tensors = [draw(5, 3, 2, seed=1) * scale, draw(3, seed=2), draw(3, seed=3), draw(5, 3, 2, seed=4)]
@@ -199,7 +199,7 @@ def test_forward_mode_through_a_checkpoint_raises():
 
 
 def test_transforms_work_on_large_input_in_one_process():
-    """Where our own kernels are faster than F.batch_norm, they must not stand in the way of a transform."""
+    """Large inputs usually run on our own kernels, which transforms must bypass."""
     input = torch.randn(4, 2, 2**16)
     assert communicator_of().size == 1
     result = jvp(lambda x: sync_batch_norm(x, None, None), (input,), (input.sin(),))[1]
