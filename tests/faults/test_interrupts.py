@@ -18,7 +18,7 @@ from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import shared
-from tests.faults.programs import is_odd, own_group
+from tests.faults.programs import is_odd, message_of, own_group
 from tests.helpers.own_groups import Meeting, join
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
@@ -135,36 +135,28 @@ def test_an_interrupt_anywhere_in_a_step_gives_right_numbers_or_a_named_error(wa
     assert interrupt_everywhere(way, before, places) > 50, "saw too little"
 
 
-def use_by_two_threads(way):
-    """Trains layers of different sizes in two threads and one group. Returns how each thread ended."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["shared", "collectives"])
+def test_a_second_thread_in_a_group_raises(way):
+    def call(layer):
+        return message_of(lambda: layer(torch.randn(4, layer.num_features)))
+
     with patch.object(shared, "_WANTED", way), own_group() as communicator:
         layers = [bagua_syncbn.SyncBatchNorm(channels, process_group=communicator) for channels in (5, 900)]
-        ends = []
-
-        def train(layer):
-            try:
-                for _ in range(200):
-                    layer(torch.randn(4, layer.num_features, requires_grad=True)).square().sum().backward()
-            except RuntimeError as error:
-                ends.append(str(error))
-            else:
-                ends.append("finished")
-
-        threads = [threading.Thread(target=train, args=(layer,)) for layer in layers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        waiting = threading.Thread(target=call, args=(layers[0],))
+        if not is_odd():
+            waiting.start()
+            while "begun: forward of SyncBatchNorm (5 channels" not in bagua_syncbn.groups_report():
+                time.sleep(0.01)
+            message = call(layers[1])
+            assert NAMED.search(message), message
+            assert "forward of SyncBatchNorm (5 channels, float32, eps=1e-05, momentum=0.1) is not finished" in message
+        dist.barrier()
+        if is_odd():
+            call(layers[0])
+        else:
+            waiting.join()
         communicator.leave("ended")
-    return ends
-
-
-@pytest.mark.parametrize("way", ["shared", "collectives"])
-def test_two_threads_in_one_group_raise(pool, way):
-    for ends in pool.run(use_by_two_threads, 2, way):
-        for end in ends:
-            assert NAMED.search(end), end
-        assert any("collective failed" in end or "same layers" in end for end in ends)
 
 
 FIRST_USE = re.compile(
