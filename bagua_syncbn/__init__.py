@@ -7,9 +7,12 @@ except ModuleNotFoundError as error:
         "bagua_syncbn needs PyTorch 2.10 or later: pip install torch (see https://pytorch.org)", name=error.name
     ) from None
 
+import sys as _sys
+
 from . import agreement as _agreement  # noqa: F401  # has the ranks of a group compared
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
+from . import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
 from .communicators import hosts as _hosts  # noqa: F401  # carries messages between ranks of few hosts
 from .communicators import shared as _shared  # noqa: F401  # carries messages between ranks of one host
 from .conversion import (
@@ -22,9 +25,9 @@ from .conversion import (
 from .extras import watch as _watch  # noqa: F401  # looks at each group from its first message on
 from .extras.checkpointing import Repeatable
 from .extras.loss import mean_over_ranks
-from .extras.masks import masked
 from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
+from .masked import masked
 from .memory import fuse_activations, recompute_outputs
 from .running_statistics import (
     accumulate_statistics,
@@ -38,6 +41,11 @@ from .sync_group import sync_group
 from .verification import measure_batch_noise, verify_synchronization
 from .version import __version__
 from .with_bagua import with_bagua
+
+# Groups and exchanges read and write their state under the GIL. Importing the native library turns it on in a
+# free-threaded Python, unless PYTHON_GIL=0.
+if not getattr(_sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError("bagua_syncbn needs the GIL, which this Python runs without; set PYTHON_GIL=1")
 
 __all__ = [
     "Repeatable",

@@ -1,9 +1,6 @@
 """Synchronized batch normalization as a function: checks, and choice of the statistics that a call is normalized by."""
 
-import functools
 import inspect
-import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import ops
 from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
 from .errors import notifies_peers
-from .groups import ALONE, EVERYONE, GroupSpec, spec_of
+from .groups import ALONE, GroupSpec, spec_of
 from .layer_state import CallCache, LayerState
 from .masks import masking_of
 from .names import name_of
@@ -36,8 +33,8 @@ _PLAIN_CLASSES = Tensor, nn.Parameter
 special_inputs: Registry[Callable[[Call], Tensor | None]] = Registry()
 """Handlers for special input classes such as DTensor. Each returns None for inputs that it does not handle."""
 
-first_call_checks: Registry[Callable[[Tensor], bool]] = Registry()
-"""Checks of the input of an eager call that is not in the cache. False keeps the call out of the cache."""
+first_call_checks: Registry[Callable[[Call], bool]] = Registry()
+"""Checks of an eager call that is not in the cache. False keeps the call out of the cache."""
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -262,7 +259,7 @@ def checks_of(call: Call) -> CallCache:
     ready = (group if type(group) is GroupSpec else spec_of(group)).made()
     try:
         shape = input.shape
-        place: Any = call.synchronizes
+        place: Any = group is not ALONE  # call.synchronizes
         r = (
             None
             if residual is None
@@ -289,7 +286,7 @@ def checks_of(call: Call) -> CallCache:
         return _validate(call, None)
     checked = _validate(call, key)
     # Not if the group was only now made: another job could make its own for the next call.
-    if ready is not None and all(check(input) for check in first_call_checks):
+    if ready is not None and checked.key is not None:
         if len(_caches) == _MOST_CACHES:
             _caches.clear()
         caches[place] = checked
@@ -297,12 +294,13 @@ def checks_of(call: Call) -> CallCache:
 
 
 def _validate(call: Call, key: tuple[Any, ...] | None) -> CallCache:
-    """Checks ``call`` and returns the results, to be cached with ``key``."""
+    """Checks ``call`` and returns the results, with ``key``, or None for results that must not be cached."""
     input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
     check_tensors(call[:4], buffers, training, layer)
     if not torch.compiler.is_compiling():
         for check in first_call_checks:
-            check(input)
+            if not check(call):
+                key = None
     options = checked_options(call.options, training)
     if not training:
         if buffers.running_mean is None or buffers.running_var is None:
@@ -315,19 +313,5 @@ def _validate(call: Call, key: tuple[Any, ...] | None) -> CallCache:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     spec = spec_of(call.group)
     communicator = spec.communicator("" if torch.compiler.is_compiling() else name_of(layer))
-    if communicator.size == 1 and spec is EVERYONE and not torch.compiler.is_compiling():
-        _warn_if_launched_with_others()
     exchange = exchange_of(call, options, communicator)
     return CallCache(key, options, exchange, communicator.size == 1)
-
-
-@functools.cache
-def _warn_if_launched_with_others() -> None:
-    """Warns, once in a process, if a launcher started several ranks and no process group was initialized."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdecimal() and int(size) > 1:
-        warnings.warn(
-            f"batch normalization is not synchronized: WORLD_SIZE is {size}, and no process group of several ranks was "
-            "initialized; call torch.distributed.init_process_group() or bagua.torch_api.init_process_group()",
-            stacklevel=2,
-        )

@@ -1,4 +1,4 @@
-"""Masks as an argument: checks, and their form for the ops."""
+"""Masks and lengths as arguments: their checks, and the form that the ops take."""
 
 import torch
 from torch import Tensor
@@ -17,70 +17,67 @@ def masking_of(input: Tensor, masks: GivenMasks) -> Masking | None:
     Raises:
         TypeError, ValueError, RuntimeError: ``mask`` or ``lengths`` is wrong, see :func:`.sync_batch_norm`.
     """
-    mask, lengths, zero_masked = masks(input) if callable(masks) else masks
+    if callable(masks):
+        return masks(input)  # type: ignore[no-any-return]
+    mask, lengths, zero_masked = masks
     if zero_masked is not False:
         check_flag("zero_masked", zero_masked)
     if mask is None and lengths is None:
         return None
     if mask is not None and lengths is not None:
         raise ValueError("mask, lengths: expected at most one of them, got both")
-    # Copied, because callers may write to theirs before backward.
+    # Copied, because callers may write to their tensors before backward.
     if lengths is not None:
         _check_lengths(lengths, input)
         if not is_compiling():
             return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
-        # A mask asks for no size in backward, where Dynamo may take one from a stride, which differs between calls.
+        # Dynamo may take a size from a stride in backward, where it differs between calls; a mask needs no size there.
         mask = of_positions(lengths, input)
     assert mask is not None
-    size = size_of_mask(input.shape)
+    size = mask_size(input)
     check_mask(mask, size, "(N, 1, *)", "input", input.device)
     return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)
 
 
-def check_mask(mask: Tensor, size: list[int], shape: str, beside: str, device: torch.device) -> None:
-    """Raises unless ``mask`` is bool, broadcasts to ``size``, called ``shape``, and is on ``device``, as ``beside``."""
-    check_is_tensor("mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
-    if not broadcasts(mask.shape, size):
-        raise ValueError(
-            f"mask: expected a tensor that broadcasts to {shape}, {size}, got {list(mask.shape)}"
-            + hint(mask.shape, size)
-        )
-    _check_is_read_in_one_way(mask.shape, size)
-    if mask.device != device:
-        raise RuntimeError(f"mask: expected it on {device}, where {beside} is, got {mask.device}")
-
-
-def size_of_mask(shape: torch.Size) -> list[int]:
-    return [shape[0], 1, *shape[2:]]
+def mask_size(input: Tensor) -> list[int]:
+    """Returns the size (N, 1, \\*) of a mask of ``input`` (N, C, \\*)."""
+    return [input.shape[0], 1, *input.shape[2:]]
 
 
 def broadcasts(shape: torch.Size, size: list[int]) -> bool:
-    # Not `own in (1, expected)`: torch.compile takes that for false if `own` is constant and `expected` is symbolic.
+    """Returns whether a tensor of ``shape`` broadcasts to ``size``."""
+    # Not `dim in (1, expected)`: torch.compile takes that for false if `dim` is constant and `expected` is symbolic.
     ends = zip(reversed(shape), reversed(size), strict=False)
-    return len(shape) <= len(size) and all(own == 1 or own == expected for own, expected in ends)
+    return len(shape) <= len(size) and all(dim == 1 or dim == expected for dim, expected in ends)
 
 
-def hint(shape: torch.Size, size: list[int]) -> str:
-    """Returns advice for a mask with a dimension for samples and none for channels; "" for other masks."""
+def unsqueeze_hint(shape: torch.Size, size: list[int]) -> str:
+    """Returns advice for a mask that lacks only the dimension of channels; "" for other masks."""
     has_samples = len(shape) == len(size) - 1 and broadcasts(shape, [size[0], *size[2:]])
     return "; give mask.unsqueeze(1)" if has_samples else ""
 
 
-def _check_is_read_in_one_way(shape: torch.Size, size: list[int]) -> None:
-    """Raises ValueError if the first dimension of a mask may stand for samples as well as for places.
-
-    Broadcasting, as everywhere in torch, takes the first dimensions for the missing ones, and so reads it as places.
-    """
+def check_mask(mask: Tensor, size: list[int], shape_text: str, name: str, device: torch.device) -> None:
+    """Raises unless ``mask`` is bool, broadcasts to ``size`` in one way, and is on ``device``, as argument ``name``."""
+    check_is_tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
+    shape = mask.shape
+    if not broadcasts(shape, size):
+        raise ValueError(
+            f"mask: expected a tensor that broadcasts to {shape_text}, {size}, got {list(shape)}"
+            + unsqueeze_hint(shape, size)
+        )
+    # Broadcasting reads the first dimension of a shorter mask as positions. If it could be samples, ask.
     missing = len(size) - len(shape)
-    if missing == 0 or len(shape) == 0 or shape[0] == 1 or shape[0] != size[0]:
-        return
-    own, of_samples = [1] * missing + [*shape], [shape[0]] + [1] * missing + [*shape[1:]]
-    raise ValueError(
-        f"mask: expected a shape that is read in one way, got {list(shape)}, whose first dimension may be samples or "
-        f"places; give mask.view({of_samples}) for samples, mask.view({own}) for places, the same in all samples"
-    )
+    if missing and len(shape) and shape[0] == size[0] != 1:
+        positions, samples = [1] * missing + [*shape], [shape[0]] + [1] * missing + [*shape[1:]]
+        raise ValueError(
+            f"ambiguous mask of shape {list(shape)}: its first dimension could be samples or positions; give "
+            f"mask.view({samples}) for samples, or mask.view({positions}) for positions, the same in all samples"
+        )
+    if mask.device != device:
+        raise RuntimeError(f"mask: expected a tensor on {device}, as {name}, got one on {mask.device}")
 
 
 def _check_lengths(lengths: Tensor, input: Tensor) -> None:
@@ -93,7 +90,7 @@ def _check_lengths(lengths: Tensor, input: Tensor) -> None:
             f"{list(lengths.shape)} for {list(input.shape)}"
         )
     if lengths.device != input.device:
-        raise RuntimeError(f"lengths: expected it on {input.device}, where input is, got {lengths.device}")
+        raise RuntimeError(f"lengths: expected a tensor on {input.device}, as input, got one on {lengths.device}")
     # Values on other devices are not checked, because the host would wait for the device.
     if type(lengths) is Tensor and lengths.is_cpu and not (is_compiling() or is_tracing() or is_transforming()):
         wrong = [length for length in lengths.tolist() if not 0 <= length <= input.size(-1)]

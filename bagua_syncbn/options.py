@@ -13,9 +13,9 @@ from torch import Tensor
 # Input, weight, bias and residual of a call.
 Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# mask, lengths and zero_masked of a call; or a function that returns them for its input.
+# mask, lengths and zero_masked of a call; or a function that returns the checked masking for an input.
 Masks: TypeAlias = tuple[Tensor | None, Tensor | None, bool]
-GivenMasks: TypeAlias = Masks | Callable[[Tensor], Masks]
+GivenMasks: TypeAlias = Masks | Callable[[Tensor], Any]
 
 NO_MASKS: Masks = None, None, False
 

@@ -1,8 +1,7 @@
 """Kernels of a CUDA device: the native ones, once they agree with plain torch there; else those of ATen."""
 
-from torch import Tensor
-
 from ..functional import first_call_checks
+from ..step.call import Call
 from .comparison import check_kernels, check_kernels_on
 from .fallback import EXPERIMENTAL, cuda_kernels
 
@@ -10,5 +9,5 @@ __all__ = ["EXPERIMENTAL", "check_kernels_on", "cuda_kernels"]
 
 
 @first_call_checks.register
-def _is_checked(input: Tensor) -> bool:
-    return not input.is_cuda or check_kernels(input)
+def _is_checked(call: Call) -> bool:
+    return not call.input.is_cuda or check_kernels(call.input)

@@ -193,7 +193,7 @@ def _prepare_in_run(call: Call, make: Callable[[], Any]) -> Any:
         raise named(error, layer) from None
     try:
         with unseen_by_selective_checkpointing():  # a repetition gathers nothing
-            prepared = make() if made is None else made.prepared.again()
+            prepared = make() if made is None else made.prepared.for_recompute()
         if repetition is not None and made is None:
             raise named(RuntimeError("expected a repetition to be refused as the first run was"), layer)
         made = made or _Made(prepared, call.training, tracks)

@@ -155,38 +155,40 @@ def _note_output(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    by: Normalization,
+    norm: Normalization,
 ) -> None:
     """Leaves the recipe of ``output`` at its autograd node.
 
     An output with a residual gets none: the residual of a block is the output of the block before, and so on.
     """
-    if by.exchange is None or by.statistics is None or output.grad_fn is None or residual is not None:
+    if norm.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
         return
     hooks = saving_hooks()
     if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
         return
     # Copied, because parameters may change before backward, and sharded ones are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
-    factors = weight, bias, *by.statistics[:2]
-    make = partial(_recomputed, name_of(by.layer), input.detach(), input._version, factors, by)
+    factors = weight, bias, *norm.statistics[:2]
+    make = partial(_recomputed, name_of(norm.layer), input.detach(), input._version, factors, norm)
     # By the number of the output: replicas have a node together.
     vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = _Recipe(output, make)
 
 
-def _recomputed(name: str, input: Tensor, version: int, factors: Sequence[Tensor | None], by: Normalization) -> Tensor:
+def _recomputed(
+    name: str, input: Tensor, version: int, factors: Sequence[Tensor | None], norm: Normalization
+) -> Tensor:
     if input._version != version:
         raise RuntimeError(
             f"{name}: expected an input that stays as it was until backward, from which recompute_outputs "
             "recomputes the output; it was written to in place"
         )
-    activation = by.options.activation or ops.IDENTITY
+    activation = norm.options.activation or ops.IDENTITY
     try:
         made: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
     except RuntimeError as error:
         ops.raise_torchs(error)
         raise
-    return made if by.masking is None else by.masking.clear_outputs(made)
+    return made if norm.masking is None else norm.masking.clear_outputs(made)
 
 
 def _recipe_of(tensor: Tensor) -> _Remade | None:

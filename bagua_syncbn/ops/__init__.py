@@ -58,7 +58,7 @@ from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_
 from .failures import raise_torchs
 from .masking import Masking, of_positions
 from .moments import Moments
-from .native import KERNELS, hold_buffers, prefer_native, recompute_is_cheaper
+from .native import KERNELS, hold_buffers
 from .running_stats import (
     NO_BUFFERS,
     Buffers,

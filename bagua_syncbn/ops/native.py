@@ -2,25 +2,16 @@
 
 import json
 import os
-import sys
 import warnings
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from torch import Tensor
-
-from .activations import Activation
 from .gather_stats import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
 WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 """``"native"``, ``"aten"`` for ATen's kernels instead of native ones on CUDA, or ``"reference"`` for plain torch."""
-
-# Below these numbers of values the five calls from Python cost what the kernels save, or more: docs/benchmarks.md.
-# F.batch_norm is fast where channels are innermost, until its outputs leave the caches.
-_WORTHWHILE_PLANAR = 2**17
-_WORTHWHILE_INTERLEAVED = 2**22
 
 
 def _load() -> tuple[str, bool]:
@@ -68,12 +59,6 @@ KERNELS, LIBRARY_HAS_CUDA = _load()
 ``", cuda"`` if the library has CUDA kernels too, and they are wanted."""
 
 
-# Groups and the exchange read and write their state under the GIL. The library, which does not say that it can do
-# without, has a free-threaded Python turn it on, unless that was told to leave it off.
-if not getattr(sys, "_is_gil_enabled", lambda: True)():
-    raise ImportError("bagua_syncbn: expected Python to run with the GIL, got one without it; set PYTHON_GIL=1")
-
-
 def hold_buffers(held: bool) -> None:
     """Has ``batch_norm_gather_stats`` leave the buffers in this thread as they are, until the opposite is asked.
 
@@ -82,18 +67,3 @@ def hold_buffers(held: bool) -> None:
     this_thread.holds_buffers = held
     if KERNELS != "reference":
         import_module(_LIBRARY).hold_buffers(held)
-
-
-def prefer_native(input: Tensor) -> bool:
-    """Whether the ops normalize ``input`` in training faster than F.batch_norm does. Not known for the CUDA kernels."""
-    worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
-    return KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
-
-
-def recompute_is_cheaper(input: Tensor, activation: Activation) -> bool:
-    """Whether the ops compute ``activation`` of values like those of ``input`` faster than memory gives and takes them.
-
-    Then the gradient through it is made twice in a backward pass, and not stored between.
-    """
-    on_gpu = KERNELS.endswith("cuda") and input.device.type == "cuda"
-    return on_gpu or (KERNELS != "reference" and input.device.type == "cpu" and activation.is_cheap)

@@ -13,9 +13,9 @@ from .. import ops
 from ..checks import named
 from ..dry_run import forward_of, observe_inputs
 from ..errors import notifies_peers
-from ..extras.masks import masks_of
 from ..extras.sums import sum_over_ranks
 from ..groups import spec_of
+from ..masked import masks_of
 from ..masks import masking_of
 from ..models import check_module
 from ..names import name_of
@@ -128,7 +128,7 @@ def _add(
     try:
         layer._check_input_dim(input)
         if isinstance(layer, SyncBatchNorm):
-            masking = masking_of(input, masks_of(layer, input, options))
+            masking = masking_of(input, masks_of(layer, options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, layer) from None
     stats = ops.batch_norm_stats(input, mask=None if masking is None else masking.positions)

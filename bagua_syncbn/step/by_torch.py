@@ -1,4 +1,4 @@
-"""Normalization by F.batch_norm: in evaluation, and in training on one rank where it is as exact and faster."""
+"""Normalization with F.batch_norm: in evaluation, and in training on one rank if it is as exact and faster."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from .call import Call, Normalization, follow, this_thread
 
 
 def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
+    """Returns whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    beside_float32 = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
-    return dtypes <= {input.dtype} or beside_float32
+    is_mixed = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
+    return dtypes <= {input.dtype} or is_mixed
 
 
-_DEFAULTS = Options()[2:-1]  # all but eps, momentum and the activation
+_DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
+
+# From these numbers of values on, the kernels save more than the five calls from Python cost: docs/benchmarks.md.
+# F.batch_norm is fast with channels innermost, until its outputs no longer fit the caches.
+_WORTHWHILE_PLANAR = 2**17
+_WORTHWHILE_INTERLEAVED = 2**22
 
 
 def suits_torch(call: Call, options: Options) -> bool:
-    """Whether F.batch_norm computes training on one rank: if it supports the call, is exact enough and is fast.
+    """Returns whether F.batch_norm should compute a training call on one rank: it supports the call, exactly and fast.
 
-    It has eps and momentum; all other options, new ones too, must have their defaults. With ``momentum=None`` the host
-    would have to read the factor. torch's CPU kernels for half inputs round intermediate values: in bfloat16 outputs
-    are off by several units in the last place.
+    F.batch_norm has eps and momentum; all other options must have their defaults. With ``momentum=None`` the host would
+    have to read the factor. torch's CPU kernels round intermediate values of half inputs: in bfloat16, outputs are off
+    by several units in the last place.
     """
     input, buffers = call.input, call.buffers
     if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:
@@ -43,22 +48,28 @@ def suits_torch(call: Call, options: Options) -> bool:
         return False
     if is_tracing():
         return True
-    # A trace also serves other sizes, so the size must not decide there which is faster.
+    # Not the size of the input: a trace serves other sizes too.
     if input.numel() == 0:
         return False
     hooks = None if _is_recorded(input) else this_thread.hooks
     has_recipes = hooks is not None and hooks.see_output is not None
-    return _is_recorded(input) or not (has_recipes or ops.prefer_native(input))
+    return _is_recorded(input) or not (has_recipes or _prefer_native(input))
+
+
+def _prefer_native(input: Tensor) -> bool:
+    """Returns whether the ops are faster than F.batch_norm in training. Not known for the CUDA kernels."""
+    worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
+    return ops.KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
 
 
 def _is_recorded(input: Tensor) -> bool:
-    """Whether a tracer, compiler or transform, and not only autograd, records the call."""
+    """Returns whether a tracer, compiler or transform records the call, not only autograd."""
     is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
     return is_traced or is_transforming()
 
 
 class ByTorch(NamedTuple):
-    """Options and buffers of a call that F.batch_norm computes."""
+    """A call that F.batch_norm computes."""
 
     options: Options
     buffers: ops.Buffers
@@ -87,18 +98,18 @@ class ByTorch(NamedTuple):
             return output
         return follow(output, residual, options, masking)
 
-    def again(self) -> ByTorch:
-        """Returns the same with copies of the buffers, which the first run has moved."""
+    def for_recompute(self) -> ByTorch:
+        """Returns this with copies of the buffers, because the first run updated them."""
         mean, var = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
         return self._replace(buffers=ops.Buffers(mean, var))
 
 
 def in_evaluation(call: Call, options: Options, masking: ops.Masking | None) -> Normalization | ByTorch:
-    """Returns what ``call`` is normalized by in evaluation: by the running statistics, as constants."""
+    """Returns how to normalize the input of ``call`` in evaluation: with the running statistics, as constants."""
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # they may move before a repetition
+    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # they may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     follows = options.activation is not None or call.residual is not None or masking is not None

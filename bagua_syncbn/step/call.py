@@ -1,4 +1,4 @@
-"""Records of a call, and the hooks by which others take part in the calls of a thread."""
+"""Records of a call, and the hooks of a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..groups import ALONE
 from ..options import NO_MASKS, GivenMasks, Options
 from .exchange import Exchange
 
-# Mean (C), inverse deviation (C) and number of values per channel, an int64 scalar, of all ranks together.
+# Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 # Called with the rows of all ranks or their sum, the number of ranks in the sum, the buffers and the options.
@@ -22,7 +22,7 @@ Accumulate: TypeAlias = Callable[[Tensor, int, ops.Buffers, Options], None]
 
 
 class Call(NamedTuple):
-    """A call of a layer, or of :func:`~bagua_syncbn.sync_batch_norm`, as it comes in."""
+    """Arguments of a call of a layer, or of :func:`~bagua_syncbn.sync_batch_norm`."""
 
     input: Tensor
     weight: Tensor | None
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def synchronizes(self) -> bool:
-        """Whether this is a call in training, over the ranks of a group. Everyone asks here, never the layer's mode."""
+        """True for a training call over the ranks of a group. Code asks here, never the mode of the layer."""
         return self.group is not ALONE
 
     @property
@@ -52,57 +52,57 @@ class Call(NamedTuple):
 
     @property
     def has_masks(self) -> bool:
-        """Whether there is a mask or lengths, or a function that may return them."""
+        """True if there is a mask, lengths, or a function that may return one of them."""
         return callable(self.masks) or self.masks[0] is not None or self.masks[1] is not None
 
 
 @dataclass(slots=True)
 class Normalization:
-    """Statistics, options and exchange of a call: all that it is normalized by, beside tensors with gradients."""
+    """How to normalize an input: statistics, options and exchange, without the differentiable tensors."""
 
     options: Options
     exchange: Exchange | None  # None if the statistics are constants
     layer: nn.Module | None
     masking: ops.Masking | None = None
-    # Under a transform of torch.func None, until the differentiable form has gathered them.
+    # None under a transform of torch.func, until the differentiable form has gathered them.
     statistics: Statistics | None = None
 
     @property
     def positions(self) -> Tensor | None:
-        """Positions of the input that count, as the ops take them; None for all."""
+        """Positions of the input that count, in the form that the ops take; None for all."""
         return None if self.masking is None else self.masking.positions
 
-    def again(self) -> Normalization:
-        """Returns what a repetition of the call is normalized by."""
+    def for_recompute(self) -> Normalization:
+        """Returns the normalization for a recomputation of the call."""
         return self
 
 
 class Hooks(NamedTuple):
-    """Functions that extras have set for the calls of a thread."""
+    """Functions that extras set for the calls of a thread."""
 
     prepare: Callable[[Call, Callable[[], Any]], Any] | None = None
-    """Called with a call and a function that returns what it is normalized by; returns that, or what an earlier call
-    was normalized by, as in a repetition by activation checkpointing."""
+    """Called with a call and a function that prepares it. Returns the result of the function, or in the recomputation
+    of a checkpoint the result of the first run."""
 
     see_output: Callable[..., None] | None = None
     """Called with output, input, weight, bias, residual and normalization of each call."""
 
 
 class _Thread(threading.local):
-    hooks: Hooks | None = None  # None without any, so that a plain call looks once
+    hooks: Hooks | None = None  # None without any hook: a plain call checks once
 
 
 this_thread = _Thread()
 
 
 def set_hook(name: str, function: Callable[..., Any] | None) -> None:
-    """Sets a hook of this thread, by its name in :class:`Hooks`; None takes it away."""
+    """Sets a hook of this thread, a field of :class:`Hooks`; None removes it."""
     hooks = (this_thread.hooks or Hooks())._replace(**{name: function})
     this_thread.hooks = hooks if any(hooks) else None
 
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:
-    """Returns ``output`` with residual, activation and mask applied, in operations of torch."""
+    """Returns ``output`` with residual, activation and mask applied by torch operations."""
     if residual is not None:
         residual = residual if masking is None else masking.clear_outputs(residual)
         output = output + residual.to(output.dtype)

@@ -28,7 +28,7 @@ def differentiable_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    by: Normalization,
+    norm: Normalization,
     gather: Callable[[Tensor], Statistics],
 ) -> Tensor:
     """Computes :func:`~bagua_syncbn.sync_batch_norm` by ``by``, differentiable any number of times.
@@ -36,25 +36,25 @@ def differentiable_batch_norm(
     ``gather`` gathers the statistics of all ranks, or returns those that were gathered before.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
-    if by.masking is not None:
-        wide = by.masking.clear_outputs(wide)
-    if by.exchange is None:
+    if norm.masking is not None:
+        wide = norm.masking.clear_outputs(wide)
+    if norm.exchange is None:
         mean, invstd, _ = gather(wide)
     else:
-        mean, invstd, _ = _Merged.apply(wide, by, gather)
+        mean, invstd, _ = _Merged.apply(wide, norm, gather)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
-    return follow(output, residual, by.options, by.masking).to(input.dtype)
+    return follow(output, residual, norm.options, norm.masking).to(input.dtype)
 
 
 def differentiable_backward(
     grad_output: Tensor,
     tensors: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
-    by: Normalization,
+    norm: Normalization,
     statistics: Statistics,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of ``tensors``: input, weight, bias and residual; None for those not needed.
@@ -63,9 +63,9 @@ def differentiable_backward(
     """
 
     def compute(views: Sequence[Any]) -> list[Tensor]:
-        return [differentiable_batch_norm(*views[0], by, lambda _: statistics)]  # type: ignore[call-arg]
+        return [differentiable_batch_norm(*views[0], norm, lambda _: statistics)]  # type: ignore[call-arg]
 
-    return gradients_of(compute, [grad_output], [tensors], needs_grad, by.options)
+    return gradients_of(compute, [grad_output], [tensors], needs_grad, norm.options)
 
 
 def gradients_of(
@@ -101,7 +101,7 @@ def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tup
 
 
 def _peers_of_merged(ctx: Any, *_: Any) -> tuple[Any, Any]:
-    return ctx.by.exchange.communicator, ctx.by.layer
+    return ctx.norm.exchange.communicator, ctx.norm.layer
 
 
 class _Merged(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _Merged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor, by: Normalization, gather: Callable[[Tensor], Statistics]) -> Statistics:
+    def forward(input: Tensor, norm: Normalization, gather: Callable[[Tensor], Statistics]) -> Statistics:
         mean, invstd, count = gather(input)
         # Cloned, because a function must not return tensors that other objects hold. Derivatives divide by the count.
         return mean.clone(), invstd.clone(), count.clamp(min=1)
@@ -123,18 +123,18 @@ class _Merged(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(inputs[0], *output)
         ctx.save_for_forward(inputs[0], *output)
-        ctx.by = inputs[1]
+        ctx.norm = inputs[1]
 
     @staticmethod
     @notifies_peers(_peers_of_merged)
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count = ctx.saved_tensors
-        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.by)
+        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.norm)
         grad_mean, grad_invstd = total.chunk(2)
-        slope = _slope(invstd, ctx.by.options) * grad_invstd
+        slope = _slope(invstd, ctx.norm.options) * grad_invstd
         centered = input - ops.per_channel(mean, input)
         grad_input = (ops.per_channel(grad_mean, input) + centered * ops.per_channel(slope, input)) / count
-        return _counted(grad_input, ctx.by), None, None
+        return _counted(grad_input, ctx.norm), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -143,15 +143,15 @@ class _Merged(torch.autograd.Function):
         input, mean, invstd, count = ctx.saved_tensors
         centered = input - ops.per_channel(mean, input)
         dims = ops.reduced_dims(input)
-        tangent = _counted(tangent, ctx.by)
-        centered = _counted(centered, ctx.by)
-        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.by) / count
+        tangent = _counted(tangent, ctx.norm)
+        centered = _counted(centered, ctx.norm)
+        total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.norm) / count
         tangent_mean, covariance = total.chunk(2)
-        return tangent_mean, _slope(invstd, ctx.by.options) * covariance, None
+        return tangent_mean, _slope(invstd, ctx.norm.options) * covariance, None
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _input: Any, by: Normalization, _gather: Any) -> None:
-        raise _no_vmap(by)
+    def vmap(_info: Any, _in_dims: Any, _input: Any, norm: Normalization, _gather: Any) -> None:
+        raise _no_vmap(norm)
 
 
 def _slope(invstd: Tensor, options: Options) -> Tensor:
@@ -161,20 +161,20 @@ def _slope(invstd: Tensor, options: Options) -> Tensor:
     return slope if clamped is None else slope.masked_fill(clamped, 0)
 
 
-def _counted(values: Tensor, by: Normalization) -> Tensor:
+def _counted(values: Tensor, norm: Normalization) -> Tensor:
     """Returns ``values`` (N, C, \\*) with 0 at positions that do not count for the statistics."""
-    return values if by.masking is None else by.masking.clear(values)
+    return values if norm.masking is None else norm.masking.clear(values)
 
 
-def _all_reduce(values: Tensor, by: Normalization) -> Tensor:
+def _all_reduce(values: Tensor, norm: Normalization) -> Tensor:
     """Returns the sum over ranks of ``values``, differentiably."""
-    exchange = by.exchange
+    exchange = norm.exchange
     assert exchange is not None
     if exchange.communicator.size == 1:
         return values
     if not torch.compiler.is_compiling() and is_batched(values):
-        raise _no_vmap(by)
-    total: Tensor = _AllReduce.apply(values, by)
+        raise _no_vmap(norm)
+    total: Tensor = _AllReduce.apply(values, norm)
     return total
 
 
@@ -182,34 +182,34 @@ class _AllReduce(torch.autograd.Function):
     """Sum over ranks. Its derivative is again the sum over ranks."""
 
     @staticmethod
-    def forward(values: Tensor, by: Normalization) -> Tensor:
-        assert by.exchange is not None
-        return by.exchange.total(values.clone())
+    def forward(values: Tensor, norm: Normalization) -> Tensor:
+        assert norm.exchange is not None
+        return norm.exchange.total(values.clone())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.by = inputs[1]
+        ctx.norm = inputs[1]
 
     @staticmethod
     @notifies_peers(_peers_of_merged)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad_output, ctx.by), None
+        return _all_reduce(grad_output, ctx.norm), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return _all_reduce(tangent, ctx.by)
+        return _all_reduce(tangent, ctx.norm)
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _values: Any, by: Normalization) -> None:
-        raise _no_vmap(by)
+    def vmap(_info: Any, _in_dims: Any, _values: Any, norm: Normalization) -> None:
+        raise _no_vmap(norm)
 
 
-def _no_vmap(by: Normalization) -> RuntimeError:
+def _no_vmap(norm: Normalization) -> RuntimeError:
     refusal = RuntimeError(
         "sync_batch_norm: expected no torch.func.vmap over training and no is_grads_batched in its backward pass with "
         "the statistics of a group, because its collectives cannot be batched; call it once for each sample of the "
         "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
     )
-    assert by.exchange is not None
-    notify_peers(by.exchange.communicator, by.layer, refusal)
+    assert norm.exchange is not None
+    notify_peers(norm.exchange.communicator, norm.layer, refusal)
     return refusal

@@ -20,7 +20,7 @@ def batch_statistics(
         row = ops.batch_norm_stats(input, *exchange.header)
     else:
         row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.uses_sums)
-    buffers = call.tracked_buffers
+    buffers = call.buffers if call.buffers.running_mean is not None else ops.NO_BUFFERS  # call.tracked_buffers
     # Averages over all batches need as many batches on all ranks.
     counter = buffers.num_batches_tracked if options.momentum is None else None
     rows, ranks, fault, number = exchange.gather(row, counter)

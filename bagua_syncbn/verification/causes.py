@@ -13,7 +13,7 @@ from ..checks import is_distributed
 from ..conversion import conversion_report
 from ..conversion.findings import Finding
 from ..dry_run import digest
-from ..extras.masks import is_masked
+from ..masked import is_masked
 from ..names import name_of
 from ..running_statistics.accumulation import accumulation_of
 from ..sync_batchnorm import SyncBatchNorm

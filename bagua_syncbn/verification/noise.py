@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
 from ..dry_run import forward_of, observe_inputs
-from ..extras.masks import is_masked
+from ..masked import is_masked
 from ..models import check_module
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers

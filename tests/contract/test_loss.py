@@ -269,9 +269,9 @@ WRONG = {
     "another size": (
         (VALUES, torch.ones(2, dtype=torch.bool)), {}, ValueError, r"broadcasts to values, \[2, 3\], got \[2\]; give"
     ),
-    "read in two ways": ((SQUARE, torch.ones(3, dtype=torch.bool)), {}, ValueError, "read in one way, got"),
+    "read in two ways": ((SQUARE, torch.ones(3, dtype=torch.bool)), {}, ValueError, "ambiguous mask of shape"),
     "another device": (
-        (VALUES, torch.ones(2, 3, dtype=torch.bool, device="meta")), {}, RuntimeError, "mask: expected it on cpu"
+        (VALUES, torch.ones(2, 3, dtype=torch.bool, device="meta")), {}, RuntimeError, "mask: expected a tensor on cpu"
     ),
     "a count below 0": ((VALUES,), {"count": -1}, ValueError, "count: expected a finite number of at least 0, got -1"),
     "a count of no kind": ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),

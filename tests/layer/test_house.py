@@ -14,8 +14,16 @@ from tests.helpers.steps import draw, step
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Attached to the core and to conversion from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = (
-    *("agreement", "cuda", "extras", "memory", "data_parallel", "verification", "contrib", "dry_run", "sharded"),
-    *("running_statistics", "vacancy", "with_bagua", "sync_group", "communicators.hosts", "communicators.shared"),
+    *("agreement", "cuda", "extras", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked"),
+    *(
+        "running_statistics",
+        "sharded",
+        "vacancy",
+        "with_bagua",
+        "sync_group",
+        "communicators.hosts",
+        "communicators.shared",
+    ),
 )
 
 # The package as a folder, without its __init__.

@@ -9,7 +9,7 @@ import torch
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, sync_batch_norm
-from bagua_syncbn.functional import _warn_if_launched_with_others
+from bagua_syncbn.unsynchronized import _warn_if_launched_with_others
 from tests.helpers.cases import Case, check, run_rank
 from tests.helpers.tolerances import DTYPES
 
