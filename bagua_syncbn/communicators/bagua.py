@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..groups import LOCAL, Communicator, Ranks, Rule, is_ranks
-from ..groups.rules import check_rule, ranks_by_rule
+from ..groups.rules import check_rule, ranks_by_rule, text_of
 from . import torch_engine
 
 # Communicators of this process by their ranks, so that a rank that has a group and one that has only its ranks, as in a
@@ -165,6 +165,9 @@ def communicator_of(rule: Rule, given: Any) -> Communicator:
         return LOCAL
     communicator = _communicators.get(ranks)
     if communicator is None:
+        # Bagua's constructor waits for all members with the GIL held. The thread of its scheduler needs the GIL, and a
+        # peer may wait for this scheduler before it gets here.
+        torch_engine.running_job().meet(f"bagua {ranks}", ranks, text_of(rule))
         communicator = _communicators[ranks] = BaguaCommunicator(_make_group(ranks))
     return communicator
 

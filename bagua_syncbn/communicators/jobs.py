@@ -250,6 +250,16 @@ class Job:
             return given or self._world()
         return self._made_once("user", ranks, self._world(), text_of(rule))
 
+    def meet(self, name: str, ranks: Ranks, what: str, limit: timedelta | None = None) -> str:
+        """Waits until all ``ranks`` make this call. Returns ``name`` with the number of the attempt.
+
+        Members number the attempts alike: a rank that arrives at a failed attempt fails in it too.
+        """
+        name = f"{name}:{self._times_tried[name]}"
+        self._times_tried[name.rpartition(":")[0]] += 1
+        self._meet(name, ranks, None, what, len, limit)
+        return name
+
     def _meet(
         self,
         key: str,
@@ -307,10 +317,7 @@ class Job:
         with self._making.setdefault(name, Lock()):
             group = _alive(self._made.get(name))
             if group is None:
-                # All members number the attempts in the same way: one that arrives at a failed attempt fails in it too.
-                number = self._times_tried[name]
-                self._times_tried[name] += 1
-                group = self._make_group(ranks, model, f"{name}:{number}", what, named_after is not None)
+                group = self._make_group(ranks, model, name, what, named_after is not None)
                 self._made[name] = ref(group)
                 if named_after is not None:
                     finalize(model, self._end, name).atexit = False  # type: ignore[misc]  # the job ends all groups
@@ -337,7 +344,7 @@ class Job:
         ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
         different numbers of other groups wait for each other forever.
         """
-        self._meet(name, ranks, None, what, len, torch_groups.timeout_of(model))
+        name = self.meet(name, ranks, what, torch_groups.timeout_of(model))
         store = self._store
         if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
             with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection

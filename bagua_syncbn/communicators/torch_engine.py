@@ -54,12 +54,12 @@ def ranks_of(rule: Rule) -> Ranks:
 
     All ranks of the job make the first use of a rule together, except for one that lists the ranks of a single group.
     """
-    return _running_job().ranks_of(rule)
+    return running_job().ranks_of(rule)
 
 
 def communicator_of(rule: Rule, given: Any) -> Communicator:
     """Returns the communicator of layers that synchronize by ``rule``; another one for each ``given`` group."""
-    job, group = _running_job(), None if rule is None else given
+    job, group = running_job(), None if rule is None else given
     if group is not None and not is_alive(group):
         raise RuntimeError(DESTROYED)
 
@@ -82,7 +82,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_inherited)
 
 
-def _running_job() -> Job:
+def running_job() -> Job:
     """Returns the running job; raises RuntimeError in a forked child of a process of that job."""
     world = default_group()
     if world in _inherited:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 from unittest.mock import patch
 
@@ -88,6 +89,23 @@ def test_one_collective_each_way_in_order_and_no_host_wait(dtype, layers):
     assert [log[start : start + len(one)] for start, one in zip(starts, expected, strict=True)] == expected
     assert len(sent()) == 2 * layers
     assert "host waits" not in log
+
+
+@pytest.mark.ranks(2)
+def test_ranks_wait_in_python_until_all_members_make_the_first_use(tmp_path):
+    """Bagua's constructor waits with the GIL held, which its scheduler's thread needs in order to serve the peers."""
+    store, constructor = dist.FileStore(str(tmp_path / "store"), 2), HostCommunicator.__init__
+
+    def construct(*args, **kwargs):
+        assert store.check(["rank 1 is there"])
+        constructor(*args, **kwargs)
+
+    layer = SyncBatchNorm(2, process_group=communication.BaguaProcessGroup([0, 1], None, "another"))
+    with patch.object(bagua, "_communicators", {}), patch.object(HostCommunicator, "__init__", construct):
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            store.set("rank 1 is there", "")
+        layer(torch.randn(4, 2))
 
 
 @pytest.mark.ranks(2)
