@@ -213,15 +213,6 @@ def reset():
         getattr(communication, name).cache_clear()
 
 
-def join_job_on_a_gpu(store, rank, world_size):
-    """Starts the real thing, over NCCL; once in a process."""
-    import bagua.torch_api.communication as communication
-
-    communication.start_autotune_server = _start_autotune_thread
-    torch.cuda.set_device(rank)
-    communication.init_process_group(dist.FileStore(store, world_size), rank, world_size, world_size)
-
-
 def install():
     """Replaces the native edge in this process."""
     import bagua_core
@@ -243,13 +234,13 @@ def install():
     import bagua_syncbn.communicators.bagua as ours
 
     # In this process rather than in a child, which these processes may not have and which would survive them.
-    communication.start_autotune_server = _start_autotune_thread
+    communication.start_autotune_server = start_autotune_thread
     # Functions of Bagua refuse tensors whose device equals torch.device("cpu").
     communication.torch = SimpleNamespace(**vars(torch) | {"device": lambda *_: None})
     ours._device = lambda: torch.device("cpu")
 
 
-def _start_autotune_thread(port):
+def start_autotune_thread(port):
     import bagua.torch_api.communication as communication
 
     threading.Thread(target=communication.run_flask_app, args=(port,), daemon=True).start()
