@@ -256,7 +256,7 @@ def checks_of(call: Call) -> CallCache:
     w, b = _NO_TENSOR if weight is None else weight, _NO_TENSOR if bias is None else bias
     m, v = _NO_TENSOR if mean is None else mean, _NO_TENSOR if var is None else var
     n = _NO_TENSOR if batches is None else batches
-    ready = (group if type(group) is GroupSpec else spec_of(group)).made()
+    ready = (group if type(group) is GroupSpec else spec_of(group)).communicator_if_ready()
     try:
         shape = input.shape
         place: Any = group is not ALONE  # call.synchronizes

@@ -39,7 +39,7 @@ def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
         return
     # Nothing may take the place of the error.
     with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():
-        communicator = spec_of(process_group).made()
+        communicator = spec_of(process_group).communicator_if_ready()
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
             if isinstance(layer, str):  # a function that belongs to no layer

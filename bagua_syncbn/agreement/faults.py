@@ -9,7 +9,7 @@ from threading import Thread
 import torch
 
 from .. import ops
-from ..groups import said_by
+from ..groups import ranks_by_text
 from ..torch_internals.autograd import outside_of_modes
 from .signatures import CallSignature, describe
 
@@ -90,7 +90,7 @@ def forget_records(history: str) -> None:
 
 def differ_text(own: str, calls: Iterable[tuple[int, str]] = (), other: str = "another call") -> str:
     """Returns the message for ranks that differ: their ``calls``, by rank; if none are known, this rank's ``own``."""
-    said = said_by(calls) or [("this rank", own), ("another rank", other)]
+    said = ranks_by_text(calls) or [("this rank", own), ("another rank", other)]
     return (
         "sync_batch_norm: expected all ranks of a group to call the same layers in the same order with the same "
         f"options, got {'; '.join(f'{ranks}: {call}' for ranks, call in said)}"

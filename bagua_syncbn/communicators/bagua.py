@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..groups import LOCAL, Communicator, Ranks, Rule, is_ranks
-from ..groups.rules import check_rule, ranks_by_rule, text_of
+from ..groups import LOCAL, Communicator, RankGroup, Ranks, Rule, members_by, text_of
 from . import torch_engine
 
 # Communicators of this process by their ranks, so that a rank that has a group and one that has only its ranks, as in a
@@ -129,8 +128,8 @@ def is_process_group(process_group: object) -> bool:
     return True
 
 
-def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any]] | None:
-    """Returns the ranks of a BaguaProcessGroup, None for the default one, and a function that returns the group.
+def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
+    """Returns the rule of a BaguaProcessGroup, None for the default one, and a function that returns the group.
 
     Returns None for other objects.
 
@@ -140,9 +139,9 @@ def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any]] | None:
     """
     if not is_process_group(process_group):
         return None
-    ranks = None if process_group is default_group() else tuple(sorted(process_group.ranks))
-    check_rule(ranks, *rank_and_size())
-    return ranks, lambda: process_group
+    rule = None if process_group is default_group() else RankGroup(tuple(sorted(process_group.ranks)))
+    members_by(rule, *rank_and_size())  # raises if the job has no such ranks
+    return rule, lambda: process_group
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -151,11 +150,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def ranks_of(rule: Rule) -> Ranks:
-    """Returns the ranks of the group that this rank is in by ``rule``."""
-    if rule is not None and not is_ranks(rule):
-        return torch_engine.ranks_of(rule)  # the ranks compare their rules through the store of torch's job
-    check_rule(rule, *rank_and_size())
-    return ranks_by_rule(rule, *rank_and_size())
+    """Returns the ranks of this rank's group."""
+    if rule is None or isinstance(rule, RankGroup):
+        return members_by(rule, *rank_and_size()) or ()
+    return torch_engine.ranks_of(rule)  # the ranks compare their rules in the store of torch's job
 
 
 def communicator_of(rule: Rule, given: Any) -> Communicator:

@@ -1,4 +1,4 @@
-"""A job of torch.distributed, and the meetings in its store in which ranks agree."""
+"""Jobs of torch.distributed, and meetings of ranks in the job's store."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -20,8 +20,18 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 
-from ..groups import NODE, Ranks, Rule, first_user, is_ranks, said_by, text_of_ranks
-from ..groups.rules import check_rule, described, ranks_by_rule, text_of
+from ..groups import (
+    NODE,
+    RankGroup,
+    Ranks,
+    Rule,
+    description_of,
+    first_user,
+    members_by,
+    ranks_by_text,
+    text_of,
+    text_of_ranks,
+)
 from ..torch_internals import groups as torch_groups
 from .c10d import is_alive
 
@@ -34,44 +44,42 @@ _CAUSES = (
 )
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-
-class _FirstUse(threading.Thread):
-    """Thread of a first use, see :func:`in_one_piece`."""
-
-    left_with: BaseException | None = None  # exception that ended the main thread's wait for this one
+# Holds the exception that ended the main thread's wait for the thread of a first use, see in_one_piece.
+_interrupts: ContextVar[Sequence[BaseException]] = ContextVar("interrupts", default=())
 
 
 def in_one_piece(make: Callable[[], _Made]) -> _Made:
-    """Returns ``make()``, in which ranks meet; if a signal handler raises, the next meeting fails on all of them.
+    """Returns ``make()``, in which ranks meet. If a signal handler raises, the next meeting fails on all ranks.
 
-    Behind a meeting the other ranks connect to this one, and would not learn before the time-out that it stays away.
-    So ``make`` runs in a thread of its own, because Python runs signal handlers in the main thread only.
+    After a meeting the other ranks connect to this one: without it they would wait for the time-out. So ``make`` runs
+    in a helper thread, because Python runs signal handlers in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         return make()
     made: Future[_Made] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # each thread has its own
+    interrupts: list[BaseException] = []
 
     def run() -> None:
+        _interrupts.set(interrupts)
         try:
             with torch.cuda.device(device):
                 made.set_result(make())
         except BaseException as error:
             made.set_exception(error)
 
-    thread = _FirstUse(target=copy_context().run, args=(run,), daemon=True)
     try:
-        thread.start()
+        threading.Thread(target=copy_context().run, args=(run,), daemon=True).start()
         return made.result()
     except BaseException as error:
         if not made.done():
-            thread.left_with = error
-            wait([made], 5)  # the process may end at once, and others are to be told before
+            interrupts.append(error)
+            wait([made], 5)  # lets the thread tell the others, because the process may end now
         raise
 
 
 class MeetingError(RuntimeError):
-    """Says why a meeting did not take place."""
+    """Says why a meeting failed."""
 
 
 def meet(
@@ -114,14 +122,13 @@ def meet(
             waited = time.monotonic() - begin
             if store.check(["outcome"]):
                 outcome = json.loads(store.get("outcome"))
-            elif (error := getattr(threading.current_thread(), "left_with", None)) is not None:
-                outcome = _settle(store, _left(rank, error))
+            elif interrupts := _interrupts.get():
+                outcome = _settle(store, _left(rank, interrupts[0]))
             elif rank == ranks[0] and arrived(ranks):
                 outcome = _settle(store, {"decided": decide([json.loads(store.get(str(other))) for other in ranks])})
             elif waited > seconds:
                 who, why = missing()
-                text = f"rank {rank} waited for {who} for {seconds:g} s, {time_out}{why}"
-                outcome = _settle(store, {"failed": text})
+                outcome = _settle(store, {"failed": f"rank {rank} waited for {who} for {seconds:g} s, {time_out}{why}"})
             else:
                 if waited > seconds / 2 and not has_logged:
                     (who, why), has_logged = missing(), True
@@ -140,7 +147,7 @@ def meet(
 
 
 def leave_meeting(store: Any, rank: int, error: BaseException) -> None:
-    """Ends the meeting in ``store`` for all ranks, unless it has an outcome, because ``error`` keeps ``rank`` away."""
+    """Fails the meeting in ``store`` for all ranks, unless it has an outcome, because of an ``error`` on ``rank``."""
     with suppress(RuntimeError):
         _settle(store, _left(rank, error))
 
@@ -168,7 +175,7 @@ class Job:
         self._given: dict[Rule, ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
         self._made_for: dict[str, ref[Any]] = {}  # given groups, by the names of their layers' groups
-        self._times_tried: Counter[str] = Counter()
+        self._attempts: Counter[str] = Counter()
         self._own_ranks: dict[Rule, Ranks] = {}
         self._finding = Lock()
         self._making: dict[str, Lock] = {}
@@ -179,25 +186,24 @@ class Job:
         All ranks of the job make the first use of a rule together, except for a rule that lists one group's ranks.
 
         Raises:
-            ValueError: the job does not fit ``rule``, or ranks have different rules.
+            ValueError: ``rule`` does not fit the job, or ranks have different rules.
             RuntimeError: a rank did not arrive within the job's time-out.
         """
-        if self.size == 1:
-            return (0,)
-        check_rule(rule, self.rank, self.size)
-        if is_ranks(rule):
-            return rule
+        ranks = members_by(rule, self.rank, self.size)
+        if ranks is not None and (self.size == 1 or isinstance(rule, RankGroup)):
+            return ranks
         with self._finding:
             if rule not in self._own_ranks:
-                self._own_ranks[rule] = self._agree_on(rule)
+                hosts = self._agree_on(rule)
+                on_host = tuple(rank for rank, host in enumerate(hosts) if host == hosts[self.rank])
+                self._own_ranks[rule] = on_host if ranks is None else ranks
             return self._own_ranks[rule]
 
-    def _agree_on(self, rule: Rule) -> Ranks:
-        number = self._agreements
-        self._agreements += 1
+    def _agree_on(self, rule: Rule) -> list[int]:
+        """Checks that all ranks have the same ``rule``. Returns for "node" the first rank on the host of each rank."""
 
         def compare(brought: list[Any]) -> tuple[dict[str, int], list[int]]:
-            """Returns the first rank with each rule, and for "node" the first rank on the host of each rank."""
+            """Returns the first rank with each rule, and the first rank on the host of each rank."""
             rules: dict[str, int] = {}
             hosts: dict[tuple[str, ...], int] = {}
             of_rank = []
@@ -206,29 +212,29 @@ class Job:
                 of_rank.append(hosts.setdefault(tuple(host), rank))
             return rules, of_rank if rule == NODE else []
 
-        value = [str(described(rule)), *host_name()]
+        key, value = f"exchange {self._agreements}", [str(description_of(rule)), *host_name()]
+        self._agreements += 1
         hint = "" if rule is None else "; if only some ranks have such layers, call sync_group on all ranks first"
-        rules, hosts = self._meet(f"exchange {number}", range(self.size), value, text_of(rule), compare, hint=hint)
+        rules, hosts = self._meet(key, range(self.size), value, text_of(rule), compare, hint=hint)
         if len(rules) > 1:
-            what = ", ".join(f"{rule} on rank {rank}" for rule, rank in rules.items())
-            raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {what}")
-        if rule == NODE:
-            return tuple(rank for rank, host in enumerate(hosts) if host == hosts[self.rank])
-        return ranks_by_rule(rule, self.rank, self.size)
+            got = ", ".join(f"{text} on rank {rank}" for text, rank in rules.items())
+            raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {got}")
+        return hosts  # type: ignore[no-any-return]
 
-    def remember(self, group: Any) -> Ranks:
-        """Returns the ranks of a group that the user made. Groups for a RankGroup of these ranks follow it."""
-        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-        if group is not self._world():
-            self._given[ranks] = ref(group)
-        return ranks
+    def remember(self, group: Any) -> Rule:
+        """Returns the rule of a group that the user made: its ranks, or None for the default group."""
+        if group is self._world():
+            return None
+        rule = RankGroup(tuple(sorted(dist.get_process_group_ranks(group))))
+        self._given[rule] = ref(group)
+        return rule
 
     def layers_group(self, rule: Rule, given: Any = None) -> Any:
         """Returns the group that only layers use; its members make it at the first use.
 
         Each ``given`` group has one, which ends with it, and its ranks without a given group have another. Backend,
-        options and time-out come from ``given``; for a rule that lists ranks, from the last given group of these ranks;
-        else from the job.
+        options and time-out come from ``given``, or for a RankGroup from the last given group of its ranks, or from the
+        job.
 
         Raises:
             ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the time-out of the
@@ -236,29 +242,28 @@ class Job:
         """
         ranks = self.ranks_of(rule)
         if given is not None:
-            what = f"group {given.group_name!r} of {text_of_ranks(ranks)}"
-            return self._made_once("layers", ranks, given, what, named_after=given.group_name)
-        return self._made_once("layers", ranks, _alive(self._given.get(rule)) or self._world(), text_of(rule))
+            return self._group("layers", ranks, f"group {given.group_name!r} of {text_of_ranks(ranks)}", given=given)
+        return self._group("layers", ranks, text_of(rule), model=_alive(self._given.get(rule)))
 
     def users_group(self, rule: Rule) -> Any:
         """Returns a group for the user: the default group, a given one, or one that the members make.
 
-        The group of the layers is never returned: the user's messages must not come between the layers' messages.
+        The layers' group is never returned, because the user's messages must not come between the layers' messages.
         """
         ranks, given = self.ranks_of(rule), _alive(self._given.get(rule))
         if given is not None or len(ranks) == self.size:
             return given or self._world()
-        return self._made_once("user", ranks, self._world(), text_of(rule))
+        return self._group("user", ranks, text_of(rule))
 
     def meet(self, name: str, ranks: Ranks, what: str, limit: timedelta | None = None) -> str:
         """Waits until all ``ranks`` make this call. Returns ``name`` with the number of the attempt.
 
         Members number the attempts alike: a rank that arrives at a failed attempt fails in it too.
         """
-        name = f"{name}:{self._times_tried[name]}"
-        self._times_tried[name.rpartition(":")[0]] += 1
-        self._meet(name, ranks, None, what, len, limit)
-        return name
+        attempt = f"{name}:{self._attempts[name]}"
+        self._attempts[name] += 1
+        self._meet(attempt, ranks, None, what, len, limit)
+        return attempt
 
     def _meet(
         self,
@@ -287,7 +292,7 @@ class Job:
 
         def explain(missing: list[int]) -> str:
             does = [(rank, doing.get(str(rank)).decode()) for rank in missing if doing.check([str(rank)])]
-            waits = said_by((rank, use) for rank, use in does if use)
+            waits = ranks_by_text((rank, use) for rank, use in does if use)
             texts = [f"; {who} wait{'s' * who.startswith('rank ')} in the first use of {use}" for who, use in waits]
             return "".join(texts) or f". {_CAUSES}{hint}"
 
@@ -308,28 +313,44 @@ class Job:
             ) from error
         return decided
 
-    def _made_once(
-        self, whose: str, ranks: tuple[int, ...], model: Any, what: str, named_after: str | None = None
-    ) -> Any:
+    def _group(self, whose: str, ranks: Ranks, what: str, *, given: Any = None, model: Any = None) -> Any:
+        """Returns the group of ``whose`` ``ranks``, which they make once; for a ``given`` group, until its end.
+
+        It has the options of ``given``, of ``model``, or of the default group. torch's ``new_group`` numbers groups in
+        the job, which takes all its ranks, or on each rank, where members with different numbers of other groups wait
+        for each other forever. So members make this group under a name that all of them know.
+        """
+        world = self._world()
+        model = given or model or world
         backend, _ = torch_groups.backend_and_store(model)
-        key = f"{backend} {ranks}" if named_after is None else f"{backend} {ranks} {named_after}"
+        key = f"{backend} {ranks}" if given is None else f"{backend} {ranks} {given.group_name}"
         name = f"bagua_syncbn:{whose}:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
         with self._making.setdefault(name, Lock()):
             group = _alive(self._made.get(name))
-            if group is None:
-                group = self._make_group(ranks, model, name, what, named_after is not None)
-                self._made[name] = ref(group)
-                if named_after is not None:
-                    finalize(model, self._end, name).atexit = False  # type: ignore[misc]  # the job ends all groups
-                    self._end_dead()
-                    self._made_for[name] = ref(model)
+            if group is not None:
+                return group
+            attempt = self.meet(name, ranks, what, torch_groups.timeout_of(model))
+            store = self._store
+            if given is not None:  # by several threads at once; a connection to the store serves one at a time
+                with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
+                    store = store.clone()
+            # All ranks of the job, in one order, must take part in a split of its NCCL communicator.
+            splits = given is None and len(ranks) == self.size
+            try:
+                group = torch_groups.make_group(world, ranks, model, store, attempt, self._device, splits)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"first use of {what} failed: rank {self.rank} cannot connect to the others "
+                    f"({type(error).__name__}: {error}); one of them may have ended"
+                ) from error
+            self._made[name] = ref(group)
+            if given is not None:
+                finalize(given, self._end, name).atexit = False  # type: ignore[misc]  # the job ends all groups
+                for other, its_given in list(self._made_for.items()):  # destroyed, but kept alive by something
+                    if _alive(its_given) is None:
+                        self._end(other)
+                self._made_for[name] = ref(given)
         return group
-
-    def _end_dead(self) -> None:
-        """Ends the layers' groups of given groups that were destroyed, and that something else keeps alive."""
-        for name, given in list(self._made_for.items()):
-            if _alive(given) is None:
-                self._end(name)
 
     def _end(self, name: str) -> None:
         """Ends the layers' group of a given group that has ended; torch itself keeps each group until its end."""
@@ -337,27 +358,6 @@ class Job:
         group = _alive(self._made.pop(name, None))
         if group is not None:
             dist.destroy_process_group(group)
-
-    def _make_group(self, ranks: tuple[int, ...], model: Any, name: str, what: str, is_given: bool) -> Any:
-        """Makes a group as torch's ``new_group`` does, but by the members alone and under a name known to each of them.
-
-        ``new_group`` numbers groups in the job, which takes all its ranks, or on the rank, where members that are in
-        different numbers of other groups wait for each other forever.
-        """
-        name = self.meet(name, ranks, what, torch_groups.timeout_of(model))
-        store = self._store
-        if is_given:  # by several threads at the same time; a connection to the store serves one of them at a time
-            with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
-                store = store.clone()
-        # To split an NCCL communicator off the job's takes all ranks of the job, in one order.
-        splits = not is_given and len(ranks) == self.size
-        try:
-            return torch_groups.make_group(self._world(), ranks, model, store, name, self._device, splits)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"first use of {what} failed: rank {self.rank} cannot connect to the others "
-                f"({type(error).__name__}: {error}); one of them may have ended"
-            ) from error
 
 
 def _alive(group: "ref[Any] | None") -> Any:

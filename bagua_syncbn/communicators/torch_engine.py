@@ -8,7 +8,7 @@ from weakref import WeakSet, ref
 
 import torch.distributed as dist
 
-from ..groups import DESTROYED, FORKED, LOCAL, Communicator, GroupSpec, Ranks, Rule, is_ranks
+from ..groups import DESTROYED, FORKED, LOCAL, Communicator, GroupSpec, RankGroup, Ranks, Rule
 from . import c10d
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job, in_one_piece, job_of
@@ -30,8 +30,8 @@ def rank_and_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any] | None] | None:
-    """Returns the ranks of a group or mesh, None for all, and a weak reference to the group; None for other objects.
+def given(process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
+    """Returns the rule of a group or mesh, None for all ranks, and a weak reference to it; None for other objects.
 
     Raises:
         ValueError: the group or mesh excludes this rank, or was destroyed, or a mesh has several dimensions.
@@ -40,25 +40,20 @@ def given(process_group: Any) -> tuple[Ranks | None, Callable[[], Any] | None] |
     if is_mesh(group):
         _check_mesh(group)
         if not is_in_job():  # the job of the mesh has ended
-            return tuple(sorted(group.mesh.tolist())), None
+            return RankGroup(tuple(sorted(group.mesh.tolist()))), None
         group = group.get_group()
     elif not is_process_group(group):
         return None
-    world = default_group()
-    ranks = job_of(world).remember(group)
-    return None if group is world else ranks, ref(group)
+    return job_of(default_group()).remember(group), ref(group)
 
 
 def ranks_of(rule: Rule) -> Ranks:
-    """Returns the ranks of the group that this rank is in by ``rule``.
-
-    All ranks of the job make the first use of a rule together, except for one that lists the ranks of a single group.
-    """
+    """Returns the ranks of this rank's group; all ranks of the job make the first use of most rules together."""
     return running_job().ranks_of(rule)
 
 
 def communicator_of(rule: Rule, given: Any) -> Communicator:
-    """Returns the communicator of layers that synchronize by ``rule``; another one for each ``given`` group."""
+    """Returns the layers' communicator; another one for each ``given`` group."""
     job, group = running_job(), None if rule is None else given
     if group is not None and not is_alive(group):
         raise RuntimeError(DESTROYED)
@@ -148,6 +143,6 @@ def torch_group_of(spec: GroupSpec) -> Any:
 
 
 def group_before(spec: GroupSpec) -> Any:
-    """Returns the group that a layer of another class had, also where a copy holds only the ranks of that group."""
-    described_only = spec.given is None and is_ranks(spec.rule)
+    """Returns the group that a layer had before conversion, even if a copy holds only the ranks of that group."""
+    described_only = spec.given is None and isinstance(spec.rule, RankGroup)
     return torch_group_of(spec) if described_only else spec.process_group

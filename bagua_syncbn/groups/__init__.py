@@ -1,8 +1,26 @@
-"""Groups of ranks that synchronize: what a user gives for one, and what its ranks exchange tensors by."""
+"""Groups of ranks that synchronize: ``process_group`` arguments, and the interface of communicators."""
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
-from .rules import NODE, RankGroup, Ranks, Rule, is_ranks, said_by, text_of_ranks
-from .spec import ALONE, DESTROYED, EVERYONE, FORKED, Engine, GroupSpec, describe_kind, engines, first_user, spec_of
+from .spec import (
+    ALONE,
+    DESTROYED,
+    EVERYONE,
+    FORKED,
+    NODE,
+    Engine,
+    GroupSpec,
+    RankGroup,
+    Ranks,
+    Rule,
+    describe_kind,
+    description_of,
+    engines,
+    first_user,
+    members_by,
+    spec_of,
+    text_of,
+)
+from .texts import ranks_by_text, text_of_ranks
 
 __all__ = [
     "ALONE",
@@ -19,10 +37,12 @@ __all__ = [
     "Ranks",
     "Rule",
     "describe_kind",
+    "description_of",
     "engines",
     "first_user",
-    "is_ranks",
-    "said_by",
+    "members_by",
+    "ranks_by_text",
     "spec_of",
+    "text_of",
     "text_of_ranks",
 ]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communicators.torch_engine import torch_group_of
-from ..groups import said_by, spec_of
+from ..groups import ranks_by_text, spec_of
 from ..torch_internals.modules import pytree
 
 _T = TypeVar("_T")
@@ -53,7 +53,7 @@ class Peers:
             where = [
                 (rank, f"{steps[rank]}{errors[rank]}") for rank in range(self.size) if errors[rank] or not any(errors)
             ]
-            text = "; ".join(f"{ranks} in {step}" for ranks, step in said_by(where))
+            text = "; ".join(f"{ranks} in {step}" for ranks, step in ranks_by_text(where))
             raise RankError(
                 f"{self._caller}: {text if any(errors) else f'ranks call different layers: {text}'}"
             ) from cause

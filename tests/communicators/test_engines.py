@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_group
 from bagua_syncbn.communicators import TorchCommunicator, jobs, torch_engine
-from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
-from bagua_syncbn.groups.rules import check_rule
+from bagua_syncbn.groups import LOCAL, RankGroup, engines, members_by, spec_of
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
 from tests.helpers.training import through_file
@@ -43,9 +42,9 @@ class Engine:
     def given(self, group):
         if not isinstance(group, Group):
             return None
-        ranks = None if group is self.whole else tuple(sorted(group.ranks))
-        check_rule(ranks, *self.rank_and_size())
-        return ranks, lambda: group
+        rule = None if group is self.whole else RankGroup(tuple(sorted(group.ranks)))
+        members_by(rule, *self.rank_and_size())
+        return rule, lambda: group
 
     def ranks_of(self, rule):
         return torch_engine.ranks_of(rule)
@@ -55,7 +54,7 @@ class Engine:
         if len(ranks) == 1:
             return LOCAL
         if ranks not in self.communicators:
-            self.communicators[ranks] = TorchCommunicator(jobs.job_of(dist.group.WORLD).layers_group(tuple(ranks)))
+            self.communicators[ranks] = TorchCommunicator(jobs.job_of(dist.group.WORLD).layers_group(RankGroup(ranks)))
         return self.communicators[ranks]
 
 
@@ -92,7 +91,7 @@ def test_calls_are_checked_once_in_each_job():
         assert seen[1] is seen[2] is not None  # the first call may have made the group
         assert communicator_of() is engine.communicators[0, 1, 2]
         engine.whole = Group(*engine.whole.ranks)  # as in another job
-        assert layer._sync_state.group.made() is None
+        assert layer._sync_state.group.communicator_if_ready() is None
     assert communicator_of() not in engine.communicators.values()  # torch runs the job again
 
 

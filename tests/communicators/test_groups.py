@@ -252,7 +252,7 @@ def test_sync_group_takes_descriptions_only(process_group):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("process_group", "message"), [
-    (2, "expected a number that divides the 3 ranks of the job, got 2, which leaves 1 of them over"),
+    (2, "expected a divisor of 3, the number of ranks in the job, got 2, which leaves 1 of them over"),
     (4, "got 4, which leaves 3"),
     ([[0, 1]], r"got no list for rank 2 in \[\[0, 1\]\]"),
     ([[0, 1], [2, 3]], "got no such rank as 3 in"),
