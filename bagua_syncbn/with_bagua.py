@@ -1,4 +1,4 @@
-"""Data parallelism in one call: Bagua's where Bagua runs the job, torch's own in place where torch does."""
+"""Data parallelism in one call, by Bagua in a Bagua job and by torch otherwise."""
 
 import sys
 import warnings
@@ -26,58 +26,56 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 _GRADIENT_ALLREDUCE = "gradient_allreduce"
 
-# Modules with a GradientAllReduceAlgorithm: Bagua's, and the one to import without Bagua.
+# Modules with a GradientAllReduceAlgorithm, with and without Bagua.
 _MODULES = ("bagua.torch_api.algorithms.gradient_allreduce", f"{__package__}.contrib.algorithms.gradient_allreduce")
 
-# Attributes of a model in which Bagua looks for the names of parameters and buffers to ignore.
+# Attributes of a model in which Bagua looks up the names of parameters and buffers to ignore.
 _IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
 
 
 def with_bagua(
     module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
 ) -> _Module:
-    """Makes ``module`` data parallel in place, by Bagua or by torch, whichever runs the job.
+    """Makes ``module`` data parallel in place, by the engine that runs the job: Bagua or torch.
 
     =====================================================  ===========================================================
     Bagua, after ``bagua.torch_api.init_process_group()``  buffers are broadcast from the first rank of the group, and
                                                            ``module.with_bagua(optimizers, algorithm, process_group)``
     torch.distributed, after ``init_process_group()``      parameters, buffers and optimizer state are broadcast from
-                                                           the first rank of the group; from then on each backward
-                                                           averages the gradients over the group, in buckets that
-                                                           overlap with it, by the machinery of
-                                                           :class:`~torch.nn.parallel.DistributedDataParallel`
-    neither                                                nothing to do
+                                                           the first rank of the group; each backward averages the
+                                                           gradients over the group, in overlapping buckets, as
+                                                           :class:`~torch.nn.parallel.DistributedDataParallel` does
+    neither                                                no-op
     =====================================================  ===========================================================
 
-    Synchronized layers of ``module`` that have no group of their own get ``process_group``. Bagua leaves out the
-    parameters and buffers that ``module._bagua_params_and_buffers_to_ignore`` names, as they are in the state dict.
+    Synchronized layers of ``module`` without a group get ``process_group``. Bagua ignores the parameters and buffers
+    whose state dict names are in ``module._bagua_params_and_buffers_to_ignore``.
 
-    On torch the module's class becomes a subclass of what it was. It has ``set_requires_gradient_sync(False)`` to
-    accumulate gradients without communication, and cannot be deep-copied: copy it before.
+    With torch, the module gets a subclass of its class. Call its ``set_requires_gradient_sync(False)`` to accumulate
+    gradients without communication. It cannot be deep-copied afterwards: copy it before. Warns if ``module`` has no
+    synchronized layer.
 
     Args:
-        module: the model, converted already, on its device.
+        module: the converted model, on its device.
         optimizers: the optimizers of its parameters.
-        algorithm: how gradients are exchanged: one of Bagua's algorithm objects or classes, or the name that Bagua
-            registers it under, for ``"qadam"`` with one of its QAdamOptimizers in ``optimizers``; None for
-            ``"gradient_allreduce"``, the only one without Bagua: by this name, or as a ``GradientAllReduceAlgorithm``
-            of Bagua or :mod:`bagua_syncbn.contrib.algorithms`, with ``average=True``.
-        process_group: the ranks among which ``module`` is data parallel: a :class:`torch.distributed.ProcessGroup`,
-            under Bagua a ``BaguaProcessGroup`` too, elsewhere a description too, as :func:`~bagua_syncbn.sync_group`
-            takes it (all ranks of the job then make its groups here); None for all.
+        algorithm: how to exchange gradients: an algorithm object, class or registered name of Bagua. ``"qadam"`` needs
+            a QAdamOptimizer in ``optimizers``. None means ``"gradient_allreduce"``. Without Bagua there is only this
+            algorithm: the name, or a ``GradientAllReduceAlgorithm`` with ``average=True`` of Bagua or
+            :mod:`bagua_syncbn.contrib.algorithms`.
+        process_group: the ranks to train together: a :class:`torch.distributed.ProcessGroup`; in a Bagua job also a
+            ``BaguaProcessGroup``; otherwise also a description that :func:`~bagua_syncbn.sync_group` accepts, whose
+            groups all ranks of the job make in this call; None for all ranks.
 
     Returns:
         ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` is no module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is of
-            none of these kinds.
-        ValueError: Bagua has no ``algorithm`` of that name; Bagua does not run the job, and ``algorithm`` is none that
-            averages gradients in each step; this rank is not in ``process_group``.
-        RuntimeError: ``module`` is data parallel already, or has no parameter that requires a gradient;
-            ``process_group`` is Bagua's, and Bagua is not initialized.
-
-    A warning says if ``module`` has no synchronized layer.
+        TypeError: ``module`` is not a module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is
+            of another kind.
+        ValueError: ``algorithm`` is unknown, or needs Bagua, which does not run the job; this rank is not in
+            ``process_group``.
+        RuntimeError: ``module`` is data parallel already, or no parameter requires a gradient; ``process_group`` is a
+            BaguaProcessGroup, and Bagua is not initialized.
 
     Example::
 
@@ -111,7 +109,7 @@ def _check_that_it_trains(module: nn.Module) -> None:
 
 
 def _check_torch_has(algorithm: Any) -> None:
-    """Raises ValueError unless ``algorithm`` averages gradients in each step, which is what torch's engine does."""
+    """Raises ValueError unless ``algorithm`` averages gradients in each step, as torch does."""
     if algorithm in (None, _GRADIENT_ALLREDUCE):
         return
     known = [sys.modules[name].GradientAllReduceAlgorithm for name in _MODULES if name in sys.modules]
@@ -121,8 +119,8 @@ def _check_torch_has(algorithm: Any) -> None:
     if type(algorithm) in known:
         got += " with average=False"
     raise ValueError(
-        f'algorithm: expected None, "{_GRADIENT_ALLREDUCE}" or a GradientAllReduceAlgorithm with average=True, all '
-        f"that torch's engine does, got {got}; any other needs bagua.torch_api.init_process_group() first"
+        f'algorithm: expected None, "{_GRADIENT_ALLREDUCE}" or a GradientAllReduceAlgorithm with average=True, got '
+        f"{got}; other algorithms need Bagua: call bagua.torch_api.init_process_group() first"
     )
 
 
@@ -141,7 +139,7 @@ def _train_with_bagua(module: Any, optimizers: list[Optimizer], algorithm: Any, 
     _give_group_to_layers(module, spec)
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
-            # The communicator is made now, while no gradients are being exchanged on this device.
+            # Make the communicator now, while this device does not exchange gradients.
             spec_of(layer.process_group).communicator()
     ignored = {name for attribute in _IGNORED for name in getattr(module, attribute, ())}
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
@@ -156,19 +154,19 @@ def _give_group_to_layers(module: nn.Module, spec: GroupSpec) -> None:
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
-    """Makes ``module`` data parallel by torch's composable DistributedDataParallel, which has no wrapper module."""
+    """Makes ``module`` data parallel by torch's composable DistributedDataParallel, without a wrapper module."""
     _composable.replicate(module, process_group=process_group)
-    # Initialized here and not in the first forward, torch's default: ranks may differ in when they make that call.
+    # Initialize here instead of in the first forward, torch's default, which ranks may reach at different times.
     _composable.replicate.state(module).lazy_init()
     _broadcast_buffers(module.buffers(), partial(_broadcast, process_group=process_group))
     _broadcast_optimizer_states(optimizers, process_group)
 
 
 def _broadcast_buffers(buffers: Iterable[Tensor], broadcast: Callable[[Tensor], Tensor]) -> None:
-    """Sets all buffers to the values of the source rank of ``broadcast``, which returns a tensor of bytes."""
+    """Sets all buffers to the values of the source rank of ``broadcast``, which returns a uint8 tensor."""
     for buffer in buffers:
         if buffer.numel():
-            # Sent as bytes, because neither gloo nor Bagua carries every dtype.
+            # Sends bytes, because neither gloo nor Bagua supports every dtype.
             received = broadcast(buffer.detach().flatten().view(torch.uint8)).view(buffer.dtype)
             buffer.detach().copy_(received.view_as(buffer))
 
@@ -185,5 +183,5 @@ def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any)
     message = [states]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
     for optimizer, state in zip(optimizers, message[0], strict=True):
-        if state["state"]:  # without state there are only the hyperparameters, which the user has just set
+        if state["state"]:  # else there are only the hyperparameters, which the user has just set
             optimizer.load_state_dict(state)

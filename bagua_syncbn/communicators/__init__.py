@@ -1,6 +1,6 @@
-"""Communicators of the processes of a job, and the engines that make them.
+"""Communicators, one file for each transport, and the engines that make them.
 
-Each way to communicate is in a file of its own. torch.distributed is the engine of every job, unless another one runs.
+torch.distributed is the engine of every job unless another engine runs.
 """
 
 from ..groups import LOCAL, Communicator, LocalCommunicator, RankGroup, engines

@@ -1,4 +1,4 @@
-"""Ranks of a Bagua job: collectives through Bagua's own communicators, ordered by CUDA events.
+"""Engine for Bagua jobs: collectives through Bagua's communicators, ordered by CUDA events.
 
 This module imports Bagua only in a running Bagua job, because the import needs NCCL.
 """
@@ -16,23 +16,22 @@ from torch import Tensor, nn
 from ..groups import LOCAL, Communicator, RankGroup, Ranks, Rule, members_by, text_of
 from . import torch_engine
 
-# Communicators of this process by their ranks, so that a rank that has a group and one that has only its ranks, as in a
-# loaded layer, use the same communicator.
+# Communicators by their ranks: a rank with a group, and a rank with only a RankGroup, use the same one.
 _communicators: dict[tuple[int, ...], "BaguaCommunicator"] = {}
 
 
 class BaguaCommunicator:
-    """Collectives of a Bagua group that only layers use, on a CUDA stream of its own.
+    """Collectives of a Bagua group that only layers use, on a separate CUDA stream.
 
-    The groups of the job carry gradients, which Bagua issues from a thread of its own: two threads with one NCCL
-    communicator have no order that all ranks agree upon. The collectives start after the work that is already in the
-    caller's stream, and later work in that stream starts after them; the host waits for neither.
+    Bagua sends gradients through the job's groups from another thread. Two threads that use one NCCL communicator would
+    have no common order on all ranks. The collectives run after earlier work in the caller's stream and before later
+    work there; the host does not wait.
 
-    Tensors are float32 or float64, on the device of this rank. Bagua carries no float64: such tensors are sent as the
-    bits of int64, and added up in rank order by the receiver.
+    Tensors are on the device of this rank. Bagua does not support float64: such tensors are sent as int64, and
+    receivers sum them in rank order.
     """
 
-    adds_float64 = False  # so statistics are gathered in groups of any size
+    adds_float64 = False
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -40,7 +39,7 @@ class BaguaCommunicator:
         self.rank: int = group.ranks.index(_api().get_rank())
         self.device = _device()
         self._engine = group.get_global_communicator()
-        # Calls into Bagua break the graph of torch.compile. A decorator would make every process import the compiler.
+        # Graphs of torch.compile break here. With a decorator, every process would import the compiler.
         self.all_gather = torch.compiler.disable(self._all_gather)
         self.all_reduce = torch.compiler.disable(self._all_reduce)
 
@@ -61,7 +60,7 @@ class BaguaCommunicator:
         return packed
 
     def _checked(self, packed: Tensor) -> Tensor:
-        """Returns ``packed`` contiguous: Bagua passes only its address and number of elements to NCCL."""
+        """Returns ``packed`` contiguous, because Bagua passes only its address and size to NCCL."""
         if packed.device != self.device:
             raise RuntimeError(
                 f"input: expected a tensor on {self.device}, the device of this rank in the Bagua job, "
@@ -71,10 +70,9 @@ class BaguaCommunicator:
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:
-        """Orders the communicator's stream after the caller's, and at the end the caller's after the communicator's.
+        """Runs the communicator's stream after the caller's, and the caller's next work after the communicator's.
 
-        Messages need no ``record_stream``: they are allocated in the caller's stream, so the allocator reuses their
-        memory only for work that comes after this.
+        Messages need no ``record_stream``: the allocator reuses their memory only for later work of the caller.
         """
         caller, stream = torch.cuda.current_stream(self.device), self.group.stream
         stream.wait_stream(caller)
@@ -85,34 +83,34 @@ class BaguaCommunicator:
 
 
 def installed_version() -> str | None:
-    """Returns Bagua's version, or None where it is not installed; does not import it, which needs NCCL."""
+    """Returns Bagua's version, or None if it is not installed. Does not import it, which needs NCCL."""
     distributions = packages_distributions().get("bagua")
     return version(distributions[0]) if distributions else None
 
 
 def is_initialized() -> bool:
-    """Whether ``bagua.torch_api.init_process_group()`` was called in this process."""
+    """Returns whether ``bagua.torch_api.init_process_group()`` was called in this process."""
     return default_group() is not None
 
 
 def default_group() -> Any:
-    """Returns the group of all ranks that Bagua made; None before it did so."""
+    """Returns Bagua's group of all ranks, or None before ``init_process_group()``."""
     communication = sys.modules.get("bagua.torch_api.communication")  # each call of a layer asks
     return communication._default_pg if communication is not None else None
 
 
 def is_in_job() -> bool:
-    """False: torch.distributed runs in each job of Bagua, and torch.compile asks that."""
+    """Returns False: torch.distributed runs in every Bagua job and answers torch.compile."""
     return False
 
 
 def is_data_parallel(module: nn.Module) -> bool:
-    """Whether Bagua has made ``module`` data parallel."""
+    """Returns whether Bagua has made ``module`` data parallel."""
     return bool({"bagua_ddp", "_bagua_states"} & vars(module).keys())
 
 
 def is_process_group(process_group: object) -> bool:
-    """Whether ``process_group`` is a BaguaProcessGroup.
+    """Returns whether ``process_group`` is a BaguaProcessGroup.
 
     Raises:
         RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
@@ -122,7 +120,7 @@ def is_process_group(process_group: object) -> bool:
         return False
     if not is_initialized():
         raise RuntimeError(
-            "process_group: expected a group of a job that runs, got a BaguaProcessGroup before "
+            "process_group: expected a group of a running job, got a BaguaProcessGroup before "
             "bagua.torch_api.init_process_group()"
         )
     return True
@@ -145,7 +143,7 @@ def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Returns the rank of this process in the Bagua job, and the number of its ranks."""
+    """Returns the rank of this process in the Bagua job, and the job's number of ranks."""
     return _api().get_rank(), _api().get_world_size()
 
 
@@ -157,7 +155,7 @@ def ranks_of(rule: Rule) -> Ranks:
 
 
 def communicator_of(rule: Rule, given: Any) -> Communicator:
-    """Returns the communicator that layers use among the ranks of ``rule``, which make it together at the first use."""
+    """Returns the layers' communicator, which its ranks make together at the first use."""
     ranks = ranks_of(rule)
     if len(ranks) == 1:
         return LOCAL
@@ -171,14 +169,14 @@ def communicator_of(rule: Rule, given: Any) -> Communicator:
 
 
 def _make_group(ranks: tuple[int, ...]) -> Any:
-    """Makes a group as Bagua's ``new_group`` does, under a name of our own.
+    """Makes a group as Bagua's ``new_group`` does, but named after its ranks.
 
-    ``new_group`` numbers the groups: a rank that is no member, and so does not make this call, would count differently
-    from then on and wait for its peers forever.
+    ``new_group`` numbers groups. Ranks outside this group do not make this call, so their numbers would differ
+    afterwards, and ranks would wait for each other forever.
     """
     communication = _communication()
     name = f"bagua_syncbn:{','.join(map(str, ranks))}"
-    # High priority: messages of layers are small, and computation waits for them.
+    # High priority, because the layers' messages are small and computation waits for them.
     group = communication.BaguaProcessGroup(list(ranks), torch.cuda.Stream(_device(), priority=-1), name)
     communication._pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     communication._pg_map[name] = group
@@ -186,12 +184,12 @@ def _make_group(ranks: tuple[int, ...]) -> Any:
 
 
 def to_bagua_group(process_group: Any) -> Any:
-    """Returns the BaguaProcessGroup for a torch group, which all ranks of the job make together.
+    """Returns the BaguaProcessGroup for a torch group; all ranks of the job make it together.
 
-    None and a BaguaProcessGroup are returned unchanged.
+    Returns None and a BaguaProcessGroup unchanged.
 
     Raises:
-        TypeError: ``process_group`` is neither of the two, nor None.
+        TypeError: ``process_group`` is of another kind.
     """
     if process_group is None or is_process_group(process_group):
         return process_group
@@ -204,17 +202,17 @@ def to_bagua_group(process_group: Any) -> Any:
 
 
 def broadcast(tensor: Tensor, group: Any) -> Tensor:
-    """Returns the uint8 ``tensor`` of the group's first rank, on the device of this rank."""
+    """Returns the uint8 ``tensor`` of the group's first rank, on this rank's device."""
     tensor = tensor.to(_device())
     _communication().broadcast(tensor, src=0, comm=group.get_global_communicator())
     return tensor
 
 
 def resolve_algorithm(algorithm: Any, optimizers: Sequence[Any]) -> Any:
-    """Returns Bagua's algorithm object for a class, or a name in Bagua's registry; returns an object unchanged.
+    """Returns Bagua's algorithm object for a class or for a name in Bagua's registry; returns objects unchanged.
 
     Raises:
-        ValueError: no algorithm has this name, or the name is ``"qadam"`` and ``optimizers`` is not one QAdamOptimizer.
+        ValueError: the name is unknown, or is ``"qadam"`` and ``optimizers`` is not a single QAdamOptimizer.
     """
     if not isinstance(algorithm, str):
         return algorithm() if isinstance(algorithm, type) else algorithm
@@ -246,10 +244,10 @@ def _device() -> torch.device:
 
 
 def _backend_tensor(tensor: Tensor) -> Any:
-    """Returns Bagua's handle of ``tensor``, which keeps a view of it alive."""
+    """Returns Bagua's handle of ``tensor``, which keeps a view of the tensor alive."""
     view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
     handle = view.bagua_backend_tensor()
-    # View and handle hold each other, the handle in Rust, where no garbage collector sees the cycle: without this line
-    # every tensor that was ever sent would stay in memory.
+    # View and handle hold each other, the handle in Rust, invisible to the garbage collector: without this line every
+    # sent tensor would stay in memory.
     del view._bagua_backend_tensor
     return handle

@@ -1,6 +1,6 @@
-"""Ranks of a torch.distributed job: NCCL, gloo and any other c10d backend.
+"""Communicators over torch.distributed: NCCL, gloo and any other c10d backend.
 
-Ctrl-C can end a wait of the host for a collective, and so can a rank that leaves.
+Ctrl-C ends the host's wait for a collective, and so does a rank that leaves the group.
 """
 
 import os
@@ -24,30 +24,29 @@ IS_AVAILABLE = dist.is_available()
 
 
 class AsyncCollective:
-    """A collective that this rank has started; neither the start nor the end of the process waits for other ranks."""
+    """A started collective. Neither the start nor the end of the process waits for other ranks."""
 
-    def __init__(self, group: Any, result: Tensor, work: Any, adds_up: bool = False) -> None:
-        self._group, self._result, self._work, self._adds_up = ref(group), result, work, adds_up
+    def __init__(self, group: Any, result: Tensor, work: Any, sums_rows: bool = False) -> None:
+        self._group, self._result, self._work, self._sums_rows = ref(group), result, work, sums_rows
         self._kept = _keep_to_the_end(group, work) if result.is_cpu else None
 
     def wait(self) -> Tensor:
-        """Waits for the other ranks and returns the result; the sum of its rows with ``adds_up``."""
+        """Waits for the other ranks and returns the result, or the sum of its rows with ``sums_rows``."""
         group = self._group()
         wait_in_slices(self._work, group)
         if self._kept is not None:
             self._kept.set_result(None)
-        return self._result.sum(0) if self._adds_up else self._result
+        return self._result.sum(0) if self._sums_rows else self._result
 
 
 class TorchCommunicator:
-    """Collectives of one :class:`torch.distributed.ProcessGroup`, of which this rank is a member.
+    """Collectives of a :class:`torch.distributed.ProcessGroup` that this rank is a member of.
 
-    A layer with this communicator as its ``process_group`` uses that group itself, even if the group carries other
-    messages too.
+    A layer with this communicator as its ``process_group`` uses exactly this group, even if the group carries other
+    messages.
 
-    The communicator does not keep the group alive, because graphs hold communicators and outputs hold graphs: a group
-    that outlives ``destroy_process_group`` has threads that abort the process when the interpreter ends. Compiled code
-    holds the name of the group instead.
+    The communicator does not keep the group alive. Outputs hold graphs, which hold communicators, and the threads of a
+    group that outlives ``destroy_process_group`` abort the process at the end. Compiled code holds the group's name.
     """
 
     __slots__ = ("__weakref__", "_gathers_lists", "_group", "name", "rank", "size")
@@ -55,14 +54,14 @@ class TorchCommunicator:
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
         keep_last_works_of(group)
-        self._gathers_lists = False  # True once the backend refused, before any message, to gather into one tensor
+        self._gathers_lists = False  # True once the backend has refused to gather into one tensor
         self.name: str = group.group_name
         self.size: int = group.size()
         self.rank: int = group.rank()
 
     @property
     def group(self) -> Any:
-        """The group; raises RuntimeError where it was destroyed."""
+        """The group. Raises RuntimeError if it was destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError(DESTROYED)
@@ -92,7 +91,7 @@ class TorchCommunicator:
         return packed
 
     def leave(self, why: str) -> None:
-        """Has the other ranks not wait for this one any more. The group cannot be used after it."""
+        """Ends the other ranks' waits for this one. The group cannot be used afterwards."""
         group = self._group()
         if group is not None:
             leave(group, why)
@@ -106,10 +105,10 @@ class TorchCommunicator:
         """Starts :meth:`all_reduce` without waiting for the other ranks."""
         if _is_gathered(packed, self.size):
             group = self.group
-            return AsyncCollective(group, *self._all_gather(group, packed, True), adds_up=True)
+            return AsyncCollective(group, *self._all_gather(group, packed, True), sums_rows=True)
         return AsyncCollective(self.group, packed, self.group.allreduce([packed]))
 
-    # The methods of groups, since torch.distributed's functions check arguments for longer than the call itself takes.
+    # Calls the group's method, because torch.distributed's functions spend more time on checks than on the call.
     def _all_gather(self, group: Any, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
         gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
         rows = gathered.view(self.size, -1)
@@ -131,7 +130,7 @@ class TorchCommunicator:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"process_group: expected what can leave this process, got {self!r}, which is one group of it; "
+            f"process_group: expected a group that can be saved, got {self!r}, which belongs to this process; "
             "give the layer the group itself, whose ranks can be saved, or a description"
         )
 
@@ -142,56 +141,55 @@ _SUM_IN_STREAM, _GATHER_IN_STREAM = (
 
 
 def _end(work: Any, group: Any, packed: Tensor) -> None:
-    """Waits for a collective of ``packed``: the host on CPU; elsewhere the stream at most, or not even that."""
-    if work is None:  # has run on the current stream
+    """Waits for a collective of ``packed``. On a device, the current stream waits instead of the host."""
+    if work is None:  # was enqueued on the current stream
         return
     if packed.is_cpu:
         wait_in_slices(work, group)
     else:
-        work.wait()  # a wait with a time limit would be the host's
+        work.wait()  # with a time limit, the host would wait
 
 
 transports: Registry[Callable[[Any], TorchCommunicator | None]] = Registry()
 """Each returns a communicator for a group, or None if it does not serve the group. All ranks call them together."""
 
-# For each group a lock, and the communicator once it is made.
+# A lock for each group, and its communicator once it is made.
 _made: WeakKeyDictionary[Any, tuple[Lock, list[TorchCommunicator]]] = WeakKeyDictionary()
 _finding = Lock()
 
 
 def communicator_of(group: Any) -> TorchCommunicator:
-    """Returns the communicator of a c10d group, which its ranks make together at their first call."""
+    """Returns the communicator of a c10d group. Its ranks make it together at the first call."""
     with _finding:
         lock, made = _made.setdefault(group, (Lock(), []))
     with lock:
         if not made:
-            made.append(
-                next(filter(None, (transport(group) for transport in transports)), None) or TorchCommunicator(group)
-            )
+            served = filter(None, (transport(group) for transport in transports))
+            made.append(next(served, None) or TorchCommunicator(group))
     return made[0]
 
 
-# From this number of ranks on, no message grows with the number of ranks; docs/design.md has the model.
+# Groups of at least this size sum statistics, so that messages do not grow with the group; see docs/design.md.
 FEWEST_ADDED = 32
 
 
 def is_large(ranks: int) -> bool:
-    """Whether a group of this number of ranks adds statistics up; smaller groups gather them."""
+    """Returns whether a group of this size sums statistics; smaller groups gather them."""
     return ranks >= FEWEST_ADDED
 
 
-# On CPU, sums of messages up to this size in bytes are gathered, and added up by each rank. Waiting for other processes
-# takes much longer there than sending, and a gather over a ring has half the steps of an all-reduce.
+# On CPU, each rank gathers messages up to this size in bytes and adds them up. Waiting for other processes takes much
+# longer than sending, and a ring's all-gather has half the steps of its all-reduce.
 _MOST_GATHERED = 2**14
 
 
 def _is_gathered(packed: Tensor, ranks: int) -> bool:
-    """Whether each rank gathers ``packed`` and adds it up itself. All ranks agree on it, compiled or not."""
+    """Returns whether each rank gathers ``packed`` and adds it up. All ranks agree, compiled or not."""
     return ranks < FEWEST_ADDED and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
 
 
 def is_alive(group: Any) -> bool:
-    """Whether ``group`` belongs to the running job and was not destroyed."""
+    """Returns whether ``group`` belongs to the running job and was not destroyed."""
     try:
         dist.get_rank(group)
     except (KeyError, ValueError, RuntimeError):
@@ -200,7 +198,7 @@ def is_alive(group: Any) -> bool:
 
 
 def wait_in_slices(work: Any, group: Any) -> None:
-    """Waits for a collective. Between slices Python looks for signals, so that Ctrl-C ends the wait."""
+    """Waits for a collective in slices, between which Python runs signal handlers, so that Ctrl-C ends the wait."""
     try:
         while True:
             try:
@@ -220,32 +218,32 @@ def wait_in_slices(work: Any, group: Any) -> None:
 
 _SLICE = timedelta(seconds=0.5)
 
-# Last collectives that have ended, by their group. A gloo thread drops its reference to a collective some
-# time after the collective is reported done: if it then freed the tensors while the interpreter ends, the thread would
-# ask for the GIL, which aborts the process. The end of the group drops these collectives, after it joined its threads.
+# The last collectives of each group. A gloo thread drops its reference to a collective some time after it reports the
+# collective as done. If it were the last reference, it would free the tensors: that needs the GIL and aborts a process
+# whose interpreter is ending. A group joins its threads at its end, and then drops these collectives.
 _ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 
 
 def keep_last_works_of(group: Any) -> None:
-    """Keeps the last collectives of ``group`` that :func:`wait_in_slices` waited for alive as long as ``group``."""
+    """Keeps the last collectives of ``group`` alive until its end."""
     _ended.setdefault(group, deque(maxlen=4))
 
 
-# Stores by which the ranks of a group learn that one of them has left, by the group, each with the process that may use
-# it: a forked child has the same connection.
+# Stores in which ranks say that they have left, by group, with the process that may use the store: a forked child has
+# the same connection.
 _stores: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 
 
 def leave_through(group: Any, store: Any) -> None:
-    """Has the ranks of ``group`` say in ``store`` that they have left, and look there while they wait."""
+    """Makes ranks that leave ``group`` say so in ``store``, where waiting ranks look."""
     _stores[group] = store, os.getpid()
 
 
 def leave(group: Any, why: str) -> None:
-    """Tells the ranks that wait in a collective of ``group`` that this rank does not come."""
+    """Ends the waits of other ranks in collectives of ``group``."""
     store, process = _stores.get(group, (None, 0))
     if store is not None and process == os.getpid():
-        with suppress(RuntimeError):  # the store ends with the rank that keeps it
+        with suppress(RuntimeError):  # the store ends with the rank that hosts it
             store.compare_set("left", "", why)
 
 
@@ -261,11 +259,11 @@ def raise_if_left(group: Any) -> None:
 
 
 def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
-    """Keeps objects alive, also beyond the end of the interpreter, until the future that it returns gets a result.
+    """Keeps objects alive until the returned future gets a result, also beyond the end of the interpreter.
 
-    The destructor of a group would wait for a collective that the other ranks never join. For collectives, see the
-    comment at ``_ended``. Objects that Python holds, as in a list, are destroyed at its end; here a future and its
-    callback hold each other, in C++, where no garbage collector sees it.
+    The destructor of a group would wait for a collective that other ranks never join; for collectives, see ``_ended``.
+    Python destroys the objects that it holds, for example in a list. Here a future and its callback hold each other in
+    C++, invisible to the garbage collector.
     """
     future: torch.futures.Future[None] = torch.futures.Future()
     future.then(lambda _: (future, kept))

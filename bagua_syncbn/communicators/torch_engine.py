@@ -13,15 +13,12 @@ from . import c10d
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job, in_one_piece, job_of
 
-# Returns the job's default group, or None where there is no job. Every call of a layer asks: without a frame of Python.
+# Returns the job's default group, or None without a job. A partial, because every call of a layer makes this call.
 default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_AVAILABLE else lambda: None
 
 
 def is_in_job() -> bool:
-    """Whether torch.distributed runs a job.
-
-    Compiled code must guard on the absence of a default group, but the tracer must see none.
-    """
+    """Returns whether torch.distributed runs a job. Compiled code guards on this without seeing the default group."""
     return IS_AVAILABLE and (dist.is_initialized() or dist.group.WORLD is not None)
 
 
@@ -86,7 +83,7 @@ def running_job() -> Job:
 
 
 def is_process_group(process_group: object) -> bool:
-    """Whether ``process_group`` is a c10d group.
+    """Returns whether ``process_group`` is a c10d group.
 
     Raises:
         ValueError: the group excludes this rank, or was destroyed.
@@ -107,7 +104,7 @@ def is_process_group(process_group: object) -> bool:
 
 
 def is_mesh(process_group: object) -> bool:
-    """Whether ``process_group`` is a DeviceMesh."""
+    """Returns whether ``process_group`` is a DeviceMesh."""
     if not IS_AVAILABLE:
         return False
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,8 +1,8 @@
-"""Bagua's lines: ``import bagua_syncbn.contrib`` makes them use this package, with Bagua and without.
+"""``import bagua_syncbn.contrib`` makes scripts for Bagua use this package, with and without Bagua.
 
-Where Bagua is installed, the SyncBatchNorm of this package replaces Bagua's, for code that imports it afterwards.
-Elsewhere modules get a method ``with_bagua``, which is :func:`~bagua_syncbn.with_bagua`, and Bagua's imports are here:
-:mod:`bagua_syncbn.contrib.sync_batchnorm` and :mod:`bagua_syncbn.contrib.algorithms`.
+With Bagua installed, this package's SyncBatchNorm replaces Bagua's for later imports. Without Bagua, modules get a
+method ``with_bagua``, which calls :func:`~bagua_syncbn.with_bagua`; import from
+:mod:`bagua_syncbn.contrib.sync_batchnorm` and :mod:`bagua_syncbn.contrib.algorithms` instead of from Bagua.
 
 Example::
 
@@ -26,7 +26,7 @@ from ..with_bagua import with_bagua
 try:
     from bagua.torch_api.contrib import sync_batchnorm as _theirs
 except ModuleNotFoundError as error:
-    if error.name != "bagua":  # an installation of Bagua that is not whole
+    if error.name != "bagua":  # a broken installation of Bagua
         raise
     _theirs = None
 
@@ -43,15 +43,15 @@ def _method(
 ) -> nn.Module:
     """Makes this module data parallel in place, as :func:`bagua_syncbn.with_bagua` does.
 
-    ``do_flatten``, an option of Bagua's buckets, changes nothing: torch has buckets of its own.
+    ``do_flatten``, an option of Bagua's buckets, is ignored.
     """
     return with_bagua(module, optimizers, algorithm, process_group)
 
 
 def replace() -> None:
-    """Puts :class:`SyncBatchNorm` in the place of Bagua's, and lets models with layers of Bagua's be converted.
+    """Replaces Bagua's class by :class:`SyncBatchNorm`, and registers a converter for Bagua's layers.
 
-    Without Bagua, gives modules the method ``with_bagua``. The import of this module calls it; call it again only after
+    Without Bagua, adds the method ``with_bagua`` to modules. Importing this module calls it; call it again only after
     :func:`restore`.
     """
     if has_bagua:
@@ -62,7 +62,7 @@ def replace() -> None:
 
 
 def restore() -> None:
-    """Puts Bagua's class back, or takes the method away. Models that were changed meanwhile stay as they are."""
+    """Restores Bagua's class, or removes the method. Models keep their changes."""
     if has_bagua:
         _theirs.SyncBatchNorm = _original
         register_converter(_original, None)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm where Bagua's code imports it from: ``bagua.torch_api.contrib.sync_batchnorm``."""
+"""Replaces ``bagua.torch_api.contrib.sync_batchnorm`` in code that also runs without Bagua."""
 
 from ..sync_batchnorm import SyncBatchNorm
 

@@ -1,4 +1,4 @@
-"""The interface of a group of ranks: a size, a rank and two collectives."""
+"""Interface of communicators: a size, a rank and two collectives."""
 
 from typing import Protocol, runtime_checkable
 
@@ -9,8 +9,8 @@ from torch import Tensor
 class Communicator(Protocol):
     """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order.
 
-    Tensors are float32 or float64. If its backend adds no float64 up, a communicator may have an attribute
-    ``adds_float64 = False``: its ranks gather statistics, however many they are.
+    Tensors are float32 or float64. A communicator whose backend cannot sum float64 may have an attribute
+    ``adds_float64 = False``: then its ranks gather statistics in groups of any size.
     """
 
     @property
@@ -22,14 +22,14 @@ class Communicator(Protocol):
         """Index of this rank in the group."""
 
     def all_gather(self, packed: Tensor) -> Tensor:
-        """Returns (size, n): row ``r`` is what rank ``r`` passed as ``packed``, contiguous of shape (n)."""
+        """Returns a tensor (size, n) whose row ``r`` is the contiguous ``packed`` (n) of rank ``r``."""
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        """Returns the sum over ranks of ``packed``, contiguous of shape (n); ``packed`` may be overwritten."""
+        """Returns the sum over ranks of the contiguous ``packed`` (n), which may be overwritten."""
 
 
 class LocalCommunicator:
-    """Group of one rank: gathers and sums are the rank's own tensor."""
+    """Communicator of a single rank, which returns its tensors."""
 
     size = 1
     rank = 0

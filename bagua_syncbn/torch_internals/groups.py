@@ -1,4 +1,4 @@
-"""Groups of torch.distributed, as in torch 2.13; parts that differ in torch 2.10 as there."""
+"""Process groups of torch.distributed, for torch 2.10 to 2.13."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -15,37 +15,34 @@ GATHER_METHOD = "all_gather_single" if hasattr(dist, "all_gather_single") else "
 
 
 def in_stream(kind: str) -> Any:
-    """Returns options of kind ``"Allreduce"`` or ``"Allgather"`` by which NCCL takes the current stream, not its own.
-
-    The functions of torch.distributed give the same ones, unless called with ``async_op``.
-    """
+    """Returns ``"Allreduce"`` or ``"Allgather"`` options that make NCCL use the current stream."""
     options = getattr(dist.distributed_c10d, f"{kind}Options")()
     options.asyncOp = False
     return options
 
 
 def traced_all_gather(packed: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """Returns the rows of all ranks, in a graph of torch.compile, which holds the group's name and not the group."""
+    """Returns the rows of all ranks in a torch.compile graph, which holds the group's name instead of the group."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, size, group_name)
     rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered).view(size, -1)
     return rows
 
 
 def traced_all_reduce(packed: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Returns the sum over ranks, in a graph of torch.compile, see :func:`traced_all_gather`."""
+    """Returns the sum over ranks in a torch.compile graph, see :func:`traced_all_gather`."""
     reduced = torch.ops._c10d_functional.all_reduce(packed, "sum", group_name)
     total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
     return total
 
 
 def group_named(name: str) -> Any:
-    """Returns the process group named ``name``; compiled code holds names of groups."""
+    """Returns the process group named ``name``."""
     c10d: Any = torch.distributed.distributed_c10d
     return c10d._resolve_process_group(name)
 
 
 def prefix_store(prefix: str, store: Any) -> Any:
-    """Returns ``store`` with ``prefix`` before each key."""
+    """Returns a view of ``store`` that adds ``prefix`` to each key."""
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
@@ -55,13 +52,13 @@ def backend_and_store(group: Any) -> tuple[Any, Any]:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Returns the time-out of collectives of ``group``; for a backend that has none, the time-out of its store."""
+    """Returns the time-out of the group's collectives, or of its store if the backend has none."""
     timeouts = (options._timeout for options in _all_options(group))
     return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
 
 
 def is_gloo_on_cpu(group: Any) -> bool:
-    """Whether gloo carries the CPU tensors of ``group``."""
+    """Returns whether gloo carries the CPU tensors of ``group``."""
     try:
         return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
     except (AttributeError, RuntimeError):  # no backend for CPU tensors, or a stand-in for a group
@@ -69,7 +66,7 @@ def is_gloo_on_cpu(group: Any) -> bool:
 
 
 def device_of(world: Any) -> Any:
-    """Returns the device that NCCL is bound to in the job with the default group ``world``; None for none."""
+    """Returns the device that the default group ``world`` binds NCCL to, or None."""
     return world.bound_device_id
 
 
@@ -83,11 +80,13 @@ def make_group(
     splits: bool,
     backend: str | None = None,
 ) -> Any:
-    """Returns a group that its ``ranks`` make, with the options and time-out of the group ``model``, and its backend
-    unless another one is given.
+    """Makes a group of ``ranks`` with the options and time-out of the group ``model``; all of them call this.
 
-    ``world`` is the default group of the job. If NCCL is bound to a ``device`` in it, and with ``splits``, the
-    communicator is split off the job's communicator; otherwise a new one is made.
+    Args:
+        world: the default group of the job.
+        device: the device that NCCL is bound to in the job, or None.
+        splits: with a device, whether to split NCCL's communicator off the job's instead of making a new one.
+        backend: a backend other than that of ``model``.
     """
     with _splitting(world, device, splits):
         group, _ = dist.distributed_c10d._new_process_group_helper(
@@ -111,7 +110,7 @@ _binding = Lock()
 
 @contextmanager
 def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
-    """Context in which torch splits new communicators off the job's if ``splits``, by binding the job to a device."""
+    """Context in which torch splits new communicators off the job's if ``splits``: it does so if a device is bound."""
     if device is None:
         yield
         return
@@ -126,11 +125,11 @@ def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
 def _all_options(group: Any) -> list[Any]:
     backends = (group._get_backend(device) for device in group._device_types)
     options = (getattr(backend, "options", None) for backend in backends)  # some backends have none
-    return [one for one in options if one is not None]
+    return [found for found in options if found is not None]
 
 
 def _nccl_options(group: Any) -> Any:
-    """Returns a copy of the options of NCCL in ``group``; None if ``group`` has no NCCL."""
+    """Returns a copy of the group's NCCL options, or None without NCCL."""
     if not dist.is_nccl_available():
         return None
     for options in _all_options(group):

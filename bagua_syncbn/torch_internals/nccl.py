@@ -1,4 +1,4 @@
-"""Progress of NCCL on the device."""
+"""NCCL's progress on the device."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def nccl_id(group: Any) -> str:
-    """Returns the number of NCCL's part of ``group`` in torch's flight recorder; "" without NCCL."""
+    """Returns the group's number in torch's flight recorder, or "" without NCCL."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "nccl":
@@ -16,8 +16,10 @@ def nccl_id(group: Any) -> str:
 
 
 def nccl_progress(number: str) -> tuple[int, int]:
-    """Returns how many collectives of the group with this :func:`nccl_id` were begun, and have ended, outside of CUDA
-    graphs; zeros where torch does not know.
+    """Returns how many of the group's collectives have started and completed outside CUDA graphs; zeros if unknown.
+
+    Args:
+        number: the :func:`nccl_id` of the group.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if not number or dump is None:

@@ -93,7 +93,7 @@ def test_layers_have_groups_of_their_own_for_each_way_to_name_a_group():
     assert layer.process_group is copy.deepcopy(layer).process_group is exactly
     assert exactly.group is mine
     assert f"process_group=TorchCommunicator(ranks={(first, first + 1)})" in repr(layer)
-    with pytest.raises(TypeError, match=r"got TorchCommunicator\(ranks=\(\d, \d\)\), which is one group"):
+    with pytest.raises(TypeError, match=r"got TorchCommunicator\(ranks=\(\d, \d\)\), which belongs to"):
         pickle.dumps(layer)
 
 

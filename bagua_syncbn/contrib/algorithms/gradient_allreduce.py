@@ -1,4 +1,4 @@
-"""Bagua's ``GradientAllReduceAlgorithm``; without Bagua, a record of its options."""
+"""Bagua's ``GradientAllReduceAlgorithm``; without Bagua, a class with its options."""
 
 from typing import TYPE_CHECKING
 
@@ -9,11 +9,11 @@ if has_bagua and not TYPE_CHECKING:
 else:
 
     class GradientAllReduceAlgorithm:
-        """Gradients are averaged over the ranks in each step, by :func:`~bagua_syncbn.with_bagua`.
+        """Averages gradients over the ranks in each step, see :func:`~bagua_syncbn.with_bagua`.
 
         Args:
-            hierarchical: whether to add up within each node first; torch's engine leaves that to the backend.
-            average: whether to average gradients, or else to sum them, which torch's engine does not do.
+            hierarchical: whether to sum within each node first; ignored by torch.
+            average: whether to average or to sum gradients; torch only averages.
         """
 
         def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
