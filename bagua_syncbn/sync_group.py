@@ -3,7 +3,8 @@
 from typing import Any
 
 from .communicators.torch_engine import is_mesh, torch_group_of
-from .groups import NODE, describe_kind, spec_of
+from .groups import spec_of
+from .groups.spec import NODE, describe_kind
 
 
 def sync_group(process_group: Any) -> Any:

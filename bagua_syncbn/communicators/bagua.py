@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..groups import LOCAL, Communicator, RankGroup, Ranks, Rule, members_by, text_of
+from ..groups import LOCAL, Communicator, RankGroup
+from ..groups.spec import Ranks, Rule, members_by, text_of
 from . import torch_engine
 
 # Communicators by their ranks: a rank with a group, and a rank with only a RankGroup, use the same one.

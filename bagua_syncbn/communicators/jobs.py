@@ -20,18 +20,8 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 
-from ..groups import (
-    NODE,
-    RankGroup,
-    Ranks,
-    Rule,
-    description_of,
-    first_user,
-    members_by,
-    ranks_by_text,
-    text_of,
-    text_of_ranks,
-)
+from ..groups import RankGroup, ranks_by_text, text_of_ranks
+from ..groups.spec import NODE, Ranks, Rule, description_of, first_user, members_by, text_of
 from ..torch_internals import groups as torch_groups
 from .c10d import is_alive
 
@@ -171,11 +161,10 @@ class Job:
         self._backend, self._store = torch_groups.backend_and_store(world)
         self._device = torch_groups.device_of(world)
         self._timeout: timedelta = torch_groups.timeout_of(world)
-        self._agreements = 0
         self._given: dict[Rule, ref[Any]] = {}
         self._made: dict[str, ref[Any]] = {}
         self._made_for: dict[str, ref[Any]] = {}  # given groups, by the names of their layers' groups
-        self._attempts: Counter[str] = Counter()
+        self._meetings: Counter[str] = Counter()
         self._own_ranks: dict[Rule, Ranks] = {}
         self._finding = Lock()
         self._making: dict[str, Lock] = {}
@@ -212,10 +201,9 @@ class Job:
                 of_rank.append(hosts.setdefault(tuple(host), rank))
             return rules, of_rank if rule == NODE else []
 
-        key, value = f"exchange {self._agreements}", [str(description_of(rule)), *host_name()]
-        self._agreements += 1
+        value = [str(description_of(rule)), *host_name()]
         hint = "" if rule is None else "; if only some ranks have such layers, call sync_group on all ranks first"
-        rules, hosts = self._meet(key, range(self.size), value, text_of(rule), compare, hint=hint)
+        rules, hosts = self.meet("agreement", range(self.size), text_of(rule), value, compare, hint=hint)
         if len(rules) > 1:
             got = ", ".join(f"{text} on rank {rank}" for text, rank in rules.items())
             raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {got}")
@@ -255,29 +243,20 @@ class Job:
             return given or self._world()
         return self._group("user", ranks, text_of(rule))
 
-    def meet(self, name: str, ranks: Ranks, what: str, limit: timedelta | None = None) -> str:
-        """Waits until all ``ranks`` make this call. Returns ``name`` with the number of the attempt.
-
-        Members number the attempts alike: a rank that arrives at a failed attempt fails in it too.
-        """
-        attempt = f"{name}:{self._attempts[name]}"
-        self._attempts[name] += 1
-        self._meet(attempt, ranks, None, what, len, limit)
-        return attempt
-
-    def _meet(
+    def meet(
         self,
-        key: str,
+        name: str,
         ranks: Sequence[int],
-        value: Any,
         what: str,
-        decide: Callable[[list[Any]], Any],
+        value: Any = None,
+        decide: Callable[[list[Any]], Any] = list,
         limit: timedelta | None = None,
         hint: str = "",
     ) -> Any:
-        """Runs :func:`meet` as the meeting ``key`` of ``ranks``, which make the first use of ``what``.
+        """Returns the result of :func:`meet` for ``ranks``, which make the first use of ``what``.
 
-        The meeting is in the job's store, because no tensor can be sent while a trace runs.
+        The meeting is in the job's store, because no tensor can be sent while a trace runs. All ranks number the
+        meetings of a ``name`` alike: a rank that arrives at a failed one fails in it too.
 
         Args:
             limit: time-out of the group, if it may be shorter than the job's.
@@ -286,6 +265,7 @@ class Job:
         Raises:
             RuntimeError: some ranks did not arrive in time, or the store did not answer.
         """
+        self._meetings[name] += 1
         if str(self._backend) == "fake":  # torch's backend without other processes
             return decide([value] * len(ranks))
         doing = torch_groups.prefix_store("bagua_syncbn/doing", self._store)  # the first use that each rank waits in
@@ -299,10 +279,10 @@ class Job:
         timeout, time_out = self._timeout, "the job's time-out"
         if limit is not None and limit < timeout:
             timeout, time_out = limit, "the group's time-out"
-        store, seconds = torch_groups.prefix_store(f"bagua_syncbn/{key}", self._store), timeout.total_seconds()
+        store = torch_groups.prefix_store(f"bagua_syncbn/{name}:{self._meetings[name]}", self._store)
         try:
             doing.set(str(self.rank), what)
-            decided = meet(store, self.rank, ranks, value, seconds, decide, what, time_out, explain)
+            decided = meet(store, self.rank, ranks, value, timeout.total_seconds(), decide, what, time_out, explain)
             doing.set(str(self.rank), "")
         except MeetingError as error:
             raise RuntimeError(f"first use of {what} failed: {error}") from None
@@ -329,7 +309,8 @@ class Job:
             group = _alive(self._made.get(name))
             if group is not None:
                 return group
-            attempt = self.meet(name, ranks, what, torch_groups.timeout_of(model))
+            self.meet(name, ranks, what, limit=torch_groups.timeout_of(model))
+            own_name = f"{name}:{self._meetings[name]}"
             store = self._store
             if given is not None:  # by several threads at once; a connection to the store serves one at a time
                 with suppress(AttributeError, RuntimeError):  # classes of stores that cannot make another connection
@@ -337,7 +318,7 @@ class Job:
             # All ranks of the job, in one order, must take part in a split of its NCCL communicator.
             splits = given is None and len(ranks) == self.size
             try:
-                group = torch_groups.make_group(world, ranks, model, store, attempt, self._device, splits)
+                group = torch_groups.make_group(world, ranks, model, store, own_name, self._device, splits)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"first use of {what} failed: rank {self.rank} cannot connect to the others "

@@ -8,7 +8,8 @@ from weakref import WeakSet, ref
 
 import torch.distributed as dist
 
-from ..groups import DESTROYED, FORKED, LOCAL, Communicator, GroupSpec, RankGroup, Ranks, Rule
+from ..groups import DESTROYED, FORKED, LOCAL, Communicator, GroupSpec, RankGroup
+from ..groups.spec import Ranks, Rule
 from . import c10d
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job, in_one_piece, job_of

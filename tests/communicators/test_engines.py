@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_group
 from bagua_syncbn.communicators import TorchCommunicator, jobs, torch_engine
-from bagua_syncbn.groups import LOCAL, RankGroup, engines, members_by, spec_of
+from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
+from bagua_syncbn.groups.spec import members_by
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
 from tests.helpers.training import through_file

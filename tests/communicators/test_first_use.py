@@ -177,7 +177,7 @@ def behind(function):
     return interrupted
 
 
-OWNERS = {"make_group": torch_groups, "_meet": jobs.Job}
+OWNERS = {"make_group": torch_groups, "meet": jobs.Job}
 
 
 def interrupted_first_use(store, when, name):
