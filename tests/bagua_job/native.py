@@ -1,7 +1,7 @@
-"""Bagua's native edge on the host: what needs a CUDA driver, replaced; Bagua's Python, tensors and store stay.
+"""Replaces the parts of Bagua that need a CUDA driver; its Python code, tensors and store stay.
 
-Communicators run over gloo in place of NCCL. Streams compute nothing: :data:`log` lists in order what was enqueued,
-which stream waits for which, and where the host waits.
+Communicators run over gloo instead of NCCL. Streams do nothing: :data:`log` lists in order the enqueued work, the waits
+between streams, and the waits of the host.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ def enter_stream(stream):
 
 
 class Watch(TorchDispatchMode):
-    """Lists operations too."""
+    """Also logs operations."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view:
@@ -81,14 +81,14 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8, "I64":
 
 
 def memory_of(bagua_tensor):
-    """Returns the memory that Bagua's handle names, as NCCL would be given it."""
+    """Returns the memory that Bagua's handle passes to NCCL."""
     dtype = _DTYPES[bagua_tensor.dtype()]
     size = bagua_tensor.num_elements() * dtype.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(bagua_tensor.data_ptr()), dtype=dtype)
 
 
 class HostCommunicator:
-    """``bagua_core.BaguaSingleCommunicatorPy``, which its members make together and nobody else."""
+    """``bagua_core.BaguaSingleCommunicatorPy``, which only its members make, together."""
 
     made: ClassVar[list] = []
 
@@ -136,12 +136,12 @@ class HostCommunicator:
     @contextmanager
     def _noted(self, what, sent):
         log.append((self.stream.cuda_stream, what, sent.numel(), str(sent.dtype)))
-        with _disable_current_modes():  # work of NCCL is none on the caller's stream
+        with _disable_current_modes():  # NCCL's work is not on the caller's stream
             yield
 
 
 class HostBucket:
-    """``bagua_core.BaguaBucketPy``, whose operations are exact averages or sums; averages of ``async`` are left out."""
+    """``bagua_core.BaguaBucketPy`` with exact averages or sums; the averages of ``async`` are no-ops."""
 
     def __init__(self, name, tensors):
         self.name, self.tensors, self.operations = name, tensors, []
@@ -162,7 +162,7 @@ class HostBucket:
         return self._append(lambda: function(self.name))
 
     def _append(self, run):
-        operation = Mock(side_effect=run)  # other calls of it do nothing
+        operation = Mock(side_effect=run)  # its other methods are no-ops
         operation.get_status = lambda: not operation.abort.called
         self.operations.append(operation)
         return operation
@@ -172,7 +172,7 @@ class HostBucket:
 
 
 class HostBackend:
-    """``bagua_core.BaguaCommBackendPy``, the scheduler: all buckets in their order, where Bagua waits for them."""
+    """``bagua_core.BaguaCommBackendPy``, the scheduler: runs all buckets in order when Bagua waits for them."""
 
     def __init__(self, channel_capacity, device_id):
         self.buckets = []
@@ -190,7 +190,7 @@ class HostBackend:
 
 
 def join_job(store, rank, world_size):
-    """Starts a Bagua job, also in a process that was in another one, over torch's default group on gloo."""
+    """Starts a Bagua job over torch's default group on gloo, also in a process that was in another job."""
     workers.join_job(store, rank, world_size)
     install()
     reset()
@@ -200,7 +200,7 @@ def join_job(store, rank, world_size):
 
 
 def reset():
-    """Makes Bagua and this package forget the job that they were in."""
+    """Makes Bagua and this package forget their job."""
     import bagua.torch_api.communication as communication
 
     import bagua_syncbn.communicators.bagua as ours
@@ -214,12 +214,12 @@ def reset():
 
 
 def install():
-    """Replaces the native edge in this process."""
+    """Replaces the native core in this process."""
     import bagua_core
 
     if bagua_core.BaguaSingleCommunicatorPy is HostCommunicator:
         return
-    import torch._dynamo  # looks at torch.cuda.Stream when it is imported
+    import torch._dynamo  # reads torch.cuda.Stream on import
 
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
     torch.cuda.current_stream, torch.cuda.stream = current_stream, enter_stream
@@ -233,9 +233,9 @@ def install():
 
     import bagua_syncbn.communicators.bagua as ours
 
-    # In this process rather than in a child, which these processes may not have and which would survive them.
+    # In a thread, because these processes may not have children, which would also outlive them.
     communication.start_autotune_server = start_autotune_thread
-    # Functions of Bagua refuse tensors whose device equals torch.device("cpu").
+    # Bagua's functions refuse tensors on torch.device("cpu").
     communication.torch = SimpleNamespace(**vars(torch) | {"device": lambda *_: None})
     ours._device = lambda: torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Bagua's communicator for layers: exact, once a layer each way, ordered by streams alone, among members alone."""
+"""The layers' communicator over Bagua: exact, one collective each way, ordered by streams, only among members."""
 
 import copy
 import gc
@@ -22,19 +22,19 @@ COLLECTIVES = ("allgather", "allreduce", "broadcast")
 
 
 def sent():
-    """Returns what the log says was sent since the last call: collective, elements and dtype."""
+    """Returns the messages logged since the last call: collective, number of elements and dtype."""
     found = [entry[1:] for entry in log if entry[1] in COLLECTIVES]
     log.clear()
     return found
 
 
-# Bits that arithmetic would change or lose: signed zero, subnormal, infinity, a NaN with a payload, 2^53 + 1 as int64.
+# Bits that arithmetic would change: signed zero, subnormal, infinity, a NaN with a payload, 2^53 + 1 as int64.
 WIDE = [-(2**63), 1, 0x7FF0000000000000, 0x7FF8000000000123, 2**53 + 1, 0x3FF0000000000001]
 NARROW = [-(2**31), 1, 0x7F800000, 0x7FC00123, 2**24 + 1, 7]
 
 
 @pytest.mark.ranks(3)
-def test_every_bit_crosses():
+def test_messages_keep_every_bit():
     communicator, rank = communicator_of(), dist.get_rank()
     assert isinstance(communicator, bagua.BaguaCommunicator)
     assert isinstance(communicator, Communicator)
@@ -47,7 +47,7 @@ def test_every_bit_crosses():
     values = torch.tensor([1.0, 1e-17, -1.0, 2.0**60], dtype=torch.float64)
     assert torch.equal(communicator.all_reduce(values * (rank + 1)), (values + 2 * values) + 3 * values)
     assert communicator.all_reduce(torch.full((5,), rank + 1.0)).tolist() == [6.0] * 5
-    # float64 as int64, its sum gathered.
+    # float64 is sent as int64, and sums of it are gathered.
     kinds = ("allgather", "torch.int64"), ("allgather", "torch.float32"), ("allgather", "torch.int64")
     assert [(what, dtype) for what, _, dtype in sent()] == [*kinds, ("allreduce", "torch.float32")]
     for tensor in (torch.arange(6.0).view(3, 2)[:, 0] + rank, torch.tensor(1.0 + rank).expand(3)):
@@ -59,11 +59,11 @@ def test_every_bit_crosses():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("dtype", "layers"), [(torch.float32, 3), (torch.float64, 1)], ids=str)
-def test_one_collective_each_way_in_order_and_no_host_wait(dtype, layers):
-    # A Linear first: a layer whose input needs no gradient has no all-reduce.
+def test_one_collective_each_way_in_stream_order_without_host_waits(dtype, layers):
+    # A Linear first, because a layer whose input needs no gradient sends no sums.
     model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(layers))).to(dtype)
     convert_sync_batchnorm(model)
-    for _ in range(2):  # makes the communicator, and the ranks agree on what they send
+    for _ in range(2):  # makes the communicator, and ranks agree on messages
         output = model(torch.randn(3, 4, dtype=dtype))
         output.backward(torch.randn_like(output))
     log.clear()
@@ -75,7 +75,7 @@ def test_one_collective_each_way_in_order_and_no_host_wait(dtype, layers):
     assert stream.priority < 0
     assert len(HostCommunicator.made) == 1
     assert not [event.name for event in profiler.events() if event.name.startswith("c10d::")]
-    # As docs/bagua.md has it: what is sent. Nothing comes between, on any stream.
+    # The sizes in docs/bagua.md. Nothing is enqueued in between on any stream.
     own, caller = stream.cuda_stream, current_stream().cuda_stream
     begin, end = (own, "waits for", caller), (caller, "waits for", own)
     forward, backward, name = 2 * 4 + 5, 2 * 4 + 6, "torch.float32" if dtype == torch.float32 else "torch.int64"
@@ -109,7 +109,7 @@ def test_ranks_wait_in_python_until_all_members_make_the_first_use(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_nothing_that_was_sent_stays():
+def test_sent_messages_are_freed():
     communicator, views = communicator_of(), []
     to_bagua_tensor = torch.Tensor.to_bagua_tensor
 
@@ -127,8 +127,8 @@ def test_nothing_that_was_sent_stays():
 
 
 @pytest.mark.ranks(4)
-def test_groups_concern_their_members_alone():
-    """Some ranks meanwhile do other things, and all meet again."""
+def test_only_members_use_a_group():
+    """Other ranks run other code in between, then all ranks meet again."""
     rank = dist.get_rank()
     low, odd = communication.new_group([0, 1]), communication.new_group([3, 1])
     if rank in (0, 1):
@@ -148,7 +148,7 @@ def test_groups_concern_their_members_alone():
         assert type(model[0]) is nn.BatchNorm1d
     assert mean_over(None) == 1.5
     assert copy.deepcopy(SyncBatchNorm(1, process_group=communication._get_default_group())).process_group is None
-    # Bagua numbers its groups: those that ranks made meanwhile must not count.
+    # Bagua numbers its groups: the layers' groups must not count.
     whole = communication.new_group()
     whole.get_global_communicator()
     assert mean_over(whole) == 1.5
@@ -157,7 +157,7 @@ def test_groups_concern_their_members_alone():
 
 
 @pytest.mark.ranks(2)
-def test_a_tensor_of_another_device_never_reaches_nccl():
+def test_a_tensor_on_another_device_raises():
     layer = SyncBatchNorm(2, process_group=2)  # whose communicator no other test uses
     told = r"input: expected a tensor on cuda:0, the device of this rank .* got one on cpu"
     on_cuda = patch.object(bagua, "_device", lambda: torch.device("cuda", 0))
@@ -167,7 +167,7 @@ def test_a_tensor_of_another_device_never_reaches_nccl():
     assert layer.eval()(torch.randn(4, 2)).shape == (4, 2)
 
 
-def test_a_bagua_group_without_a_job_is_named():
+def test_a_bagua_group_without_a_job_raises():
     group = communication.BaguaProcessGroup([0], None, "early")
     layer = SyncBatchNorm1d(2)
     for use in (
@@ -184,15 +184,15 @@ def test_a_bagua_group_without_a_job_is_named():
 
 
 @pytest.mark.ranks(2)
-def test_a_compiled_model_leaves_the_communicator_to_python():
-    torch._dynamo.config.do_not_emit_runtime_asserts = True  # else it meets the properties that Bagua gives modules
+def test_a_compiled_model_calls_the_communicator_in_python():
+    torch._dynamo.config.do_not_emit_runtime_asserts = True  # they fail on the properties that Bagua adds to modules
     batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))[dist.get_rank() :: 2].clone()
     results = []
     for backend in (None, "aot_eager"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), convert_sync_batchnorm(nn.BatchNorm1d(4)), nn.ReLU())
         step = model if backend is None else torch.compile(model, backend=backend)
-        for _ in range(3):  # at first the ranks agree on what they send
+        for _ in range(3):  # ranks agree on messages at first
             model.zero_grad()
             log.clear()
             output = step(batch)

@@ -1,4 +1,4 @@
-"""The import that research code has."""
+"""The import of research code for Bagua."""
 
 import bagua.torch_api.contrib.sync_batchnorm as theirs
 import pytest
@@ -21,7 +21,7 @@ def replaced():
     bagua_syncbn.contrib.replace()
 
 
-def test_the_import_gives_this_layer_and_can_be_put_back():
+def test_the_import_gives_this_layer_and_can_be_undone():
     assert theirs.SyncBatchNorm is bagua_syncbn.SyncBatchNorm
     bagua_syncbn.contrib.restore()
     assert theirs.SyncBatchNorm.__module__ == "bagua.torch_api.contrib.sync_batchnorm"
@@ -30,7 +30,7 @@ def test_the_import_gives_this_layer_and_can_be_put_back():
         theirs.SyncBatchNorm(3)(torch.randn(2, 3))
 
 
-def test_models_with_layers_of_baguas_convert_too():
+def test_models_with_baguas_layers_convert():
     bagua_syncbn.contrib.restore()
     model = theirs.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     original = type(model[0])
@@ -42,7 +42,7 @@ def test_models_with_layers_of_baguas_convert_too():
     assert type(bagua_syncbn.revert_sync_batchnorm(model)[0]) is original
 
 
-def test_method_and_algorithms_stay_baguas():
+def test_the_method_and_algorithms_are_baguas():
     assert gradient_allreduce.GradientAllReduceAlgorithm is GradientAllReduceAlgorithm
     assert isinstance(resolve_algorithm(ByteGradAlgorithm, []), ByteGradAlgorithm)
     for change in (bagua_syncbn.contrib.replace, bagua_syncbn.contrib.restore):
@@ -50,7 +50,7 @@ def test_method_and_algorithms_stay_baguas():
         assert nn.Module.with_bagua is BaguaModule.with_bagua
 
 
-def test_baguas_algorithms_are_taken_for_what_they_are_where_torch_runs_the_job():
+def test_baguas_algorithms_are_recognized_in_a_torch_job():
     model = nn.Linear(2, 2)
     for algorithm in (GradientAllReduceAlgorithm, GradientAllReduceAlgorithm(), GradientAllReduceAlgorithm(True)):
         assert bagua_syncbn.with_bagua(model, [], algorithm) is model

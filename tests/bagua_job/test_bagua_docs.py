@@ -1,4 +1,4 @@
-"""The blocks of the documentation that need Bagua, each as a script of its own on two ranks."""
+"""Runs each block of the documentation that needs Bagua as a script on two ranks."""
 
 import os
 
@@ -31,6 +31,6 @@ def run_blocks(directory):
 
 def test_the_scripts_of_the_documentation_run(pool, tmp_path):
     done = pool.run(run_blocks, 2, str(tmp_path))
-    pool.close()  # its job is the last script's
+    pool.close()  # in the job of the last script
     assert done[0] == done[1] == [block.name for block in blocks()]
     assert len(done[0]) >= 2

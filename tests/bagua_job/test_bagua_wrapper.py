@@ -1,4 +1,4 @@
-"""``with_bagua``, Bagua's own and ours: every algorithm it ships over layers that synchronize."""
+"""Bagua's ``with_bagua`` and ours: all algorithms with synchronized layers."""
 
 import copy
 import time
@@ -45,7 +45,7 @@ def batches(steps):
 
 
 def step(model, optimizer, batch):
-    """A step whose gradients, averaged over two ranks, are those of the whole batch."""
+    """Runs a step whose gradients, averaged over two ranks, equal those of the whole batch."""
     input, target = (part.split(SPLITS)[dist.get_rank()] for part in batch)
     optimizer.zero_grad()
     (F.mse_loss(model(input), target, reduction="sum") * 2 / len(batch[0])).backward()
@@ -53,7 +53,7 @@ def step(model, optimizer, batch):
 
 
 def check_against_one_process(start, trained):
-    """Six steps of an exact algorithm are those of one process on all batches."""
+    """Compares six steps of an exact algorithm with one process on the whole batches."""
     model = make_model().double()
     model.load_state_dict(start)
     optimizer = make_optimizer(model)
@@ -66,14 +66,14 @@ def check_against_one_process(start, trained):
 
 
 def train(algorithm, own_method):
-    # Other weights and statistics on each rank: Bagua and with_bagua bring them together.
+    # Different weights and statistics on each rank, which Bagua and with_bagua broadcast.
     model = make_model(seed=dist.get_rank())
     model[1].running_mean += dist.get_rank()
     optimizer = make_optimizer(model, algorithm)
     assert bagua_syncbn.convert_sync_batchnorm(model) is model
     if own_method:
         wrapped = model.with_bagua([optimizer], make_algorithm(algorithm, optimizer))
-    else:  # by name, but for the one that needs an option here
+    else:  # by name, except for the one that needs an option here
         given = make_algorithm(algorithm, optimizer) if algorithm == "async" else algorithm
         wrapped = bagua_syncbn.with_bagua(model, [optimizer], given)
     assert wrapped is model
@@ -81,16 +81,16 @@ def train(algorithm, own_method):
     for batch in batches(6):
         step(model, optimizer, batch)
         if algorithm == "async":
-            time.sleep(0.01)  # time for what runs beside
+            time.sleep(0.01)  # time for the averages in the background
     if algorithm == "async":
         model.bagua_algorithm.abort(model)
-        assert model.bagua_buckets[0]._async_op.call_count > 0, "nothing ran beside"
+        assert model.bagua_buckets[0]._async_op.call_count > 0, "nothing ran in the background"
     return start, model.state_dict()
 
 
 @pytest.mark.parametrize("own_method", [True, False], ids=["model.with_bagua", "bagua_syncbn.with_bagua"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_statistics_are_those_of_all_ranks_under_every_algorithm(pool, algorithm, own_method):
+def test_every_algorithm_trains_synchronized_layers(pool, algorithm, own_method):
     (start, first), (other_start, second) = pool.run(train, 2, algorithm, own_method)
     for name in start:
         if not (own_method and "running" in name):  # Bagua's method sends parameters only
@@ -110,12 +110,12 @@ def wrap_in_group(kind):
     new_group = communication.new_group if kind == "Bagua" else dist.new_group
     group = [new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     model = bagua_syncbn.convert_sync_batchnorm(make_model(seed=rank))
-    model[4].process_group = dist.group.WORLD  # it has its own
+    model[4].process_group = dist.group.WORLD  # keeps it
     model[1].running_var += rank
     bagua_syncbn.with_bagua(model, [make_optimizer(model)], "gradient_allreduce", process_group=group)
     assert model[1].process_group is group
     assert model[4].process_group is dist.group.WORLD
-    # Made before there are gradients, and buffers sent among the same ranks as these.
+    # Communicators exist before the first gradient, and buffers are broadcast among the same ranks.
     assert {tuple(pair), (0, 1, 2, 3)} <= bagua._communicators.keys()
     assert communicator_of(model[1].process_group).group.ranks == pair
     assert model[1].running_var.tolist() == [1.0 + pair[0]] * 6
@@ -124,7 +124,7 @@ def wrap_in_group(kind):
 
 
 @pytest.mark.parametrize("kind", ["Bagua", "torch"])
-def test_layers_have_the_group_of_the_wrapper(pool, kind):
+def test_layers_get_the_group_of_the_wrapper(pool, kind):
     results = pool.run(wrap_in_group, 4, kind)
     for rank, result in enumerate(results):  # weights, gradients and statistics of the pair, statistics of all
         same = [torch.equal(one, other) for one, other in zip(result, results[rank - 2], strict=True)]
@@ -147,7 +147,7 @@ def leave_out():
     return model.state_dict(), model[3].weight.grad
 
 
-def test_buffers_are_sent_but_for_those_that_are_left_out(pool):
+def test_buffers_are_broadcast_unless_ignored(pool):
     (first, first_grad), (second, second_grad) = pool.run(leave_out, 2)
     differ = {name for name in first if not torch.equal(first[name], second[name])}
     assert differ == {"3.weight", "1.running_var", "4.running_var"}
@@ -158,7 +158,7 @@ def test_buffers_are_sent_but_for_those_that_are_left_out(pool):
 
 @pytest.mark.ranks(2)
 def test_a_second_model_in_the_same_process_trains_like_one_process():
-    """Interleaved, as a GAN's are; the second in a group of its own."""
+    """The steps are interleaved, as in a GAN, and the second model has a separate group."""
     models = [bagua_syncbn.convert_sync_batchnorm(make_model(seed=dist.get_rank())) for _ in range(2)]
     optimizers = [make_optimizer(model) for model in models]
     bagua_syncbn.with_bagua(models[0], [optimizers[0]])
@@ -172,7 +172,7 @@ def test_a_second_model_in_the_same_process_trains_like_one_process():
 
 
 @pytest.mark.ranks(2)
-def test_converting_too_late_raises():
+def test_converting_after_wrapping_raises():
     model, inside = make_model(), make_model()
     model.with_bagua([make_optimizer(model)], GradientAllReduceAlgorithm())
     wrapper = DistributedDataParallel(inside, optimizers=[make_optimizer(inside)])
@@ -187,7 +187,7 @@ def test_converting_too_late_raises():
 
 
 @pytest.mark.ranks(2)
-def test_wrong_arguments_raise_before_anything_is_sent():
+def test_wrong_arguments_raise_before_any_message():
     model = bagua_syncbn.convert_sync_batchnorm(make_model())
     optimizers = [make_optimizer(model)]
     others = communication.BaguaProcessGroup([1 - dist.get_rank()], None, "others")

@@ -1,4 +1,4 @@
-"""An engine with groups of its own, as Bagua has: what they, groups of torch and descriptions lead to."""
+"""An engine with its own groups, like Bagua: its groups, torch's groups and descriptions."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ class Group:
 
 
 class Engine:
-    """Runs a job of all ranks, which exchange by gloo."""
+    """Runs a job of all ranks over gloo."""
 
     def __init__(self):
         self.whole = Group(*range(dist.get_world_size()))
@@ -61,7 +61,7 @@ class Engine:
 
 @contextmanager
 def running():
-    """Context in which an engine runs the job."""
+    """Context in which this engine runs the job."""
     engine, others = Engine(), engines[:]
     engines.append(engine)
     try:
@@ -97,7 +97,7 @@ def test_calls_are_checked_once_in_each_job():
 
 
 @pytest.mark.ranks(4)
-def test_groups_of_torch_and_descriptions_lead_to_one_communicator():
+def test_torch_groups_and_descriptions_share_one_communicator():
     pair = dist.get_rank() // 2
     given = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
@@ -108,7 +108,7 @@ def test_groups_of_torch_and_descriptions_lead_to_one_communicator():
             assert communicator_of(group) is engine.communicators[2 * pair, 2 * pair + 1]
         assert mean_over("node") == mean_over(4) == mean_over(dist.group.WORLD) == mean_over(engine.whole) == 1.5
         assert communicator_of(1) is communicator_of([[0], [1], [2], [3]]) is LOCAL
-        through_torch = TorchCommunicator(given)  # a communicator is what it is
+        through_torch = TorchCommunicator(given)
         assert communicator_of(through_torch) is through_torch
         with pytest.raises(TypeError, match=r"a torch\.distributed\.ProcessGroup or a description .* got Group"):
             torch_engine.torch_group_of(spec_of(own))
@@ -116,7 +116,7 @@ def test_groups_of_torch_and_descriptions_lead_to_one_communicator():
 
 
 @pytest.mark.ranks(4)
-def test_a_group_concerns_its_members_alone():
+def test_only_members_use_a_group():
     with running():
         if dist.get_rank() != 2:
             assert mean_over(Group(3, 0, 1)) == pytest.approx(4 / 3)

@@ -1,4 +1,4 @@
-"""A destroyed process group is kept alive by nothing here, and no thread of a live one aborts a process that ends."""
+"""Nothing keeps a destroyed process group alive, and no thread of a live group aborts a process at its end."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from bagua_syncbn.communicators import TorchCommunicator
 from tests.faults.programs import message_of
 from tests.helpers.own_groups import communicator_of
 
-# A process group as a layer may be given it, and the group behind it.
+# A process_group argument, and its group.
 KINDS = {
     "default": lambda: (None, dist.group.WORLD),
     "explicit": lambda: (group := dist.new_group(), group),
@@ -27,7 +27,7 @@ KINDS = {
 }
 
 
-@pytest.mark.ranks(2, new_job=True)  # tests before this one may hold the group of their job
+@pytest.mark.ranks(2, new_job=True)  # earlier tests may hold the group of their job
 @pytest.mark.parametrize(
     ("kind", "compiles"), [*((kind, False) for kind in KINDS), ("default", True), ("explicit", True)]
 )
@@ -43,18 +43,18 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, com
     losses = [model(torch.randn(5, 4)).square().sum() for _ in range(2)]
     losses[0].backward()
     own = communicator_of(process_group).group
-    # torch's compiler keeps the default group by itself, whatever model it compiles.
+    # torch's compiler keeps the default group alive for any model.
     watched = [ref(one) for one in (group, own) if not (compiles and one is dist.group.WORLD)]
     group = own = process_group = None
     dist.destroy_process_group()
     assert [one() for one in watched] == [None] * len(watched), "something keeps a destroyed group alive"
-    assert isinstance(converted[0], bagua_syncbn.SyncBatchNorm)  # it lives on
+    assert isinstance(converted[0], bagua_syncbn.SyncBatchNorm)  # stays alive
     with pytest.raises(Exception, match="destroyed|resolve" if compiles else "destroyed"):
         losses[1].backward()
 
 
 def use_groups(times, fails, kept):
-    """Makes, uses and ends groups."""
+    """Makes, uses and destroys groups."""
     for _ in range(times):
         group = dist.new_group()
         eps = 1e-3 if fails and dist.get_rank() else 1e-5
@@ -66,7 +66,7 @@ def use_groups(times, fails, kept):
 
 
 def held():
-    """Returns how many descriptors and threads this process has."""
+    """Returns the numbers of file descriptors and threads of this process."""
     gc.collect()
     return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
 
@@ -74,8 +74,8 @@ def held():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_layers_group_ends_with_the_group_that_it_was_made_for(fails):
-    kept = []  # one that was destroyed
+def test_the_layers_group_ends_with_its_given_group(fails):
+    kept = []  # a destroyed group
     use_groups(2, fails, kept)
     before, deadline = held(), time.monotonic() + 60
     use_groups(5, fails, kept)
@@ -91,16 +91,16 @@ def send(collective):
 
 
 @pytest.mark.ranks(2)
-def test_no_thread_of_gloo_is_the_last_to_hold_a_message():
-    """A thread that was would ask for the GIL, which aborts a process whose interpreter ends at that time."""
+def test_gloo_threads_never_hold_the_last_reference_to_a_message():
+    """To free it, the thread would need the GIL, which aborts a process whose interpreter is ending."""
     communicator = TorchCommunicator(communicator_of(None).group)
     begin = communicator.begin_all_gather
     sent = [*map(send, (communicator.all_gather, communicator.all_reduce, lambda packed: begin(packed).wait(), begin))]
-    time.sleep(0.2)  # in which the threads of gloo let go of them
+    time.sleep(0.2)  # until gloo's threads have dropped their references
     assert [one() is not None for one in sent] == [True] * 4
     for _ in range(5):
         send(communicator.all_gather)
-    kept = [False] * 3 + [True]  # only the last that have ended, and what has not
+    kept = [False] * 3 + [True]  # the last completed ones, and the one that has not completed
     deadline = time.monotonic() + 60
     while (alive := [one() is not None for one in sent]) != kept and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -108,8 +108,8 @@ def test_no_thread_of_gloo_is_the_last_to_hold_a_message():
 
 
 @pytest.mark.ranks(2, new_job=True)
-def test_records_of_a_job_end_with_it():
-    """Else sockets and threads of the group would live on."""
+def test_the_last_messages_of_a_job_end_with_it():
+    """Otherwise sockets and threads of the group would stay."""
     sent = send(TorchCommunicator(communicator_of(None).group).all_gather)
     dist.destroy_process_group()
     assert sent() is None

@@ -1,4 +1,4 @@
-"""The first use of a group, in which its ranks meet: what keeps them from it ends on all of them, in text, in time."""
+"""First uses of groups: if ranks are missing, interrupted or fail, all ranks raise in time and with a clear message."""
 
 import signal
 import socket
@@ -54,7 +54,7 @@ def first_uses(store, meeting, *kinds):
         message = str(caught.value)
     assert time.monotonic() - begin < SECONDS + 60
     meeting.wait_for_all("failed")
-    assert mean_over(dist.new_group([0, 1])) == 0.5  # a group made anew works
+    assert mean_over(dist.new_group([0, 1])) == 0.5  # a new group works
     dist.barrier()
     return message, logs
 
@@ -72,7 +72,7 @@ CAUSES = (
     ("file", ("ranks", "given")),
     *((kind, ("everyone", None)) for kind in ("file", "tcp")),
 ], indirect=["store"])  # fmt: skip
-def test_ranks_that_make_other_groups_or_stay_away_end_in_time_and_are_named(pool, tmp_path, store, kinds):
+def test_missing_ranks_and_ranks_with_other_groups_are_named_in_time(pool, tmp_path, store, kinds):
     pool.forget_job()
     results = pool.run(first_uses, 2, store, str(tmp_path / "meeting"), *kinds)
     pool.forget_job()
@@ -101,7 +101,7 @@ ALL_RANKS = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ALL_RANKS)
-def test_peers_learn_of_an_error_in_the_first_call_of_a_second_layer_in_a_group(kind):
+def test_peers_raise_an_error_in_the_first_call_of_a_second_layer(kind):
     group = ALL_RANKS[kind]()
     SyncBatchNorm1d(3, process_group=group)(torch.randn(4, 3))
     second = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), group)
@@ -126,14 +126,14 @@ def first_use_of_a_group_with_less_time(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_first_use_lasts_no_longer_than_the_time_out_of_its_group(pool, store):
+def test_a_first_use_respects_the_time_out_of_its_group(pool, store):
     pool.forget_job()
     message, _ = pool.run(first_use_of_a_group_with_less_time, 2, store)
     pool.forget_job()
     assert "rank 0 waited for rank 1 for 1 s, the group's time-out" in message
 
 
-def test_whoever_leaves_a_meeting_ends_it_for_all():
+def test_leaving_a_meeting_ends_it_on_all_ranks():
     def decide(values):
         raise KeyboardInterrupt
 
@@ -156,8 +156,8 @@ def note_interrupt(*arguments):
 
 def interrupt():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    assert interrupted_main.wait(30)  # on a busy machine the main thread may not run for long
-    time.sleep(0.3)  # in which it leaves the first use
+    assert interrupted_main.wait(30)  # on a busy machine this may take long
+    time.sleep(0.3)  # until it has left the first use
 
 
 def before(function):
@@ -200,8 +200,8 @@ def interrupted_first_use(store, when, name):
 @pytest.mark.parametrize("store", ["file", "tcp"], indirect=True)
 @pytest.mark.parametrize("when", [before, behind])
 @pytest.mark.parametrize("name", OWNERS)
-def test_whoever_is_interrupted_in_a_first_use_tells_the_others_at_once(pool, store, when, name):
-    """The meeting decides that ranks connect, so afterwards each of them does, whatever a signal handler raises."""
+def test_an_interrupted_first_use_ends_at_once_on_all_ranks(pool, store, when, name):
+    """After the meeting all ranks connect, even if a signal handler raises."""
     pool.forget_job()
     (took, message), _ = pool.run(interrupted_first_use, 2, store, when, name)
     pool.forget_job()

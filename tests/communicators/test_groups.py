@@ -1,4 +1,4 @@
-"""Which ranks a process group argument leads to, and when; what is refused; how they exchange."""
+"""Process group arguments: their ranks, when groups are made, errors, and communicators of unusual backends."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ from tests.helpers.training import through_file
     (((0,), (1, 2, 3)), [[0], [1, 2, 3]]),
     ("node", [[0, 1, 2, 3]]),
 ], ids=str)  # fmt: skip
-def test_each_description_stands_for_its_ranks(process_group, expected):
+def test_descriptions_select_their_ranks(process_group, expected):
     own = next(ranks for ranks in expected if dist.get_rank() in ranks)
     assert dist.get_process_group_ranks(sync_group(process_group)) == own
     assert mean_over(process_group) == pytest.approx(sum(own) / len(own))
@@ -46,7 +46,7 @@ def test_each_description_stands_for_its_ranks(process_group, expected):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_the_ranks_of_a_host_are_asked_for_once(number):
+def test_ranks_agree_on_hosts_once(number):
     own = list(range(dist.get_rank() % number, 4, number))
     forget_groups()
     with (
@@ -60,7 +60,7 @@ def test_the_ranks_of_a_host_are_asked_for_once(number):
 
 
 @pytest.mark.ranks(4)
-def test_layers_and_copies_share_a_group_that_is_made_once():
+def test_layers_and_copies_share_one_group():
     forget_groups()
     known = dist.distributed_c10d._world.pg_names
     before, pairs = len(known), [[1, 2], [3, 0]]
@@ -76,7 +76,7 @@ def test_layers_and_copies_share_a_group_that_is_made_once():
 
 
 @pytest.mark.ranks(4)
-def test_layers_have_groups_of_their_own_for_each_way_to_name_a_group():
+def test_each_given_group_has_its_own_layers_group():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     first = dist.get_rank() // 2 * 2
     mine = pairs[first // 2]
@@ -98,8 +98,8 @@ def test_layers_have_groups_of_their_own_for_each_way_to_name_a_group():
 
 
 @pytest.mark.ranks(3)
-def test_members_alone_make_the_groups_of_their_layers():
-    """Rank 0 is in more groups than rank 1; members make the group of the layers, in whatever order."""
+def test_only_members_make_a_layers_group():
+    """Rank 0 is in more groups than rank 1, and members make the layers' groups in any order."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
     own = {0: [(second, 1.0), (first, 0.5)], 1: [(first, 0.5)], 2: [(second, 1.0)]}[dist.get_rank()]
     assert [mean_over(group) for group, _ in own] == [mean for _, mean in own]
@@ -114,7 +114,7 @@ GIVEN = {
 
 
 def run_in_threads(kind):
-    """Runs each case in a thread and a group of its own; the threads begin in another order on each rank."""
+    """Runs each case in a separate thread and group. The threads start in a different order on each rank."""
     rank, given = dist.get_rank(), [GIVEN[kind]() for _ in CASES]
     forget_groups()
     order = sorted(range(len(CASES)), reverse=bool(rank))
@@ -124,13 +124,13 @@ def run_in_threads(kind):
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_threads_with_groups_of_their_own_are_jobs_of_their_own(pool, kind):
+def test_threads_with_separate_groups_do_not_interfere(pool, kind):
     for case, *results in zip(CASES, *pool.run(run_in_threads, 2, kind), strict=True):
         compare(case, results)
 
 
 @pytest.mark.ranks(4)
-def test_descriptions_that_differ_are_named_on_every_rank():
+def test_different_descriptions_raise_on_all_ranks():
     forget_groups()
     rank = dist.get_rank()
     for mine, told in [
@@ -142,20 +142,20 @@ def test_descriptions_that_differ_are_named_on_every_rank():
 
 
 @pytest.mark.ranks(3, new_job=True)
-def test_groups_have_the_time_out_of_the_job_or_of_the_group_that_was_given(tmp_path):
+def test_groups_inherit_the_time_out_of_the_job_or_the_given_group(tmp_path):
     rank = dist.get_rank()
     dist.destroy_process_group()
     store = f"file://{tmp_path / 'store'}"
     dist.init_process_group("gloo", store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
     given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
-    # Ranks stand for the group that was given with them.
+    # A RankGroup uses the given group of the same ranks.
     for kind, seconds in [(None, 60), *([] if rank == 2 else [(given, 70), (RankGroup((0, 1)), 70)])]:
         options = communicator_of(kind).group._get_backend(torch.device("cpu")).options
         assert options._timeout.total_seconds() == seconds
 
 
 @pytest.mark.ranks(2, new_job=True)
-def test_compiled_layers_use_the_running_job_while_the_group_of_an_earlier_one_lives(tmp_path):
+def test_compiled_layers_use_the_running_job_while_an_earlier_group_lives(tmp_path):
     rank, layer = dist.get_rank(), SyncBatchNorm(1, momentum=1.0)
     assert mean_over(None) == 0.5
     earlier = dist.group.WORLD
@@ -167,7 +167,7 @@ def test_compiled_layers_use_the_running_job_while_the_group_of_an_earlier_one_l
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_group_that_was_destroyed_is_made_again_and_not_kept_alive(kept):
+def test_a_destroyed_group_is_made_again_and_not_kept_alive(kept):
     first = sync_group(2)
     alive = weakref.ref(first)
     dist.destroy_process_group(first)
@@ -181,19 +181,19 @@ def test_a_group_that_was_destroyed_is_made_again_and_not_kept_alive(kept):
 
 
 @pytest.mark.ranks(2)
-def test_a_layer_goes_on_alone_after_the_end_of_its_group_of_one():
+def test_a_group_of_one_works_after_its_end():
     own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     layer = SyncBatchNorm(1, momentum=1.0, process_group=own)
     layer(torch.randn(4, 1))
     dist.destroy_process_group(own)
     del own
     gc.collect()
-    layer(torch.full((2, 1, 3), float(dist.get_rank())))  # with another number of dimensions: it is checked again
+    layer(torch.full((2, 1, 3), float(dist.get_rank())))  # another number of dimensions, so the call is checked again
     assert layer.running_mean.item() == dist.get_rank()
 
 
 @pytest.mark.ranks(4)
-def test_a_mesh_dimension_stands_for_its_group_and_is_kept_by_ranks():
+def test_a_mesh_dimension_is_saved_as_its_ranks():
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     assert [mean_over(mesh[name]) for name in ("node", "local")] == [rank % 2 + 1, rank // 2 * 2 + 0.5]
     layer = SyncBatchNorm(1, process_group=mesh["local"])
@@ -238,14 +238,14 @@ def check_refused(process_group, error, message):
     (object(), TypeError, "got object"),
     (dist.ProcessGroup, TypeError, "got the class ProcessGroup"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip
-def test_nonsense_is_refused_at_construction(process_group, error, message):
+def test_invalid_groups_raise_at_construction(process_group, error, message):
     check_refused(process_group, error, message)
     with pytest.raises(error, match=message):
         sync_group(process_group)
 
 
 @pytest.mark.parametrize("process_group", [None, dist, RankGroup((0,))], ids=str)
-def test_sync_group_takes_descriptions_only(process_group):
+def test_sync_group_accepts_only_descriptions(process_group):
     with pytest.raises(TypeError, match="process_group: expected an int"):
         sync_group(process_group)
 
@@ -260,11 +260,11 @@ def test_sync_group_takes_descriptions_only(process_group):
     ("others", "expected ranks of this job that include this one, rank {} of 3"),
     ("new_group", "expected a group that this rank is a member of"),
 ], ids=str)  # fmt: skip
-def test_ranks_that_the_job_does_not_have_are_named(process_group, message):
+def test_groups_that_do_not_fit_the_job_raise(process_group, message):
     rank = dist.get_rank()
     if process_group == "others":
         process_group = RankGroup(((rank + 1) % 3,))
-    if process_group == "new_group":  # that leaves out this rank
+    if process_group == "new_group":  # without this rank
         process_group = [dist.new_group([other]) for other in range(3)][rank - 1]
     check_refused(process_group, ValueError, "process_group: .*" + message.format(rank))
 
@@ -273,7 +273,7 @@ def test_ranks_that_the_job_does_not_have_are_named(process_group, message):
 
 
 @pytest.mark.parametrize("process_group", [2, "node", [[0, 1]]], ids=str)
-def test_without_a_job_descriptions_are_local_and_travel(process_group):
+def test_descriptions_are_local_without_a_job_and_can_be_saved(process_group):
     assert sync_group(process_group) is None
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), process_group)
     assert f"process_group={process_group!r}" in repr(model)
@@ -285,7 +285,7 @@ def test_without_a_job_descriptions_are_local_and_travel(process_group):
 
 
 @pytest.mark.parametrize("process_group", [None, LOCAL, RankGroup((0, 1))], ids=lambda group: type(group).__name__)
-def test_without_a_job_everyone_is_alone(process_group):
+def test_groups_are_local_without_a_job(process_group):
     communicator = communicator_of(process_group)
     assert (communicator.size, communicator.rank) == (1, 0)
     assert isinstance(communicator, Communicator)
@@ -294,7 +294,7 @@ def test_without_a_job_everyone_is_alone(process_group):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("process_group", [4, [[0, 1], [2, 3]], RankGroup((2, 3))], ids=str)
-def test_a_job_of_one_rank_is_alone_with_the_description_of_a_larger_one(process_group):
+def test_a_job_of_one_rank_accepts_the_description_of_a_larger_job(process_group):
     assert communicator_of(process_group) is LOCAL
     assert mean_over(process_group) == 0
 
@@ -303,7 +303,7 @@ def means_in_this_job():
     return dist.get_process_group_ranks(sync_group(1)), mean_over("node"), mean_over(1)
 
 
-def test_each_job_resolves_anew(pool):
+def test_each_job_resolves_descriptions_again(pool):
     for world_size in (2, 3, 2):
         expected = [([rank], (world_size - 1) / 2, float(rank)) for rank in range(world_size)]
         assert pool.run(means_in_this_job, world_size) == expected
@@ -315,7 +315,7 @@ OLD_GROUPS = {"None": lambda: None, "number": lambda: 2, "lists": lambda: [[0, 1
 
 @pytest.mark.ranks(2, new_job=True)
 @pytest.mark.parametrize("kind", [*NEW_GROUPS, *OLD_GROUPS])
-def test_after_a_failure_new_groups_work_and_the_old_one_names_them(kind):
+def test_after_a_failure_new_groups_work_and_old_ones_say_so(kind):
     rank = dist.get_rank()
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=1.0)))
     with pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers"):
@@ -336,7 +336,7 @@ def test_after_a_failure_new_groups_work_and_the_old_one_names_them(kind):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize(("values", "by"), [(4096, GATHER), (4097, "allreduce")])
-def test_short_sums_are_gathered_and_added_up_by_each_rank(values, by, begins):
+def test_short_sums_are_gathered(values, by, begins):
     communicator = TorchCommunicator(dist.new_group())
     rows = [torch.randn(values, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     packed, expected = rows[dist.get_rank()].clone(), rows[0] + rows[1] + rows[2]
@@ -347,7 +347,7 @@ def test_short_sums_are_gathered_and_added_up_by_each_rank(values, by, begins):
 
 
 @pytest.mark.ranks(2)
-def test_a_backend_that_gathers_into_lists_only_is_asked_once():
+def test_a_backend_that_only_gathers_into_lists_is_asked_once():
     calls = []
 
     def unsupported(group, output, input):
@@ -361,11 +361,11 @@ def test_a_backend_that_gathers_into_lists_only_is_asked_once():
             assert rows.tolist() == [[0, 1], [10, 11]]
             total = communicator.all_reduce(torch.arange(2.0) + 10 * communicator.rank)
             assert total.tolist() == [10, 12]
-    assert len(calls) == 1  # asked once, then known
+    assert len(calls) == 1
 
 
 class Equal:
-    """Ranks in one process, of a class that defines equality; its objects cannot be hashed."""
+    """A communicator that defines equality, and so cannot be hashed."""
 
     size, rank = 2, 0
 
@@ -380,7 +380,7 @@ class Equal:
 
 
 class Pair(NamedTuple):
-    """The same, of a class without weak references."""
+    """A communicator without weak references."""
 
     size: int = 2
     rank: int = 0
@@ -388,7 +388,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("make", [Equal, Pair])
-def test_equal_communicators_count_their_calls_apart(make):
+def test_equal_communicators_count_their_calls_separately(make):
     first, second = make(), make()
     assert first == second
     assert isinstance(first, Communicator)
@@ -399,7 +399,7 @@ def test_equal_communicators_count_their_calls_apart(make):
     assert [history_in(communicator).calls for communicator in (first, second)] == [4, 2]
 
 
-def test_a_communicator_keeps_no_layer_and_takes_its_history_along():
+def test_a_communicator_keeps_no_layer_alive_and_frees_its_history():
     communicator = Equal()
     layer = SyncBatchNorm(3, process_group=communicator)
     layer(torch.randn(4, 3))
@@ -416,7 +416,7 @@ def test_a_communicator_keeps_no_layer_and_takes_its_history_along():
 
 
 class DeviceGroup:
-    """A group of two ranks whose collectives are enqueued on a device; keeps the options of each."""
+    """A group of two ranks that enqueues collectives on a device and records their options."""
 
     group_name = "device"
 
@@ -434,11 +434,11 @@ class DeviceGroup:
 
 
 @pytest.mark.parametrize("synchronizes_in_place", [True, False])
-def test_collectives_of_a_device_take_the_current_stream_and_the_host_waits_for_none(synchronizes_in_place):
+def test_device_collectives_use_the_current_stream_without_host_waits(synchronizes_in_place):
     waits = []
     group = DeviceGroup(None if synchronizes_in_place else SimpleNamespace(wait=lambda *limit: waits.append(limit)))
     communicator, packed = TorchCommunicator(group), torch.empty(5, device="meta")
     assert communicator.all_gather(packed).shape == (2, 5)
     assert communicator.all_reduce(packed) is packed
     assert [options.asyncOp for options in group.options] == [False, False]
-    assert waits == ([] if synchronizes_in_place else [(), ()])  # with a limit the host would wait
+    assert waits == ([] if synchronizes_in_place else [(), ()])  # with a time limit the host would wait

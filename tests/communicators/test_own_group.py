@@ -1,4 +1,4 @@
-"""Layers beside gradients: what DistributedDataParallel sends, and when, does not concern them."""
+"""Layers do not depend on when DistributedDataParallel sends gradients."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ CHANNELS, SAMPLES = 16, 5
 
 
 class Skipping(nn.Module):
-    """A norm between a block that some ranks skip and another layer; the block's gradients are in the first bucket.
+    """A norm between a block that some ranks skip and another layer. The block's gradients are in the first bucket.
 
-    On a rank that skips it this bucket is sent before the norm's sums, on all other ranks after them.
+    A rank that skips the block sends this bucket before the norm's sums, and other ranks send it after them.
     """
 
     def __init__(self, width):
@@ -23,7 +23,7 @@ class Skipping(nn.Module):
         self.norm = nn.BatchNorm1d(CHANNELS)
         self.last = nn.Linear(CHANNELS, CHANNELS)
         self.wide = nn.ParameterList([torch.randn(2, width)])
-        self.block = nn.ParameterList([torch.randn(2, CHANNELS)])  # the last one's are the first to be sent
+        self.block = nn.ParameterList([torch.randn(2, CHANNELS)])  # its gradients are sent first
 
     def before_norm(self, input, skips):
         hidden = _scaled(self.first(input), self.wide)
@@ -46,7 +46,7 @@ def make(width):
 RANKS = {ranks: pytest.mark.ranks(ranks) for ranks in (2, 3)}
 
 
-# Each tensor has a bucket, the block's as large as the norm's message; or torch's, which end behind the wide one.
+# A bucket for each tensor, with the block's as large as the norm's message; or torch's default buckets.
 @pytest.mark.parametrize(("width", "bucket_cap_mb"), [(CHANNELS, 2 * CHANNELS * 8 / 2**20), (80_000, None)])
 @pytest.mark.parametrize("kind", [
     *(pytest.param("none", marks=mark, id=f"none of {ranks}") for ranks, mark in RANKS.items()),
