@@ -5,10 +5,10 @@ copied and saved. Without a job, and in a job of one rank, every rule stands for
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -325,18 +325,16 @@ def _rule_of(description: Any) -> Rule:
 
 
 def _check_lists(lists: Sequence[Sequence[Any]]) -> None:
-    for ranks in lists:
-        for rank in ranks:
-            if not isinstance(rank, int) or isinstance(rank, bool):
-                raise TypeError(f"process_group: expected lists of ranks, each an int, got {rank!r} in {lists}")
     if not lists or not all(lists):
         raise ValueError(f"process_group: expected at least one list, each of at least one rank, got {lists}")
-    ranks = sorted(rank for ranks in lists for rank in ranks)
-    if ranks[0] < 0:
-        raise ValueError(f"process_group: expected ranks from 0 on, got {ranks[0]} in {lists}")
-    for rank, following in pairwise(ranks):
-        if rank == following:
-            raise ValueError(f"process_group: expected each rank in one list, once, got rank {rank} twice in {lists}")
+    ranks = [rank for which in lists for rank in which]
+    for rank in ranks:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"process_group: expected lists of ranks, each an int, got {rank!r} in {lists}")
+    for rank, times in Counter(ranks).items():
+        if rank < 0 or times > 1:
+            got = f"{rank}{' twice' * (times > 1)}"
+            raise ValueError(f"process_group: expected ranks from 0 on, each in one list, got {got} in {lists}")
 
 
 def describe_kind(given: Any) -> str:
