@@ -89,7 +89,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
             stacklevel=3,
         )
     own = [_moments_of(name, layer, weight) for name, layer in layers.items()]
-    communicator = spec.communicator()
+    communicator = spec.communicator("merge_statistics")
     if communicator.size == 1:
         return
     merged = merged_over_ranks("merge_statistics", module, layers, own, communicator)

@@ -91,7 +91,7 @@ def recalibrate_statistics(
     run = forward_of(module, forward, device)
     if not layers:
         warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
-    communicator = spec.communicator()
+    communicator = spec.communicator(_NAME)
     # A rank that raises in the pass can notify only ranks that wait for its message: all ranks have to start first.
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
