@@ -5,11 +5,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ..checks import check_is_dense, check_is_tensor, check_number, is_distributed
 from ..errors import notifies_peers
 from ..groups import spec_of
 from ..masks import check_mask
+from ..torch_internals.autograd import is_transforming
 from .sums import sum_over_ranks
 
 _NAME = "mean_over_ranks"
@@ -49,7 +52,8 @@ def mean_over_ranks(
             of the job.
         count: what this rank adds to :math:`n` in place of the number of its values: in gradient accumulation the
             number in all micro-batches of the step, the same in each call; or the number of boxes that a sum over
-            anchors is divided by. ``values`` may then be a sum.
+            anchors is divided by. ``values`` may then be a sum. A count that is negative or not finite raises; if it is
+            a tensor on a device other than CPU, or in compiled code, it makes the loss NaN instead.
         gradients: what the engine does: "averaged", or "summed" over the ranks. Then the factor :math:`W` is left out,
             and the sum over ranks of the results is the loss.
 
@@ -80,12 +84,19 @@ def mean_over_ranks(
     if communicator.size > 1:
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.float64, device=values.device)
-        packed = count.detach().to(values.device, torch.float64).reshape(1)
+        packed = _nan_if_wrong(count.detach().to(values.device, torch.float64)).reshape(1)
         count = sum_over_ranks(packed, communicator, _NAME, None, f"gradients={gradients!r}")
         if gradients == "averaged":
             total = total * communicator.size
+    elif isinstance(count, Tensor):
+        count = _nan_if_wrong(count)
     divisor = torch.where(count == 0, 1, count.detach()).reshape(()) if isinstance(count, Tensor) else count or 1
     return (total / divisor).to(values.dtype)
+
+
+def _nan_if_wrong(count: Tensor) -> Tensor:
+    """Returns ``count``; NaN instead of a negative or infinite one, if the host did not read it."""
+    return count.where((count >= 0) & (count < math.inf), math.nan)
 
 
 def _check(values: Any, mask: Any, count: Any) -> None:
@@ -102,9 +113,13 @@ def _check(values: Any, mask: Any, count: Any) -> None:
         )
     if mask is not None:
         check_mask(mask, list(values.shape), "values", "values", values.device)
-    if isinstance(count, Tensor) and count.numel() != 1:
-        raise ValueError(f"count: expected one number, got size {list(count.shape)}")
-    if count is not None and not isinstance(count, Tensor):
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise ValueError(f"count: expected one number, got size {list(count.shape)}")
+        if type(count) is not Tensor or not count.is_cpu or is_compiling() or is_tracing() or is_transforming():
+            return  # only the device knows the value
+        count = count.item()
+    if count is not None:
         check_number("count", count, "a number or a tensor")
         if not 0 <= count < math.inf:
             raise ValueError(f"count: expected a finite number of at least 0, got {count}")

@@ -273,7 +273,6 @@ WRONG = {
     "another device": (
         (VALUES, torch.ones(2, 3, dtype=torch.bool, device="meta")), {}, RuntimeError, "mask: expected a tensor on cpu"
     ),
-    "a count below 0": ((VALUES,), {"count": -1}, ValueError, "count: expected a finite number of at least 0, got -1"),
     "a count of no kind": ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),
     "many counts": ((VALUES,), {"count": torch.ones(2)}, ValueError, r"count: expected one number, got size \[2\]"),
     "gradients": (
@@ -281,6 +280,25 @@ WRONG = {
     ),
     "a group": ((VALUES, None, "hosts"), {}, TypeError, "process_group: expected"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [-1.5, torch.inf, torch.nan, -2])
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_counts_that_are_negative_or_not_finite_are_refused(number, count):
+    with pytest.raises(ValueError, match="count: expected a finite number of at least 0, got"):
+        mean_over_ranks(VALUES, count=number(count))
+
+
+def compiled_with_wrong_counts():
+    compiled = torch.compile(lambda count: mean_over_ranks(VALUES, count=count), backend="eager", fullgraph=True)
+    for count in (-1.5, torch.inf, torch.nan):  # on one rank
+        assert compiled(torch.tensor(count if dist.get_rank() == 0 else 2.0)).isnan()
+    assert compiled(torch.tensor(2.0)).isfinite()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrong_count_that_no_host_reads_gives_nan(pool, ranks):
+    pool.run(compiled_with_wrong_counts, ranks)
 
 
 @pytest.mark.parametrize("name", WRONG)
