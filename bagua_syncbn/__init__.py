@@ -24,11 +24,11 @@ from .conversion import (
 )
 from .extras import watch as _watch  # noqa: F401  # looks at each group from its first message on
 from .extras.checkpointing import Repeatable
-from .extras.loss import mean_over_ranks
 from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
 from .masked import masked
 from .memory import fuse_activations, recompute_outputs
+from .over_ranks import mean_over_ranks
 from .running_statistics import (
     accumulate_statistics,
     freeze_statistics,

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_number
 from ..errors import notifies_peers
-from ..extras.sums import sum_over_ranks
 from ..groups import spec_of
 from ..models import check_module
 from ..ops import Moments
+from ..over_ranks import sum_over_ranks
 from .freezing import is_frozen
 
 # Weight of a rank that has counted no batch: negligible compared with one batch, and equal on all ranks if no rank has.

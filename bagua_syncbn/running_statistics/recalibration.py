@@ -13,12 +13,12 @@ from .. import ops
 from ..checks import named
 from ..dry_run import forward_of, observe_inputs
 from ..errors import notifies_peers
-from ..extras.sums import sum_over_ranks
 from ..groups import spec_of
 from ..masked import masks_of
 from ..masks import masking_of
 from ..models import check_module
 from ..names import name_of
+from ..over_ranks import sum_over_ranks
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import empty_row, merged_row
 from .merging import layers_with_statistics, merged_over_ranks

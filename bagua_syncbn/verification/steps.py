@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import functional
+from .. import functional, over_ranks
 from ..conversion import convert_sync_batchnorm
 from ..errors import notify_peers
-from ..extras import loss as loss_over_ranks
 from ..groups import LOCAL, spec_of
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers, in_float64, share_of, tensors_in
@@ -172,7 +171,7 @@ def run_alone(module: nn.Module, batch: Any, loss: Loss) -> Step:
     for layer in list(module.modules()):
         if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
             convert_sync_batchnorm(layer, LOCAL)
-    with local_functions(functional, loss_over_ranks):
+    with local_functions(functional, over_ranks):
         return _run(module, batch, loss)
 
 

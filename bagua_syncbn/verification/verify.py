@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import over_ranks
 from ..checks import check_callable, is_distributed
 from ..dry_run import digest, unchanged
-from ..extras import loss as loss_over_ranks
 from ..groups import text_of_ranks
 from ..models import check_module, is_data_parallel
 from ..sync_batchnorm import SyncBatchNorm
@@ -181,7 +181,7 @@ def _try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
             vars(part)["forward"] = lambda input, *_, **__: input
     with ExitStack() as hooks:
         hooks.callback(register_module_forward_pre_hook(check).remove)
-        hooks.enter_context(local_functions(loss_over_ranks))
+        hooks.enter_context(local_functions(over_ranks))
         loss_of(copy, batch, loss)
     if not called:
         raise ValueError(f"{expected} does not")

@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua_syncbn import SyncBatchNorm1d, convert_sync_batchnorm, mean_over_ranks, with_bagua
+from bagua_syncbn import SyncBatchNorm1d, check_ranks, convert_sync_batchnorm, mean_over_ranks, over_ranks, with_bagua
+from bagua_syncbn.agreement import faults
+from bagua_syncbn.agreement.history import history_in
+from bagua_syncbn.agreement.protocol import RankExchange
 from bagua_syncbn.communicators import LOCAL
 from tests.faults.programs import is_odd, message_of, own_group
 from tests.helpers.observed import collectives
@@ -260,11 +263,40 @@ def test_ranks_that_differ_raise_on_all(name, steps):
         dist.barrier()
 
 
+class OnDevice(RankExchange):
+    """Does not compare headers on the host, as on CUDA: the sums are NaN if they differ."""
+
+    def total(self, values):
+        try:
+            return super().total(values)
+        except RuntimeError:
+            return torch.full_like(values, torch.nan)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("differ", [False, True])
+def test_the_host_does_not_wait_for_a_device(monkeypatch, differ):
+    with own_group(20.0) as communicator, monkeypatch.context() as patched:
+        values = torch.randn(4)
+        mean_over_ranks(values, None, communicator)
+        record = faults.RECORDS[history_in(communicator).name, "cpu"] = faults.FaultRecord("cpu")
+        record.is_on_cpu = False
+        patched.setattr(over_ranks, "RankExchange", OnDevice)
+        patched.setattr(torch.Tensor, "item", None)
+        gradients = "summed" if differ and is_odd() else "averaged"
+        loss = mean_over_ranks(values, None, communicator, gradients=gradients)
+        assert loss.isnan().tolist() == differ
+        if differ:
+            with pytest.raises(RuntimeError, match=f"this rank: mean_over_ranks .gradients='{gradients}'"):
+                check_ranks()
+        dist.barrier()
+
+
 VALUES, SQUARE = torch.randn(2, 3), torch.randn(3, 3)
 WRONG = {
     "no tensor": (([1.0],), {}, TypeError, "values: expected a tensor, got list"),
     "integers": ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "of this rank, got Tensor of torch.int64"),
-    "a loss": ((VALUES.mean(),), {}, ValueError, "values: expected the loss of each sample, .* got a scalar"),
+    "a loss": ((VALUES.mean(),), {}, ValueError, "values: expected the loss of each sample .*, got a scalar"),
     "no mask": ((VALUES, VALUES), {}, TypeError, "mask: expected a bool tensor, got torch.float32"),
     "another size": (
         (VALUES, torch.ones(2, dtype=torch.bool)), {}, ValueError, r"broadcasts to values, \[2, 3\], got \[2\]; give"

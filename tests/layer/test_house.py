@@ -18,6 +18,7 @@ EXTRAS = (
     *(
         "running_statistics",
         "sharded",
+        "over_ranks",
         "vacancy",
         "with_bagua",
         "sync_group",
