@@ -1,4 +1,4 @@
-"""Whole layers on a CUDA device, over a group of one rank and over several ranks that share it."""
+"""Layers on a CUDA device: one rank, several ranks that share the device, and a device per rank."""
 
 import itertools
 import re
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory):
-    """A job of one rank over NCCL, as a communicator that layers synchronize over."""
+    """A communicator for a job of one rank over NCCL."""
     store = tmp_path_factory.mktemp("nccl") / "store"
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=device)
@@ -36,7 +36,7 @@ def nccl(tmp_path_factory):
 
 
 def take(layer, steps):
-    """Returns output and gradient of the last of ``steps``, which are inputs and gradients."""
+    """Trains on ``steps``, pairs of input and gradient. Returns output and input gradient of the last step."""
     for input, grad_output in steps:
         layer.zero_grad()
         x = input.detach().requires_grad_()
@@ -46,8 +46,9 @@ def take(layer, steps):
 
 
 def check_steps(layer, steps, output, grad):
-    """Compares ``layer``, and what it gave in the last of its steps, with torch's layer in float64, which gets each
-    batch twice, as the ranks of :class:`OneRankGroup` have it.
+    """Compares ``layer`` and the results of its last step with torch's layer in float64.
+
+    Torch's layer gets each batch twice: :class:`OneRankGroup` simulates two ranks with the same batch.
     """
     wide = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, dtype=torch.float64, device="cuda")
     with torch.no_grad():
@@ -79,7 +80,7 @@ def test_one_rank_over_nccl(nccl, dtype, layout, momentum):
 
 
 def test_waits_of_the_host_are_counted():
-    """Else the next test could not find a wait."""
+    """Otherwise the next test could not find a wait."""
     ones = torch.ones(3, device="cuda")
     counted = count(trace(lambda: ones.sum().item(), torch.cuda.synchronize))
     if not counted["runtime"]:
@@ -137,7 +138,7 @@ def test_masks_together_with_an_activation_and_a_residual(layout, zero_masked):
 
 
 def test_a_step_on_a_side_stream_waits_for_its_input(nccl):
-    """A step on a stream of its own, input and all, beside a long kernel on the default stream."""
+    """Input and step are on a side stream, while a long kernel runs on the default stream."""
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=nccl, device="cuda")
     input, grad_output = torch.randn(2, 8, 6, 100, 100).pin_memory().unbind()
     stream = torch.cuda.Stream()
@@ -162,9 +163,7 @@ def little_model(momentum):
 
 @pytest.mark.parametrize(("momentum", "fused"), [(0.1, False), (None, False), (None, True)])
 def test_a_captured_training_step_ends_where_eager_steps_end(nccl, momentum, fused):
-    """Forward, backward and optimizer under one graph, replayed, end where the same steps end without one; with an
-    activation of the layer and outputs that are made anew too.
-    """
+    """One graph holds forward, backward and optimizer. Also with fused activations and recomputed outputs."""
     converted = bagua_syncbn.convert_sync_batchnorm(little_model(momentum), nccl)
     if fused:
         converted = bagua_syncbn.recompute_outputs(bagua_syncbn.fuse_activations(converted))
@@ -193,7 +192,7 @@ def test_a_captured_training_step_ends_where_eager_steps_end(nccl, momentum, fus
             captured_step(batches[i], labels[i])
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # "thread_local": NCCL's watchdog looks at events from a thread of its own meanwhile.
+    # "thread_local": NCCL's watchdog thread queries events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         loss = captured_step(input, label)
     for i in range(7):
@@ -211,7 +210,7 @@ def test_a_captured_training_step_ends_where_eager_steps_end(nccl, momentum, fus
 
 
 def train_on_gpu(layout, splits):
-    """A rank's part of a batch, through a layer on the one GPU that all share."""
+    """Trains a layer on this rank's part of a batch, on the GPU that all ranks share."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     batch, grad_output = (t.cuda().split(splits) for t in torch.randn(2, sum(splits), 6, 20, 20))
@@ -225,7 +224,7 @@ def train_on_gpu(layout, splits):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("splits", [(4, 4), (5, 0, 2)], ids=str)
 def test_ranks_that_share_the_gpu(pool, splits, layout):
-    """Over gloo, because NCCL refuses two ranks on one device."""
+    """Over gloo: NCCL refuses two ranks on one device."""
     results = pool.run(train_on_gpu, len(splits), layout, splits)
     torch.manual_seed(0)
     batch, grad_output = torch.randn(2, sum(splits), 6, 20, 20).double()
@@ -241,7 +240,7 @@ def test_ranks_that_share_the_gpu(pool, splits, layout):
 
 
 def train_with_ddp(local_rank, process_group=None, fuses=False):
-    """Two steps on this rank's half of a batch, as every user of GPUs writes them; returns parameters and buffers."""
+    """Trains two steps on this rank's half of a batch, as users do. Returns parameters and buffers."""
     torch.manual_seed(0)
     model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1), process_group)
     if fuses:
@@ -263,7 +262,7 @@ def batches_of_ddp():
 
 
 def check_trained(states, buffers=True):
-    """Compares parameters and buffers of ranks with those of one process on the whole batch, in float64."""
+    """Compares the ranks' parameters and buffers with one process that trains on the whole batch in float64."""
     torch.manual_seed(0)
     model = little_model(0.1).double().cpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -278,7 +277,7 @@ def check_trained(states, buffers=True):
 
 
 def test_ddp_with_device_ids(pool):
-    """Two ranks on the one GPU, over gloo."""
+    """Two ranks share the GPU, over gloo."""
     check_trained(pool.run(train_with_ddp, 2, 0))
 
 
@@ -289,14 +288,14 @@ def join_nccl(store, rank, size):
 
 
 def train_on_own_gpu(shares, fuses):
-    """The layers in a group of their own, which is split off that of the job, or in the group of the job itself."""
+    """Trains with layers in the job's group, or in a group that is split from it."""
     group = TorchCommunicator(dist.group.WORLD) if shares else None
     return train_with_ddp(dist.get_rank(), group, fuses)
 
 
 @pytest.fixture
 def two_gpus():
-    """Two ranks over NCCL, each with a GPU of its own."""
+    """Two ranks over NCCL, with a GPU for each rank."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     ranks = WorkerPool(join_nccl)
@@ -321,7 +320,7 @@ def batches_of_graph():
 
 
 def train_in_a_graph():
-    """Steps on this rank's half of each batch, of which the last ones replay a graph of a step of the wrapped model."""
+    """Trains on this rank's half of each batch; the last steps replay a graph. Returns parameters and buffers."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1))
@@ -366,7 +365,7 @@ def test_ddp_within_a_graph_ends_where_one_process_ends(two_gpus):
 
 
 def autocast_step(model, part, dtype):
-    """Returns the output and the gradients of a step on a part of a batch, under autocast except in float64."""
+    """Trains one step on a part of a batch, under autocast except in float64. Returns output and gradients."""
     (batch, labels), *_ = batches_of_ddp()
     device = next(model.parameters()).device
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype != torch.float64):
@@ -385,8 +384,9 @@ def autocast_on_own_gpu():
 
 
 def test_ranks_under_autocast_are_as_exact_as_one_process(two_gpus):
-    """Both round to bfloat16 in the same places, so neither may be further from float64 than the other: in the norm,
-    where roundings average out over hundreds of values, by no more than a half.
+    """Both round to bfloat16 in the same places, so both are equally far from float64.
+
+    The norm of the ranks' error may be larger by half: roundings average out over hundreds of values.
     """
     ranks = two_gpus.run(autocast_on_own_gpu, 2)
     results = []
@@ -398,7 +398,7 @@ def test_ranks_under_autocast_are_as_exact_as_one_process(two_gpus):
     ours = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
     ours["output"] = torch.cat([rank["output"] for rank in ranks])
     for name, wanted in exact.items():
-        if name in ("0.bias", "3.bias"):  # a normalization takes them away: no gradient but rounding
+        if name in ("0.bias", "3.bias"):  # normalization removes them: their gradient is rounding only
             continue
         error, errors_of_one = ((result[name] - wanted).norm() / wanted.norm() for result in (ours, one))
         assert error <= 1.5 * errors_of_one, f"{name}: {error:.3g}, one process {errors_of_one:.3g}"
@@ -406,7 +406,7 @@ def test_ranks_under_autocast_are_as_exact_as_one_process(two_gpus):
 
 
 class Skipping(nn.Sequential):
-    skipped: int | None = None  # layer that forward leaves out
+    skipped: int | None = None  # layer that forward skips
 
     def forward(self, input):
         for number, layer in enumerate(self):
@@ -416,8 +416,9 @@ class Skipping(nn.Sequential):
 
 
 def differ_in_ddp(change):
-    """Steps in DistributedDataParallel, up to the first error; rank 1 has another eps, or leaves out a layer, from the
-    third step on. Returns the error and the parameters.
+    """Trains in DistributedDataParallel up to the first error. Returns the error and the parameters.
+
+    From the third step on, rank 1 has a different eps or skips a layer.
     """
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -431,7 +432,7 @@ def differ_in_ddp(change):
         try:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(wrapped(batch[rank::2].to(rank)), labels[rank::2].to(rank))
-            loss.item()  # a wait: this rank finds out before it sends what the other one does not answer
+            loss.item()  # a wait: this rank raises before it sends a message that no rank answers
             loss.backward()
             optimizer.step()
         except RuntimeError as error:
@@ -450,7 +451,7 @@ def test_ranks_that_differ_in_ddp_raise_by_name_and_train_no_further(two_gpus, c
 
 
 def differ_late(change):
-    """Steps of two layers, which on rank 1 are others from the fourth on; returns the error of each step after it."""
+    """Runs two layers, which differ on rank 1 from the fourth step on. Returns the error of each later step."""
     torch.manual_seed(0)
     first, second = (bagua_syncbn.SyncBatchNorm2d(5, device="cuda") for _ in range(2))
     input = torch.randn(3, 5, 6, 7, device="cuda", requires_grad=True)
@@ -464,7 +465,9 @@ def differ_late(change):
         try:
             output = first(input) if change == "skip" and step >= 4 and dist.get_rank() == 1 else second(first(input))
             output.sum().backward()
-        except RuntimeError as error:  # without a wait for the device: rank 0 may have sent what rank 1 does not answer
+        except (
+            RuntimeError
+        ) as error:  # no wait for the device: rank 0 may have sent a message that rank 1 does not answer
             messages.append(str(error))
     return messages
 
@@ -476,12 +479,12 @@ def test_ranks_that_differ_late_raise_by_name_in_each_further_call(two_gpus, cha
         assert "call 18" in first or "call 17" in first
         assert further
         for message in further:
-            # Not "in the RuntimeError in": this rank would have told the other one of its error, by one more message.
+            # Not "in the RuntimeError in": this rank would have sent its error in one more message.
             assert message == first or re.search(r"failed before, in the (for|back)ward of", message)
 
 
 def train_and_count():
-    """Returns how many collectives of the layers' group NCCL has begun and ended; and how many this package counts."""
+    """Returns the collectives of the layers' group that NCCL has started and finished, and this package's count."""
     layer = bagua_syncbn.SyncBatchNorm2d(5, device="cuda")
     for _ in range(3):
         layer(torch.randn(3, 5, 6, 7, device="cuda", requires_grad=True)).sum().backward()
@@ -490,7 +493,7 @@ def train_and_count():
     history, number = history_in(communicator), nccl_id(communicator.group)
     sent, deadline = history.calls + history.probes, time.monotonic() + 10
     while nccl_progress(number) != (sent, sent) and time.monotonic() < deadline:
-        time.sleep(0.1)  # torch's watchdog notes ends
+        time.sleep(0.1)  # torch's watchdog records finished collectives
     return nccl_progress(number), (sent, sent)
 
 
@@ -500,7 +503,7 @@ def test_the_watch_over_groups_knows_what_nccl_has_ended(two_gpus):
 
 
 def test_the_layers_own_group_of_one_rank(nccl):
-    """The group that layers make for themselves by splitting the job's: a step over it, as over the job's own."""
+    """Layers split their own group from the job's; a step over it works like a step over the job's group."""
     job = jobs.job_of(dist.group.WORLD)
     group = job.layers_group((0,))
     assert group is job.layers_group((0,)) is not dist.group.WORLD
@@ -511,7 +514,7 @@ def test_the_layers_own_group_of_one_rank(nccl):
 
 
 def test_ddp_over_nccl(nccl):
-    """One rank, which is all that NCCL takes on one GPU: the reducer and the layers' own group beside each other."""
+    """NCCL takes one rank per GPU. DDP's reducer and the layers' group are used together."""
     local_rank = 0
     model = bagua_syncbn.convert_sync_batchnorm(little_model(None), nccl)
     model = DistributedDataParallel(model, device_ids=[local_rank], output_device=local_rank)
