@@ -77,16 +77,19 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   }
 }
 
-// In two passes: the mean of a channel, then the squared deviations from it.
+// In two passes: the mean of a channel, then the squared deviations from it. Means are relative to the first one, so
+// that the variance of equal values is 0.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Words words) {
   const StatsPart* const own = parts + blockIdx.x * count;
+  const double origin = own[0].mean;
   Sums<double, 1> values{}, squares{};
-  for (int64_t p = threadIdx.x; p < count; p += blockDim.x) values.add(0, own[p].count, own[p].count * own[p].mean);
+  for (int64_t p = threadIdx.x; p < count; p += blockDim.x)
+    values.add(0, own[p].count, own[p].count * (own[p].mean - origin));
   values = reduce_block(values);
   __shared__ double mean;
-  if (threadIdx.x == 0) mean = values.second[0] / max(values.first[0], 1.0);
+  if (threadIdx.x == 0) mean = origin + values.second[0] / max(values.first[0], 1.0);
   __syncthreads();
   for (int64_t p = threadIdx.x; p < count; p += blockDim.x) {
     const double difference = own[p].mean - mean;

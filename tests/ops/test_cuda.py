@@ -18,7 +18,7 @@ from bagua_syncbn.ops import activation_of, reference
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_merge
-from tests.helpers.tolerances import assert_close
+from tests.helpers.tolerances import DTYPES, assert_close
 
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
 
@@ -54,6 +54,28 @@ def test_sums_have_the_same_bits_in_any_order(emulated, shape):
         sums = emulated.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)
         results.add(torch.cat([*stats, *sums]).numpy().tobytes())
     assert len(results) == 1
+
+
+def test_a_channel_may_have_more_parts_than_a_block_has_threads(emulated):
+    """264 parts, each of which shows in the sums."""
+    input = torch.linspace(-1, 2, 600000).view(1, 1, -1)
+    grad_output, ones = input.square(), torch.ones(1)
+    packed = emulated.batch_norm_stats(input)
+    torch.testing.assert_close(packed, reference.batch_norm_stats(input.double()).float(), rtol=1e-5, atol=0)
+    sums = emulated.batch_norm_backward_reduce(grad_output, input, ones, ones, None)
+    expected = reference.batch_norm_backward_reduce(grad_output.double(), input.double(), ones, ones, None)
+    torch.testing.assert_close(sums[0], expected[0].float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 40001), (20000, 3)])
+def test_the_variance_of_equal_values_is_zero(emulated, shape):
+    """Also if several parts are merged, whose means have rounding errors."""
+    for dtype, masked in product(DTYPES, (False, True)):
+        input = torch.full(shape, 1 / 3, dtype=dtype)
+        mask = torch.arange(input[:, 0].numel()).view_as(input[:, 0]) % 3 > 0
+        stats = emulated.batch_norm_stats(input, mask=mask if masked else None)
+        assert stats[: shape[1]].to(dtype).eq(input[0, 0].flatten()[0]).all()
+        assert stats[shape[1] : 2 * shape[1]].eq(0).all()
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 9, 32, 33, 600])
