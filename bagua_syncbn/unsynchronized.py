@@ -11,7 +11,7 @@ from .step.call import Call
 
 @first_call_checks.register
 def _warn_without_group(call: Call) -> bool:
-    if call.synchronizes and spec_of(call.group) is EVERYONE and EVERYONE.made() is LOCAL:
+    if call.synchronizes and spec_of(call.group) is EVERYONE and EVERYONE.communicator_if_ready() is LOCAL:
         _warn_if_launched_with_others()
     return True
 
