@@ -77,18 +77,20 @@ CHECKPOINTS = {
 @contextmanager
 def changed(layer):
     """Context with different options, mode, mask, statistics and ranks of ``layer``."""
-    before = dict(vars(layer))
+    names = ("momentum", "eps", "eps_mode", "fused_activation", "process_group")
+    before = {name: getattr(layer, name) for name in names}
     layer.train(not layer.training)
-    layer.momentum, layer.eps, layer.eps_mode, layer.fused_activation = None, 3.0, "clamp", "sigmoid"
-    layer.process_group = LOCAL
+    for name, value in zip(names, (None, 3.0, "clamp", "sigmoid", LOCAL), strict=True):
+        setattr(layer, name, value)
     layer.running_mean.add_(3)
     layer.running_var.mul_(7)
     with masked(layer, torch.ones(1, 1, 9, dtype=torch.bool)):  # fits no input
         yield
     layer.running_mean.sub_(3)
     layer.running_var.div_(7)
-    vars(layer).clear()
-    vars(layer).update(before)
+    layer.train(not layer.training)
+    for name, value in before.items():
+        setattr(layer, name, value)
 
 
 def _changed_before_backward(checkpoint, layer, call):
