@@ -1,55 +1,43 @@
 // The Python module bagua_syncbn._C. Importing it loads the library, whose static initializers register the kernels.
-#include <Python.h>
-
-#include <exception>
-
 #include "cpu/loops.h"
-#include "exchange/python.h"
 #include "ops.h"
+#include "python.h"
 #if defined(BAGUA_SYNCBN_CUDA)
 #include "cuda/kernels.h"
 #endif
 
 namespace {
 
-PyObject* cpu_capability(PyObject*, PyObject*) {
+// The instruction set of the CPU kernels.
+PyObject* cpu_capability(PyObject* const*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
 }
 
-PyObject* hold_buffers(PyObject*, PyObject* held) {
-  bagua_syncbn::holds_buffers = held == Py_True;
+// (held): whether batch_norm_gather_stats leaves running statistics unchanged in this thread.
+PyObject* hold_buffers(PyObject* const* arguments) {
+  bagua_syncbn::holds_buffers = arguments[0] == Py_True;
   Py_RETURN_NONE;
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
-PyObject* turn_off_cuda(PyObject*, PyObject* device) {
-  const long index = PyLong_AsLong(device);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  bagua_syncbn::cuda::turn_off(static_cast<int32_t>(index));
+// (device): makes ops on it, or on all devices for -1, call those of bagua_syncbn_fallback.
+PyObject* turn_off_cuda(PyObject* const* arguments) {
+  bagua_syncbn::cuda::turn_off(static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0])));
   Py_RETURN_NONE;
 }
 
-PyObject* cuda_support(PyObject*, PyObject* device) {
-  const long index = PyLong_AsLong(device);
-  if (PyErr_Occurred() != nullptr) return nullptr;
+// (device) -> its Support, and the CUDA versions of library and driver.
+PyObject* cuda_support(PyObject* const* arguments) {
   using namespace bagua_syncbn::cuda;
-  try {
-    const int support = static_cast<int>(support_of(static_cast<int32_t>(index)));
-    return Py_BuildValue("(iii)", support, versions().runtime, versions().driver);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  const Support support = support_of(static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0])));
+  return Py_BuildValue("(iii)", static_cast<int>(support), versions().runtime, versions().driver);
 }
 #endif
 
 PyMethodDef methods[] = {
-    {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set of the CPU kernels in use."},
-    {"hold_buffers", hold_buffers, METH_O, "Whether merges in this thread leave running statistics as they are."},
+    BAGUA_SYNCBN_METHOD(cpu_capability, 0), BAGUA_SYNCBN_METHOD(hold_buffers, 1),
 #if defined(BAGUA_SYNCBN_CUDA)
-    {"turn_off_cuda", turn_off_cuda, METH_O,
-     "Has ops on a device, on all for -1, call those of bagua_syncbn_fallback."},
-    {"cuda_support", cuda_support, METH_O, "Support of a device, and the CUDA versions of library and driver."},
+    BAGUA_SYNCBN_METHOD(turn_off_cuda, 1),  BAGUA_SYNCBN_METHOD(cuda_support, 1),
 #endif
     {nullptr, nullptr, 0, nullptr},
 };

@@ -249,9 +249,9 @@ def leave(group: Any, why: str) -> None:
 
 def raise_if_left(group: Any) -> None:
     """Raises RuntimeError if a rank of ``group`` has left."""
-    store, _ = _stores.get(group, (None, None))
+    store, process = _stores.get(group, (None, 0))
     why = ""
-    if store is not None:
+    if store is not None and process == os.getpid():
         with suppress(RuntimeError):
             why = store.get("left").decode() if store.check(["left"]) else ""
     if why:

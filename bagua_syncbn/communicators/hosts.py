@@ -1,13 +1,12 @@
-"""Ranks on several hosts: shared memory on each, and collectives between the first ranks, which carry for their hosts.
+"""Exchange between several hosts: shared memory on each, and collectives between one carrier (the first rank) per host.
 
-A message has three steps: the ranks of each host meet, the carriers meet, each carrier spreads the result on its host.
-A rank that only begins a message cannot carry, since it waits for nobody. It sets a mark behind the values; then all
-ranks send the message once more, through the collectives of the whole group.
+A message takes three steps: the ranks of each host exchange it, the carriers exchange the rows of their hosts, and each
+carrier spreads the result on its host. A rank that begins a message without waiting cannot carry. It marks its row
+instead; then all ranks send the message again through the collectives of the whole group.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Sequence
 from threading import Lock
@@ -21,20 +20,19 @@ from torch import Tensor
 from ..torch_internals.groups import device_of, is_gloo_on_cpu, make_group, timeout_of
 from .c10d import AsyncCollective, TorchCommunicator, is_alive, leave_through, transports
 from .jobs import host_name
-from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_problem, first_use, log_way, share
+from .shared import GATHER, MOST_BYTES, SUM, SharedCommunicator, first_use, log_way, share
 
 _BEGIN = {GATHER: TorchCommunicator.begin_all_gather, SUM: TorchCommunicator.begin_all_reduce}
 
 
 class HostsCommunicator(SharedCommunicator):
-    """A :class:`SharedCommunicator` of the ranks on each host, around a :class:`TorchCommunicator` of carriers."""
+    """A :class:`SharedCommunicator` for each host, plus a :class:`TorchCommunicator` between the carriers."""
 
-    __slots__ = ("_carriers", "_free", "_here", "_most", "_order")
+    __slots__ = ("_carriers", "_free", "_most", "_order")
 
     def __init__(self, group: Any, segment: Any, hosts: Sequence[Sequence[int]], carriers: Any) -> None:
         super().__init__(group, segment)
-        self._here = next(here for here in hosts if self.rank in here)
-        self._most = max(map(len, hosts))  # rows of each host in a gather; absent ranks have zeros
+        self._most = max(map(len, hosts))  # rows per host in a gather; hosts with fewer ranks send zeros
         rows = {rank: i * self._most + j for i, here in enumerate(hosts) for j, rank in enumerate(here)}
         self._order = torch.tensor([rows[rank] for rank in range(self.size)])
         self._carriers = None if carriers is None else TorchCommunicator(carriers)
@@ -46,7 +44,7 @@ class HostsCommunicator(SharedCommunicator):
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         if not self._free.acquire(blocking=False):
-            raise RuntimeError("process_group: expected one thread at a time to use a group, got another one in it")
+            raise RuntimeError("process_group: another thread is using this group; use one thread at a time")
         try:
             rows = self._cross(kind, packed)
             if rows[:, -1].any():
@@ -59,67 +57,58 @@ class HostsCommunicator(SharedCommunicator):
             self._free.release()
 
     def _cross(self, kind: int, packed: Tensor) -> Tensor:
-        """Returns the rows of all ranks, or one with their sum, and marks behind them."""
+        """Returns the rows of all ranks, or their sum as one row, each with a mark at its end."""
         message, sent = self._marked(kind, packed, 0)
-        self._turn(kind, message, sent)
+        super()._exchange(kind, message, sent)
         if self._carriers is None:
             result = packed.new_zeros((self.size if kind == GATHER else 1, message.numel()))
         elif kind == GATHER:
             result = self._carriers.all_gather(sent.view(-1)).view(-1, message.numel())[self._order]
         else:
             result = self._carriers.all_reduce(sent.view(-1)).view(1, -1)
-        if sent[:, -1].any():  # as all ranks of the host see
+        if sent[:, -1].any():  # all ranks of the host see the mark
             return sent
-        return self._turn(SUM, result, result)  # the others have zeros
+        return super()._exchange(SUM, result, result)  # only the carrier's is not zero
 
     def _marked(self, kind: int, packed: Tensor, mark: int) -> tuple[Tensor, Tensor]:
-        """Returns the message of this rank, and room for what its host sends."""
+        """Returns this rank's message with its mark, and a buffer for the rows of its host."""
         message = packed.new_full((packed.numel() + 1,), mark)
         message[:-1] = packed
         return message, packed.new_zeros((self._most if kind == GATHER else 1, message.numel()))
 
-    def _turn(self, kind: int, message: Tensor, target: Tensor) -> Tensor:
-        """Exchanges a message on the host. Errors have the numbers of ranks in the whole group."""
-        try:
-            return super()._exchange(kind, message, target)
-        except RuntimeError as error:
-            told, *why = str(error).split(" destroyed it: ", 1)
-            told = re.sub(r"\brank (\d+)", lambda found: f"rank {self._here[int(found[1])]}", told)
-            raise RuntimeError(*why or [told]) from error  # a rank that has left has these numbers
-
     def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
         message, sent = self._marked(kind, packed, 1)
         sent[0] = message
-        self._native.publish(self._segment, kind, message.data_ptr(), message.numel(), message.element_size())
+        published = self._publish(kind, message, sent)
         carried = [] if self._carriers is None else [_BEGIN[kind](self._carriers, sent.view(-1))]
-        self._begun.append(Published(self, sent, *carried, _BEGIN[kind](self, packed.clone())))
-        return self._begun[-1]
+        published.begun = [*carried, _BEGIN[kind](self, packed.clone())]
+        return published
 
 
 @transports.register  # after shared.py, which serves groups on one host
 def _communicator_of(group: Any) -> HostsCommunicator | None:
-    """Returns the communicator of ``group``, which its ranks make together; None where they use its collectives.
+    """Returns a communicator of ``group``, whose ranks call this together; None if collectives serve it better.
 
-    They do on one host, with one rank on each, and if the ranks of a host cannot share memory.
+    They do with a single host, with one rank per host, and if some ranks cannot share memory.
     """
     if not is_gloo_on_cpu(group):
         return None
     rank, seconds = group.rank(), timeout_of(group).total_seconds()
-    with first_use(group, "hosts", "hosts", "made", "opened", "shared") as (store, together):
-        names = [tuple(name) for name in together("hosts", host_name())]
+    with first_use(group, "hosts") as (store, together):
+        rows = together([*host_name(), secrets.token_hex(8)])
+        names = [tuple(row[:2]) for row in rows]
         hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
         if not 1 < len(hosts) < group.size():
             return None
         here = next(here for here in hosts if rank in here)
-        # The carriers' time-out is the group's; a host waits for what its carrier tells after it.
+        # Longer than the carriers' time-out, whose error the carrier passes on to its host.
         reason, segment = share(together, here, rank, seconds + 1)
-        brought = together("shared", [reason, secrets.token_hex(8)])
-        if first_problem([problem for problem, _ in brought]):
+        if reason:
             return None
         carriers = None
         if rank == here[0]:
             members = [dist.get_process_group_ranks(group)[first] for first, *_ in hosts]
-            name, world = f"{group.group_name}:{brought[0][1]}", dist.group.WORLD
+            name, world = f"{group.group_name}:{rows[0][2]}", dist.group.WORLD
             carriers = make_group(world, members, group, store, name, device_of(world), False, "gloo")
             leave_through(carriers, store)
             finalize(group, _end, ref(carriers)).atexit = False  # type: ignore[misc]  # the job ends all groups

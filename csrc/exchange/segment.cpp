@@ -1,11 +1,10 @@
-// The segment, by memfd_create, record locks and futexes of Linux.
+// The segment: memfd_create, record locks and futexes, which are Linux only.
 #include "segment.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <linux/memfd.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -13,59 +12,51 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
 
 namespace bagua_syncbn::exchange {
 
-constexpr size_t kLine = 128;  // two lines of 64 bytes are fetched together; Apple's and some of Arm's have 128
+using Clock = std::chrono::steady_clock;
+using Word = std::atomic<uint32_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "shared between processes, and used as a futex");
+
+constexpr size_t kLine = 128;  // two 64-byte cache lines are fetched together; some Arm CPUs have 128-byte lines
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr long kSliceNanoseconds = 100'000'000;
-constexpr char kHasLeft[] = "has left it after an error, or destroyed it";
-
-using Word = std::atomic<uint32_t>;
-static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "shared between processes, and waited for by futex");
 
 struct alignas(kLine) Slot {
-  Word sequence;  // of the message that is in it
-  Word sleepers;  // threads that wait for it by futex
-  alignas(kLine) Header header;
+  Word sequence;  // number of the message in the slot
+  Word sleepers;  // number of threads in futex_wait()
+  alignas(kLine) Message message;
   alignas(kLine) char payload[kSlotBytes];
 };
 
 struct alignas(kLine) RankState {
-  Word is_here;
   Word has_left;
-  char why[512];  // it has left, ending with a zero
-  cpu_set_t cores;
   Slot slots[kTurns];
-};
 
-struct Layout {
-  RankState& state(int rank) { return reinterpret_cast<RankState*>(this)[rank]; }
-  Slot& slot(int rank, uint32_t sequence) { return state(rank).slots[sequence % kTurns]; }
+  Slot& slot(uint32_t sequence) { return slots[sequence % kTurns]; }
 };
 
 namespace {
 
-[[noreturn]] void fail(const char* what, int error) {
-  throw std::runtime_error(std::string(what) + ": " + std::system_category().message(error));
+[[noreturn]] void fail(const char* call, int error) {
+  throw std::runtime_error(std::string(call) + ": " + std::system_category().message(error));
 }
 
-void check(bool holds, const char* what) {
-  if (!holds) fail(what, errno);
+void check(bool succeeded, const char* call) {
+  if (!succeeded) fail(call, errno);
 }
 
-Word forks{0};  // between this process and the one in which the library was loaded
+Word forks{0};  // number of forks between the process that loaded the library and this one
+const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
 
-void count_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
-  if (registered != 0) fail("pthread_atfork", registered);
-}
-
-struct flock byte_of(int rank) {
+struct flock lock_of(int rank) {
   struct flock lock = {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
@@ -74,23 +65,17 @@ struct flock byte_of(int rank) {
   return lock;
 }
 
-int make_descriptor(const std::string& name) {
-  constexpr unsigned kNoExec = 8;  // MFD_NOEXEC_SEAL of Linux 6.3, which some systems demand
-  const int descriptor = memfd_create(name.c_str(), MFD_CLOEXEC | kNoExec);
-  return descriptor >= 0 || errno != EINVAL ? descriptor : memfd_create(name.c_str(), MFD_CLOEXEC);
-}
-
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");  // a yield takes no time there
+  asm volatile("isb" ::: "memory");  // `yield` is a no-op on most CPUs
 #endif
 }
 
 void futex_wait(Word& word, uint32_t value) {
   const timespec slice = {0, kSliceNanoseconds};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &slice, nullptr, 0);  // whatever ends it, the caller looks
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &slice, nullptr, 0);  // the caller checks why it returned
 }
 
 void futex_wake_all(Word& word) {
@@ -98,201 +83,164 @@ void futex_wake_all(Word& word) {
 }
 
 template <typename T>
-void add(T* __restrict target, const T* __restrict values, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) target[i] += values[i];
+void add(void* __restrict target, const void* __restrict values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) static_cast<T*>(target)[i] += static_cast<const T*>(values)[i];
 }
 
 }  // namespace
 
-std::string Header::text() const {
-  const char* does = kind == kGather ? "gathers " : "sums ";
-  return does + std::to_string(numel) + (itemsize == 4 ? " float32" : " float64");
+std::string Message::text() const {
+  const char* verb = kind == kGather ? "gathers " : "sums ";
+  return verb + std::to_string(numel) + (itemsize == 4 ? " float32" : " float64");
 }
 
-std::shared_ptr<Memory> Memory::make(const std::string& name, int ranks) {
-  const int descriptor = make_descriptor(name);
+Segment::Segment(std::vector<int32_t> members, int rank)
+    : members_(std::move(members)), rank_(rank), forks_(forks.load()) {
+  if (registered != 0) fail("pthread_atfork", registered);
+}
+
+std::unique_ptr<Segment> Segment::make(const std::string& name, std::vector<int32_t> members) {
+  constexpr unsigned kNoExec = 8;  // MFD_NOEXEC_SEAL of Linux 6.3, which some systems require and older ones refuse
+  std::unique_ptr<Segment> segment(new Segment(std::move(members), 0));
+  int& descriptor = segment->descriptor_;
+  descriptor = memfd_create(name.c_str(), MFD_CLOEXEC | kNoExec);
+  if (descriptor < 0 && errno == EINVAL) descriptor = memfd_create(name.c_str(), MFD_CLOEXEC);
   check(descriptor >= 0, "memfd_create");
-  const std::shared_ptr<Memory> memory(new Memory(descriptor, ranks));
   check(fchmod(descriptor, 0600) == 0, "fchmod");
-  const size_t bytes = ranks * sizeof(RankState);
-  // Reserves the memory, filled with zeros: a write to a page that cannot be had would end the process.
-  const int error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
+  // Reserves zeroed memory: without it, a write to a page that the system cannot provide would kill the process.
+  const auto bytes = static_cast<off_t>(segment->ranks() * sizeof(RankState));
+  const int error = posix_fallocate(descriptor, 0, bytes);
   if (error != 0) fail("posix_fallocate", error);
-  memory->map();
-  return memory;
+  segment->map();
+  return segment;
 }
 
-std::shared_ptr<Memory> Memory::open(const std::string& name, const std::string& place, int ranks) {
+std::unique_ptr<Segment> Segment::open(const std::string& name, std::vector<int32_t> members, int rank,
+                                       const std::string& place) {
+  std::unique_ptr<Segment> segment(new Segment(std::move(members), rank));
   char found[256] = {};
   check(readlink(place.c_str(), found, sizeof(found) - 1) >= 0, "readlink");
-  const bool is_same = std::string(found) == "/memfd:" + name + " (deleted)";
-  if (!is_same) throw std::runtime_error("another file is in the place of the segment");
-  const int descriptor = ::open(place.c_str(), O_RDWR | O_CLOEXEC);
-  check(descriptor >= 0, "open");
-  const std::shared_ptr<Memory> memory(new Memory(descriptor, ranks));
-  memory->map();
-  return memory;
+  if (std::string(found) != "/memfd:" + name + " (deleted)")
+    throw std::runtime_error("another file is at the place of the segment");
+  segment->descriptor_ = ::open(place.c_str(), O_RDWR | O_CLOEXEC);
+  check(segment->descriptor_ >= 0, "open");
+  segment->map();
+  return segment;
 }
 
-void Memory::map() {
-  const size_t bytes = ranks_ * sizeof(RankState);
-  // Not by fstat: older versions of glibc have no symbol for it.
-  if (static_cast<size_t>(lseek(descriptor_, 0, SEEK_END)) != bytes)
-    throw std::runtime_error("the segment has another size");
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+void Segment::map() {
+  void* address = mmap(nullptr, ranks() * sizeof(RankState), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   check(address != MAP_FAILED, "mmap");
-  bytes_ = bytes;
-  layout_ = static_cast<Layout*>(address);
-}
-
-Memory::~Memory() {
-  if (layout_ != nullptr) munmap(layout_, bytes_);
-  close(descriptor_);
-}
-
-std::string Memory::place() const {
-  return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(descriptor_);
-}
-
-void Memory::lock(int rank) const {
-  const struct flock lock = byte_of(rank);
+  states_ = static_cast<RankState*>(address);
+  const struct flock lock = lock_of(rank_);
   check(fcntl(descriptor_, F_SETLK, &lock) == 0, "fcntl");
 }
 
-bool Memory::is_locked(int rank) const {
-  struct flock lock = byte_of(rank);
-  return fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+Segment::~Segment() {
+  if (states_ != nullptr) {
+    leave();
+    munmap(states_, ranks() * sizeof(RankState));
+  }
+  if (descriptor_ >= 0) close(descriptor_);
 }
 
-Rank::Rank(std::shared_ptr<Memory> memory, int rank)
-    : memory_(std::move(memory)), rank_(rank), forks_((count_forks(), forks.load())) {}
-
-Rank::~Rank() {
-  leave();
+std::string Segment::place() const {
+  return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(descriptor_);
 }
 
-bool Rank::is_in_child() const {
+bool Segment::is_in_child() const {
   return forks.load(std::memory_order_relaxed) != forks_;
 }
 
-void Rank::enter(bool lock) {
-  RankState& state = memory_->layout().state(rank_);
-  if (lock) memory_->lock(rank_);
-  watches_ = lock;
-  if (sched_getaffinity(0, sizeof(state.cores), &state.cores) != 0) CPU_ZERO(&state.cores);
-  state.is_here.store(1, std::memory_order_release);
-}
-
-bool Rank::all_are_here() const {
-  for (int rank = 0; rank < ranks(); ++rank) {
-    if (memory_->layout().state(rank).is_here.load(std::memory_order_acquire) == 0) return false;
-  }
-  return true;
-}
-
-void Rank::start(double seconds) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  for (int rank = 0; rank < ranks(); ++rank) CPU_OR(&cores, &cores, &memory_->layout().state(rank).cores);
-  spins_ = CPU_COUNT(&cores) >= ranks();
+void Segment::start(double seconds, bool spins, bool watches) {
   seconds_ = seconds;
+  spins_ = spins;
+  watches_ = watches;
 }
 
-void Rank::publish(const Header& header, const void* payload) {
-  if (published_ - collected_ == kMostPending) {
-    throw std::runtime_error("process_group: expected a call to wait for the " + std::to_string(kMostPending) +
-                             " messages that were begun before, got one more");
+void Segment::publish(const Message& message, const void* payload) {
+  if (published_ - collected_ == kMaxPending) {
+    throw std::runtime_error("process_group: " + std::to_string(kMaxPending) +
+                             " messages are pending; wait for them before beginning another one");
   }
-  Slot& slot = memory_->layout().slot(rank_, ++published_);
-  slot.header = header;
-  if (header.bytes() > 0) std::memcpy(slot.payload, payload, header.bytes());
-  // Sequentially consistent, as what sleep_for() does: a sleeper that this does not see, sees the message.
+  Slot& slot = states_[rank_].slot(++published_);
+  slot.message = message;
+  if (message.bytes() > 0) std::memcpy(slot.payload, payload, message.bytes());
+  // Sequentially consistent, like the accesses in sleep(): a sleeper that is not counted here sees the message.
   slot.sequence.store(published_, std::memory_order_seq_cst);
   if (slot.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(slot.sequence);
 }
 
-void Rank::collect(void* target, Waiter& waiter) {
-  Layout& layout = memory_->layout();
+bool Segment::poll() const {
   const uint32_t sequence = collected_ + 1;
-  Clock::time_point end_of_spin;
+  const auto end = Clock::now() + kSpin;
   for (int rank = 0; rank < ranks(); ++rank) {
-    const char* problem = wait_for(rank, sequence, end_of_spin, waiter);
-    if (problem != nullptr) {
-      leave();
-      const char* why = layout.state(rank).why;
-      const std::string told = problem == kHasLeft && *why != 0 ? std::string(": ") + why : "";
-      throw std::runtime_error("rank " + std::to_string(rank) + " of the group " + problem + told);
+    const Word& word = states_[rank].slot(sequence).sequence;
+    for (int i = 1; word.load(std::memory_order_acquire) != sequence; ++i) {
+      if (!spins_ || (i % 16 == 0 && Clock::now() >= end)) return false;
+      relax();
     }
   }
-  collected_ = sequence;
-  const Header& own = layout.slot(rank_, sequence).header;
-  for (int rank = 0; rank < ranks(); ++rank) {
-    if (layout.slot(rank, sequence).header.agrees_with(own)) continue;
-    std::string sent;
-    for (int each = 0; each < ranks(); ++each) {
-      sent += (each ? "; rank " : "rank ") + std::to_string(each) + ": " + layout.slot(each, sequence).header.text();
-    }
-    throw std::runtime_error("expected the ranks of a group to send alike, got " + sent);
-  }
-  const int64_t bytes = own.bytes();
-  for (int rank = 0; rank < ranks(); ++rank) {
-    const void* payload = layout.slot(rank, sequence).payload;
-    if (own.kind == kSum && rank > 0) {
-      if (own.itemsize == 4) {
-        add(static_cast<float*>(target), static_cast<const float*>(payload), own.numel);
-      } else {
-        add(static_cast<double*>(target), static_cast<const double*>(payload), own.numel);
-      }
-    } else {
-      std::memcpy(static_cast<char*>(target) + (own.kind == kGather ? rank * bytes : 0), payload, bytes);
-    }
-  }
+  return true;
 }
 
-const char* Rank::wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter) {
-  Word& word = memory_->layout().slot(rank, sequence).sequence;
-  if (word.load(std::memory_order_acquire) == sequence) return nullptr;
-  if (spins_) {
-    if (end_of_spin == Clock::time_point()) end_of_spin = Clock::now() + kSpin;  // once, not for each rank
-    do {
-      for (int i = 0; i < 16; ++i) {
-        relax();
-        if (word.load(std::memory_order_acquire) == sequence) return nullptr;
-      }
-    } while (Clock::now() < end_of_spin);
-  }
-  waiter.begin();
-  const char* problem = sleep_for(rank, sequence, waiter);
-  waiter.end();
-  return problem;
-}
-
-const char* Rank::sleep_for(int rank, uint32_t sequence, Waiter& waiter) {
-  RankState& state = memory_->layout().state(rank);
-  Slot& slot = state.slots[sequence % kTurns];
+void Segment::sleep(const std::function<bool()>& is_interrupted) {
+  const uint32_t sequence = collected_ + 1;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds_);
-  while (true) {
-    slot.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t found = slot.sequence.load(std::memory_order_seq_cst);
-    if (found != sequence && state.has_left.load(std::memory_order_acquire) == 0) futex_wait(slot.sequence, found);
-    slot.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    // Both before the sequence: a rank may end, or leave, right after its last message.
-    const bool has_left = state.has_left.load(std::memory_order_acquire) != 0;
-    const bool has_ended = watches_ && rank != rank_ && !memory_->is_locked(rank);
-    if (slot.sequence.load(std::memory_order_acquire) == sequence) return nullptr;
-    if (has_left) return kHasLeft;
-    if (has_ended) return "has ended or closed its files";
-    if (Clock::now() >= end) return "did not come within the time-out";
-    if (!waiter.goes_on()) return "did not come until this one was interrupted";
+  for (int rank = 0; rank < ranks(); ++rank) {
+    RankState& peer = states_[rank];
+    Slot& slot = peer.slot(sequence);
+    const char* problem = nullptr;
+    while (problem == nullptr && slot.sequence.load(std::memory_order_acquire) != sequence) {
+      slot.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      const uint32_t found = slot.sequence.load(std::memory_order_seq_cst);
+      if (found != sequence && peer.has_left.load(std::memory_order_acquire) == 0) futex_wait(slot.sequence, found);
+      slot.sleepers.fetch_sub(1, std::memory_order_relaxed);
+      // Both are read before the sequence number, because a rank may end or leave right after its last message.
+      const bool has_left = peer.has_left.load(std::memory_order_acquire) != 0;
+      struct flock lock = lock_of(rank);
+      const bool is_locked = fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+      if (slot.sequence.load(std::memory_order_acquire) == sequence) break;
+      problem = has_left                 ? "has left it after an error, or destroyed it"
+                : watches_ && !is_locked ? "has ended or closed its files"
+                : Clock::now() >= end    ? "did not come within the time-out"
+                : is_interrupted()       ? "did not come before the wait was interrupted"
+                                         : nullptr;
+    }
+    if (problem == nullptr) continue;
+    leave();
+    throw std::runtime_error("rank " + std::to_string(members_[rank]) + " of the group " + problem);
   }
 }
 
-void Rank::leave(const std::string& why) {
-  RankState& state = memory_->layout().state(rank_);
-  if (is_in_child() || state.has_left.load(std::memory_order_relaxed) != 0) return;
-  why.copy(state.why, sizeof(state.why) - 1);
-  state.has_left.store(1, std::memory_order_release);
-  for (Slot& slot : state.slots) futex_wake_all(slot.sequence);
+void Segment::collect(void* target) {
+  const uint32_t sequence = ++collected_;
+  const Message& own = states_[rank_].slot(sequence).message;
+  const auto equals_own = [&](RankState& peer) { return peer.slot(sequence).message == own; };
+  if (!std::all_of(states_, states_ + ranks(), equals_own)) {
+    std::string sent = "the ranks of a group sent different messages:";
+    for (int rank = 0; rank < ranks(); ++rank) {
+      const std::string number = std::to_string(members_[rank]);
+      sent += (rank ? "; rank " : " rank ") + number + ": " + states_[rank].slot(sequence).message.text();
+    }
+    throw std::runtime_error(sent);
+  }
+  for (int rank = 0; rank < ranks(); ++rank) {
+    const void* payload = states_[rank].slot(sequence).payload;
+    if (own.kind == kSum && rank > 0) {
+      (own.itemsize == 4 ? add<float> : add<double>)(target, payload, own.numel);
+    } else {
+      const int64_t offset = own.kind == kGather ? rank * own.bytes() : 0;
+      std::memcpy(static_cast<char*>(target) + offset, payload, own.bytes());
+    }
+  }
+}
+
+void Segment::leave() {
+  if (is_in_child()) return;
+  RankState& own = states_[rank_];
+  own.has_left.store(1, std::memory_order_release);
+  for (Slot& slot : own.slots) futex_wake_all(slot.sequence);
 }
 
 }  // namespace bagua_syncbn::exchange

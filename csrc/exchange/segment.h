@@ -1,117 +1,92 @@
-// Shared memory through which the ranks of one group on one host exchange messages. Knows neither torch nor Python.
+// Shared memory through which the ranks of a group on one host exchange messages. Independent of torch and Python.
 //
-// Each rank has a slot for each turn. Message n goes into the slot of turn n % kTurns: a rank writes header and
-// payload, then the sequence number with release. The others load the sequence number with acquire, then read.
+// Each rank has kTurns slots. Message n goes into slot n % kTurns: a rank writes the payload and its description, then
+// stores the sequence number with release. Its peers load the sequence number with acquire, then read.
 //
-// A rank publishes at most kMostPending messages before it collects one. A peer is at most 2 * kMostPending - 1
-// messages ahead, so 2 * kMostPending turns never overwrite an unread one. A rank that raises publishes two messages
-// and collects neither: that it raises, and why.
+// A rank publishes at most kMaxPending messages before it collects one. Its peers are then at most 2 * kMaxPending - 1
+// messages ahead, so 2 * kMaxPending slots never overwrite an unread message. A rank that raises publishes two messages
+// and collects neither: that it raised, and why.
 //
-// The memory has no name in any file system, so nothing is left of it however its processes end: the other ranks open
-// the descriptor of the one that made it through /proc. Each rank holds a record lock on one byte of it, which ends
-// with its process and passes to no child.
+// The memory has no name in any file system, so it disappears with its processes: the other ranks open the file
+// descriptor of rank 0 through /proc. Each rank holds a record lock on one byte of the file. The kernel releases the
+// lock when the process ends, and forked children do not inherit it.
 #pragma once
 
-#include <atomic>
-#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace bagua_syncbn::exchange {
 
 constexpr int64_t kSlotBytes = 1 << 16;
-constexpr uint32_t kMostPending = 2;
-constexpr uint32_t kTurns = 2 * kMostPending;
+constexpr uint32_t kMaxPending = 2;
+constexpr uint32_t kTurns = 2 * kMaxPending;
 
 enum Kind : int32_t { kGather, kSum };
 
-// All that ranks must have in common in a message.
-struct Header {
+// Description of a message. All ranks must send the same.
+struct Message {
   int32_t kind = kGather;
   int32_t itemsize = 4;  // 4 for float32, 8 for float64
   int64_t numel = 0;
 
-  bool agrees_with(const Header& other) const {
+  bool operator==(const Message& other) const {
     return kind == other.kind && itemsize == other.itemsize && numel == other.numel;
   }
   int64_t bytes() const { return numel * itemsize; }
   std::string text() const;
 };
 
-struct Layout;
+struct RankState;
 
-// The mapping, and the descriptor on which the record locks are.
-class Memory {
+// One rank's view of the shared memory. Not thread-safe. Errors are std::runtime_error.
+class Segment {
  public:
-  // `name` is random: who finds it where the descriptor is said to be has found this memory and no other. Both raise
-  // std::runtime_error.
-  static std::shared_ptr<Memory> make(const std::string& name, int ranks);
-  static std::shared_ptr<Memory> open(const std::string& name, const std::string& place, int ranks);
-  ~Memory();
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+  // `members` are the ranks' numbers in error messages. `name` is random, so a file at `place` with this name is the
+  // memory that rank 0 made.
+  static std::unique_ptr<Segment> make(const std::string& name, std::vector<int32_t> members);
+  static std::unique_ptr<Segment> open(const std::string& name, std::vector<int32_t> members, int rank,
+                                       const std::string& place);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
 
   std::string place() const;  // for open() in another process
-  int ranks() const { return ranks_; }
-  Layout& layout() const { return *layout_; }
-  void lock(int rank) const;
-  bool is_locked(int rank) const;  // by another process
 
- private:
-  Memory(int descriptor, int ranks) : descriptor_(descriptor), ranks_(ranks) {}
-  void map();
+  // Called once, when all ranks have opened the memory. `seconds`: time-out of sleep(). `spins`: poll() spins, which
+  // only pays off if each rank has a core. `watches`: sleep() detects ranks that ended; false if ranks are threads.
+  void start(double seconds, bool spins, bool watches = true);
 
-  const int descriptor_;
-  const int ranks_;
-  size_t bytes_ = 0;
-  Layout* layout_ = nullptr;
-};
+  // Writes a message without waiting. Raises if kMaxPending messages are not collected yet.
+  void publish(const Message& message, const void* payload);
+  bool has_pending() const { return published_ != collected_; }
 
-// How a thread that waits for longer than a message takes behaves.
-class Waiter {
- public:
-  virtual ~Waiter() = default;
-  virtual void begin() {}
-  virtual bool goes_on() { return true; }  // asked ten times a second
-  virtual void end() {}
-};
+  // Returns whether the next message of every rank is here. Spins for a short time.
+  bool poll() const;
+  // Waits until it is. Raises if a rank ended, left or is late, or if `is_interrupted`, called ten times a second,
+  // returns true. This rank has then left.
+  void sleep(const std::function<bool()>& is_interrupted);
+  // Writes the messages, or their sum in rank order, to `target`, after poll() or sleep(). Raises if they differ.
+  void collect(void* target);
 
-// One rank of a group. Not for two threads at a time.
-class Rank {
- public:
-  Rank(std::shared_ptr<Memory> memory, int rank);
-  ~Rank();
+  // Makes the other ranks stop waiting for this one.
+  void leave();
 
-  // Marks this rank as here and, with `lock`, as alive for as long as its process is.
-  void enter(bool lock);
-  bool all_are_here() const;
-  // Has waiting last no longer than this, and spin at first if each rank has a core. All ranks are here.
-  void start(double seconds);
-
-  // Writes a message, and waits for nobody. Raises std::runtime_error where kMostPending are not collected yet.
-  void publish(const Header& header, const void* payload);
-  // Waits for the next message from all ranks. Writes theirs, or their sum in the order of ranks, to `target`. Raises
-  // std::runtime_error where messages differ; and where one does not come, after which this rank has left.
-  void collect(void* target, Waiter& waiter);
-  // Has the others not wait for this rank any more, and tells them why. Only the first call has an effect.
-  void leave(const std::string& why = "");
-
-  bool has_begun() const { return published_ != collected_; }
+  int ranks() const { return static_cast<int>(members_.size()); }
   int rank() const { return rank_; }
-  int ranks() const { return memory_->ranks(); }
-  bool is_in_child() const;  // of a fork
+  bool is_in_child() const;  // in a process forked after construction
 
  private:
-  using Clock = std::chrono::steady_clock;
+  Segment(std::vector<int32_t> members, int rank);
+  void map();  // and takes the lock of this rank
 
-  // Both return why the message does not come; null where it has come.
-  const char* wait_for(int rank, uint32_t sequence, Clock::time_point& end_of_spin, Waiter& waiter);
-  const char* sleep_for(int rank, uint32_t sequence, Waiter& waiter);
-
-  const std::shared_ptr<Memory> memory_;
+  const std::vector<int32_t> members_;
   const int rank_;
   const uint32_t forks_;
+  int descriptor_ = -1;
+  RankState* states_ = nullptr;
   uint32_t published_ = 0, collected_ = 0;
   bool watches_ = false, spins_ = false;
   double seconds_ = 0;

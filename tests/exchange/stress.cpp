@@ -1,9 +1,8 @@
-// Ranks that exchange messages through a segment, each value of which is checked. Ends with status 0 if all was right.
+// Ranks exchange messages through a segment and check each value. Exits with 0 if all is right.
 //
-//   stress threads RANKS MESSAGES SEED     ranks are threads, for ThreadSanitizer; run ahead and late at random
-//   stress sleepers RANKS MESSAGES SEED    the same, on few cores: whoever waits sleeps at once; says if none is woken
+//   stress threads RANKS MESSAGES SEED     ranks are threads, for ThreadSanitizer, with random delays
+//   stress sleepers RANKS MESSAGES SEED    the same without spinning; also checks that sleepers are woken
 //   stress deaths                          ranks are processes that end while another one waits for them
-#include <sched.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,16 +20,17 @@
 
 using namespace bagua_syncbn::exchange;
 using Clock = std::chrono::steady_clock;
+using SegmentPtr = std::unique_ptr<Segment>;
 
 namespace {
 
-[[noreturn]] void wrong(const std::string& what) {
+[[noreturn]] void fail(const std::string& what) {
   std::fprintf(stderr, "wrong: %s\n", what.c_str());
   std::_Exit(1);
 }
 
 void expect(bool holds, const std::string& what) {
-  if (!holds) wrong(what);
+  if (!holds) fail(what);
 }
 
 template <typename Body>
@@ -47,155 +47,139 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-double value_of(int rank, uint32_t message, int64_t i) {
-  return static_cast<double>((message * 31 + rank * 7 + i) % 1000);
+void sleep_for(int milliseconds) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
 }
 
-// Each rank knows the messages of all ranks by their numbers.
-Header header_of(uint32_t message) {
-  std::minstd_rand random(message * 2654435761u + 1);
+void receive(Segment& rank, void* target) {
+  if (!rank.poll()) rank.sleep([] { return false; });
+  rank.collect(target);
+}
+
+double value_of(int rank, uint32_t number, int64_t i) {
+  return static_cast<double>((number * 31 + rank * 7 + i) % 1000);
+}
+
+// Message `number`, the same on all ranks.
+Message message_of(uint32_t number) {
+  std::minstd_rand random(number * 2654435761u + 1);
   random.discard(4);
-  Header header;
-  header.kind = static_cast<int32_t>(random() % 2);
-  header.itemsize = random() % 2 ? 8 : 4;
-  header.numel = random() % 8 == 0 ? kSlotBytes / header.itemsize : random() % 40;
-  return header;
+  Message message;
+  message.kind = static_cast<int32_t>(random() % 2);
+  message.itemsize = random() % 2 ? 8 : 4;
+  message.numel = random() % 8 == 0 ? kSlotBytes / message.itemsize : random() % 40;
+  return message;
 }
 
 template <typename T>
-void send(Rank& rank, uint32_t message, const Header& header, std::vector<double>& memory) {
-  T* values = reinterpret_cast<T*>(memory.data());
-  for (int64_t i = 0; i < header.numel; ++i) {
-    values[i] = static_cast<T>(value_of(rank.rank(), message, i));
-  }
-  rank.publish(header, values);
+void send(Segment& rank, uint32_t number) {
+  const Message message = message_of(number);
+  std::vector<T> values(message.numel + 1);
+  for (int64_t i = 0; i < message.numel; ++i) values[i] = static_cast<T>(value_of(rank.rank(), number, i));
+  rank.publish(message, values.data());
 }
 
 template <typename T>
-void check(const Rank& rank, uint32_t message, const Header& header, const std::vector<double>& memory) {
-  const T* values = reinterpret_cast<const T*>(memory.data());
-  const int rows = header.kind == kGather ? rank.ranks() : 1;
+void receive_and_check(Segment& rank, uint32_t number) {
+  const Message message = message_of(number);
+  const bool sums = message.kind == kSum;
+  const int rows = sums ? 1 : rank.ranks();
+  std::vector<T> values(rows * message.numel + 1);
+  receive(rank, values.data());
   for (int row = 0; row < rows; ++row) {
-    for (int64_t i = 0; i < header.numel; ++i) {
-      double expected = 0;
-      const bool sums = header.kind == kSum;
-      for (int r = sums ? 0 : row; r < (sums ? rank.ranks() : row + 1); ++r) {
-        expected += value_of(r, message, i);
-      }
-      expect(values[row * header.numel + i] == expected, "value in message " + std::to_string(message));
+    for (int64_t i = 0; i < message.numel; ++i) {
+      double expected = sums ? 0 : value_of(row, number, i);
+      for (int r = 0; sums && r < rank.ranks(); ++r) expected += value_of(r, number, i);
+      expect(values[row * message.numel + i] == expected, "value in message " + std::to_string(number));
     }
   }
 }
 
-void lose_time(std::minstd_rand& random) {
+void delay(std::minstd_rand& random) {
   if (random() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
   for (volatile unsigned i = 0; i < random() % 500; ++i) continue;
 }
 
-void run_rank(Rank& rank, uint32_t messages, unsigned seed) {
+void run_rank(Segment& rank, uint32_t messages, unsigned seed) {
   std::minstd_rand random(seed * 97 + rank.rank() + 1);
-  std::vector<double> source(kSlotBytes / 8), target(rank.ranks() * kSlotBytes / 8);
-  Waiter waiter;
-  uint32_t sent = 0, collected = 0;
-  while (collected < messages) {
-    lose_time(random);
-    const uint32_t ahead = 1 + random() % kMostPending;
-    while (sent < messages && sent - collected < ahead) {
-      const Header header = header_of(sent);
-      header.itemsize == 4 ? send<float>(rank, sent, header, source) : send<double>(rank, sent, header, source);
-      ++sent;
-      lose_time(random);
+  for (uint32_t sent = 0, collected = 0; collected < messages; ++collected) {
+    delay(random);
+    const uint32_t ahead = 1 + random() % kMaxPending;
+    for (; sent < messages && sent - collected < ahead; ++sent) {
+      (message_of(sent).itemsize == 4 ? send<float> : send<double>)(rank, sent);
+      delay(random);
     }
-    if (sent - collected == kMostPending) {
-      expect(!error_of([&] { rank.publish(Header(), nullptr); }).empty(), "no message is refused");
-    }
-    rank.collect(target.data(), waiter);
-    const Header header = header_of(collected);
-    header.itemsize == 4 ? check<float>(rank, collected, header, target)
-                         : check<double>(rank, collected, header, target);
-    ++collected;
+    if (sent - collected == kMaxPending)
+      expect(!error_of([&] { rank.publish(Message(), nullptr); }).empty(), "too many pending messages");
+    (message_of(collected).itemsize == 4 ? receive_and_check<float> : receive_and_check<double>)(rank, collected);
   }
 }
 
-void run_threads(int ranks, uint32_t messages, unsigned seed, double seconds) {
-  const auto memory = Memory::make("stress", ranks);
-  std::vector<std::unique_ptr<Rank>> all;
-  for (int rank = 0; rank < ranks; ++rank) {
-    all.push_back(std::make_unique<Rank>(memory, rank));
-    all.back()->enter(false);
-  }
+void run_threads(int ranks, uint32_t messages, unsigned seed, bool spins) {
+  const std::vector<int32_t> members(ranks);
+  std::vector<SegmentPtr> all;
+  all.push_back(Segment::make("stress", members));
+  for (int rank = 1; rank < ranks; ++rank) all.push_back(Segment::open("stress", members, rank, all[0]->place()));
   std::vector<std::thread> threads;
-  for (auto& rank : all) {
-    expect(rank->all_are_here(), "a rank is not here");
-    rank->start(seconds);
+  for (SegmentPtr& rank : all) {
+    rank->start(20, spins, false);
     threads.emplace_back([&rank, messages, seed] { run_rank(*rank, messages, seed); });
   }
   for (std::thread& thread : threads) thread.join();
 }
 
-// Runs `body` as rank 1, in a child; returns the error of rank 0, which waits for its message.
+// Runs `body` as rank 1 in a child process. Returns the error of rank 0, which waits for its message.
 template <typename Body>
 std::string error_beside(const Body& body, double seconds = 3) {
-  const auto memory = Memory::make("deaths", 2);
+  int opened[2];
+  expect(pipe(opened) == 0, "pipe");
+  const SegmentPtr rank = Segment::make("deaths", {0, 1});
   const pid_t child = fork();
   if (child == 0) {
-    Rank rank(memory, 1);
-    rank.enter(true);
-    body(rank);
+    expect(rank->is_in_child(), "a fork is not detected");
+    const SegmentPtr own = Segment::open("deaths", {0, 1}, 1, rank->place());
+    expect(write(opened[1], "x", 1) == 1, "write");
+    body(*own);
     _exit(0);
   }
-  Rank rank(memory, 0);
-  rank.enter(true);
-  while (!rank.all_are_here()) std::this_thread::yield();
-  rank.start(seconds);
-  rank.publish(Header(), nullptr);
-  Waiter waiter;
-  const std::string error = error_of([&] { rank.collect(nullptr, waiter); });
+  char byte;
+  expect(read(opened[0], &byte, 1) == 1, "read");
+  rank->start(seconds, true);
+  rank->publish(Message(), nullptr);
+  const std::string error = error_of([&] { receive(*rank, nullptr); });
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   return error;
 }
 
-void sleep_for(int milliseconds) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
-}
-
 void run_deaths() {
   const auto begin = Clock::now();
-  const auto killed = [](Rank& rank) {
-    if (fork() == 0) {  // a child of its own lives on
-      expect(rank.is_in_child(), "a child takes itself for its parent");
-      sleep(2);
-      _exit(0);
-    }
+  const auto killed = [](Segment&) {
+    if (fork() == 0) sleep(2), _exit(0);  // its own child lives on
     sleep_for(50);
     raise(SIGKILL);
   };
   expect(error_beside(killed) == "rank 1 of the group has ended or closed its files", "a rank that was killed");
-  expect(seconds_since(begin) < 2, "a rank that was killed is noticed late");
+  expect(seconds_since(begin) < 2, "a killed rank is noticed late");
   for (int i = 0; i < 50; ++i) {
-    const auto ends = [](Rank& rank) { rank.publish(Header(), nullptr); };
+    const auto ends = [](Segment& rank) { rank.publish(Message(), nullptr); };
     expect(error_beside(ends) == "", "a rank that ends right after its last message");
   }
-  const auto stopped = [](Rank& rank) {
+  const auto stopped = [](Segment& rank) {
     const pid_t self = getpid();
-    if (fork() == 0) {
-      sleep_for(400);
-      kill(self, SIGCONT);
-      _exit(0);
-    }
+    if (fork() == 0) sleep_for(400), kill(self, SIGCONT), _exit(0);
     raise(SIGSTOP);
-    rank.publish(Header(), nullptr);
+    rank.publish(Message(), nullptr);
   };
-  expect(error_beside(stopped, 10) == "", "a rank that was stopped, and goes on");
-  const auto leaves = [](Rank& rank) {
+  expect(error_beside(stopped, 10) == "", "a rank that was stopped and continues");
+  const auto leaves = [](Segment& rank) {
     sleep_for(50);
     rank.leave();
     pause();
   };
   expect(error_beside(leaves) == "rank 1 of the group has left it after an error, or destroyed it", "a rank that left");
   const auto late = Clock::now();
-  const auto sleeps = [](Rank&) { pause(); };
+  const auto sleeps = [](Segment&) { pause(); };
   expect(error_beside(sleeps, 0.3) == "rank 1 of the group did not come within the time-out", "a rank that is late");
   expect(seconds_since(late) < 2, "a time-out is noticed late");
 }
@@ -205,17 +189,10 @@ void run_deaths() {
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode == "deaths") return run_deaths(), 0;
-  if (argc != 5) wrong("arguments");
-  const int ranks = std::atoi(argv[2]);
+  if (argc != 5) fail("arguments");
   const auto messages = static_cast<uint32_t>(std::atol(argv[3]));
-  if (mode == "threads") return run_threads(ranks, messages, std::atoi(argv[4]), 20), 0;
-  if (mode != "sleepers") wrong("mode");
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(sched_getcpu(), &one);
-  sched_setaffinity(0, sizeof(one), &one);
   const auto begin = Clock::now();
-  run_threads(ranks, messages, std::atoi(argv[4]), 20);
-  // A slice of sleep takes 0.1 s.
-  expect(seconds_since(begin) < 0.05 * messages, "sleepers are not woken");
+  run_threads(std::atoi(argv[2]), messages, std::atoi(argv[4]), mode == "threads");
+  // A sleeper that is not woken sleeps for 0.1 s.
+  if (mode == "sleepers") expect(seconds_since(begin) < 0.05 * messages, "sleepers are not woken");
 }

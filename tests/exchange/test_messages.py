@@ -1,0 +1,307 @@
+"""Messages through shared memory equal those of the group's collectives, on one host and over several."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bagua_syncbn import SyncBatchNorm
+from bagua_syncbn.communicators import TorchCommunicator, shared
+from bagua_syncbn.communicators.c10d import communicator_of
+from tests.exchange.places import have_same_bits, is_over, needs_shared_memory, over
+from tests.helpers.observed import GATHER, collectives
+from tests.helpers.told import message_of
+
+pytestmark = needs_shared_memory
+
+# Values
+
+
+def messages_equal_collectives(places, dtype, values, beginners):
+    communicator, packed = over(places), torch.randn(values, dtype=dtype)
+    assert is_over(places, communicator)
+    whole = TorchCommunicator(dist.group.WORLD)
+
+    def copy():  # all_reduce may overwrite it; small messages may be strided
+        return packed.clone() if values > 9 else packed.repeat_interleave(2)[::2]
+
+    for _ in range(2):  # a group goes on after a message that was only begun
+        if str(dist.get_rank()) in beginners:
+            begun = communicator.begin_all_gather(copy()), communicator.begin_all_reduce(copy())
+            gathered, total = (one.wait() for one in begun)
+        else:
+            gathered, total = communicator.all_gather(copy()), communicator.all_reduce(copy())
+        assert torch.equal(gathered, whole.all_gather(packed))
+        torch.testing.assert_close(total, whole.all_reduce(packed.clone()))
+        assert total.shape == packed.shape
+        assert have_same_bits(total)
+
+
+@pytest.mark.parametrize("places", ["aaa", "aabb", "abab", "abbb", "baabb", "abacb", "abcca"])
+@pytest.mark.parametrize(("dtype", "values"), [
+    (torch.float32, 0), (torch.float32, 1), (torch.float64, 3), (torch.float32, 1021),
+    (torch.float64, 2**13), (torch.float64, 2**13 + 1), (torch.float16, 5),
+], ids=str)  # fmt: skip
+def test_messages_equal_those_of_collectives(pool, places, dtype, values):
+    pool.run(messages_equal_collectives, len(places), places, dtype, values, "")
+
+
+@pytest.mark.parametrize(
+    ("places", "beginners"),
+    [("aaa", "0"), ("aaa", "012"), *(("baabb", str(rank)) for rank in range(5)), ("baabb", "01234")],
+)
+def test_ranks_may_begin_messages_without_waiting(pool, places, beginners):
+    pool.run(messages_equal_collectives, len(places), places, torch.float32, 9, beginners)
+
+
+@pytest.mark.ranks(4)
+def test_each_host_sends_at_most_one_message():
+    communicator, packed = over("abba"), torch.ones(5)
+    with collectives() as called:
+        communicator.all_gather(packed)
+        communicator.all_reduce(packed)
+    assert called[GATHER] == (2 if dist.get_rank() < 2 else 0)
+    assert sum(called.values()) <= 6
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("places", "name", "most"), [
+    ("aaa", "all_gather", 2**13), ("aaa", "all_reduce", 2**13),
+    ("aab", "all_gather", 2**13 // 3 - 1), ("aab", "all_reduce", 2**13 - 1),
+])  # fmt: skip
+def test_messages_that_do_not_fit_a_slot_take_collectives(places, name, most):
+    communicator = over(places)
+    for values in (most, most + 1):
+        with collectives() as called:
+            result = getattr(communicator, name)(torch.ones(values, dtype=torch.float64))
+        assert ("_exchange" in called) is (values == most)
+        assert (result == (1 if name == "all_gather" else 3)).all()
+
+
+@pytest.mark.ranks(4)
+def test_infinities_and_nan_arrive_on_all_hosts():
+    communicator = over("aabb")
+    packed = torch.tensor([0.0, -torch.inf, torch.nan if dist.get_rank() == 3 else 1.0])
+    total = communicator.all_reduce(packed.clone())
+    assert total[:2].tolist() == [0, -torch.inf]
+    assert total[2].isnan()
+    assert communicator.all_gather(packed)[:, 2].isnan().tolist() == [False, False, False, True]
+
+
+@pytest.mark.ranks(4)
+def test_two_threads_may_use_two_groups():
+    communicators, results = [over("aabb"), over("abab")], {}
+    rank = dist.get_rank()
+
+    def send(number):
+        values = [communicators[number].all_gather(torch.tensor([10.0 * number + rank + n])) for n in range(50)]
+        results[number] = torch.stack(values)[..., 0]
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in ((0, 1) if rank % 2 else (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in (0, 1):
+        expected = 10 * number + torch.arange(4) + torch.arange(50)[:, None]
+        assert torch.equal(results[number], expected.float())
+
+
+# Agreement
+
+
+class Full:
+    """A library on a system without free memory."""
+
+    def __getattr__(self, name):
+        def fail(*_):
+            raise RuntimeError("posix_fallocate: No space left on device")
+
+        return fail
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("places", ["aaa", "aab"])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("lacks", ["wish", "library", "memory"])
+def test_all_ranks_share_memory_or_none(places, rank, lacks):
+    library = Full() if lacks == "memory" else None
+    patched = ("_WANTED", "collectives") if lacks == "wish" else ("native_library", lambda: library)
+    with patch.object(shared, *patched) if dist.get_rank() == rank else nullcontext():
+        communicator = over(places)
+    assert type(communicator) is TorchCommunicator
+    assert communicator.all_gather(torch.ones(2)).tolist() == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.ranks(4)
+def test_a_host_for_each_rank_needs_no_shared_memory():
+    assert type(over("abcd")) is TorchCommunicator
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_is_not_the_groups_memory_is_refused():
+    """Rank 0 names the place of another file, and then that of another group's memory."""
+    native = shared.native_library()
+    with Path(os.devnull).open() as file:
+        other, place = native.create_segment("bagua_syncbn:other", bytes(8))
+        for wrong in (f"/proc/{os.getpid()}/fd/{file.fileno()}", place):
+            lying = Mock(create_segment=Mock(return_value=(other, wrong)))
+            patched = patch.object(shared, "native_library", Mock(return_value=lying))
+            with patched if dist.get_rank() == 0 else nullcontext():
+                assert type(communicator_of(dist.new_group())) is TorchCommunicator
+
+
+@pytest.mark.ranks(4)
+def test_the_log_says_how_messages_travel_and_why():
+    with patch.object(shared, "_log") as log:
+        communicator_of(dist.new_group())
+        over("aabb")
+        communicator_of(dist.new_group(backend="fake"))
+    lines = [call.args[0] % call.args[1:] for call in log.debug.call_args_list]
+    for text in ("shared memory", "shared memory on each of 2 hosts", "its messages on CPU do not go over gloo"):
+        assert any(f"rank {dist.get_rank()} of 4: through" in line and text in line for line in lines)
+
+
+NAMESPACES = {"mount": ["unshare", "-m"], "process": ["unshare", "--fork", "-p", "--mount-proc"]}
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from bagua_syncbn.communicators.c10d import communicator_of
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+communicator = communicator_of(dist.group.WORLD)
+print(type(communicator).__name__, communicator.all_reduce(torch.ones(3)).tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("namespace", "way"), [("mount", "SharedCommunicator"), ("process", "TorchCommunicator")])
+def test_ranks_in_different_namespaces_agree(tmp_path, namespace, way):
+    enter = NAMESPACES[namespace]
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("needs permission to create namespaces")
+    commands = [
+        [*(enter if rank else []), sys.executable, "-c", PROGRAM, tmp_path / "store", str(rank)] for rank in (0, 1)
+    ]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    assert [rank.communicate(timeout=300)[0] for rank in ranks] == [f"{way} [2.0, 2.0, 2.0]\n"] * 2
+
+
+# Layers
+
+
+@pytest.mark.ranks(5, new_job=True)
+@pytest.mark.parametrize("places", ["abacb", "aabbb"])
+def test_a_layer_over_hosts_equals_one_process(places):
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(3)
+    batches, grads = (
+        [torch.randn(samples, 6, generator=generator, dtype=torch.float64) + 2 for samples in (3, 0, 5, 1, 2)]
+        for _ in range(2)
+    )
+    first = sum(map(len, batches[:rank]))
+    results = []
+    for layer, x, grad, part in (
+        (SyncBatchNorm(6, process_group=over(places)), batches[rank], grads[rank], slice(None)),
+        (torch.nn.BatchNorm1d(6), torch.cat(batches), torch.cat(grads), slice(first, first + len(batches[rank]))),
+    ):
+        layer, x = layer.double(), x.clone().requires_grad_()
+        for _ in range(3):
+            x.grad = None
+            y = layer(x)
+            y.backward(grad)
+        results.append([y[part], x.grad[part], layer.running_mean, layer.running_var])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def compiled_and_eager_calls(places):
+    layer, rank, size = SyncBatchNorm(8, momentum=1.0, process_group=over(places)), dist.get_rank(), len(places)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + each)) for each in range(size)]
+        y = (compiled if (step + rank) % 2 or step < 2 else layer)(batches[rank].requires_grad_())
+        with collectives() as called:
+            y.backward(torch.ones_like(y))
+        assert 1 <= called["_exchange"] <= 2
+        torch.testing.assert_close(layer.running_mean, torch.cat(batches).mean(0).detach())
+        assert have_same_bits(layer.running_mean)
+
+
+@pytest.mark.parametrize("places", ["aa", "abba"])
+def test_compiled_and_eager_ranks_exchange_the_same_messages(pool, places):
+    pool.run(compiled_and_eager_calls, len(places), places)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("beginner", [0, 1])
+def test_compiled_ranks_get_a_message_that_an_eager_one_begins(beginner):
+    communicator, rank = over("aabb"), dist.get_rank()
+    compiled = torch.compile(lambda x: (communicator.all_gather(x), communicator.all_reduce(x)), backend="aot_eager")
+    packed = torch.full((3,), float(rank))
+    with torch.no_grad():
+        for _ in range(2):
+            if rank == beginner:
+                gathered = communicator.begin_all_gather(packed.clone()).wait()
+                total = communicator.begin_all_reduce(packed.clone()).wait()
+            else:
+                gathered, total = compiled(packed.clone())
+            assert gathered.tolist() == [[r] * 3 for r in range(4)]
+            assert total.tolist() == [6.0] * 3
+
+
+# Lifetimes
+
+
+def held():
+    """Returns the shared memory and the groups of this process."""
+    maps = Path("/proc/self/maps").read_text().count("memfd:bagua_syncbn")
+    files = sum("memfd:bagua_syncbn" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return maps, files, len(dist.distributed_c10d._world.pg_map)
+
+
+def groups_come_and_go(places, times):
+    before = held()
+    for _ in range(times):
+        group = dist.new_group()
+        layer = SyncBatchNorm(3, process_group=over(places, group))
+        output = layer(torch.randn(4, 3, requires_grad=True))
+        assert held()[:2] == (before[0] + 1, before[1] + 1)
+        dist.destroy_process_group(group)
+        del group
+        assert held() == before, "a destroyed group keeps its memory or its carriers"
+    assert "destroyed" in message_of(output.sum().backward)
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("places", ["aa", "aabb"])
+def test_a_destroyed_group_leaves_nothing_even_if_its_layer_lives_on(pool, places, times):
+    pool.run(groups_come_and_go, len(places), places, times)
+
+
+def jobs_in_one_process(store):
+    """Three jobs over one store, one after another."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    ways = []
+    for number in range(3):
+        prefix = dist.PrefixStore(f"gloo {number}", dist.FileStore(store))
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size)
+        first = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
+        dist.distributed_c10d._world.pg_map[dist.group.WORLD] = first[0], dist.FileStore(store)
+        communicator = communicator_of(dist.group.WORLD)
+        ways.append((type(communicator).__name__, communicator.all_reduce(torch.ones(1)).item()))
+        dist.destroy_process_group()
+    return ways
+
+
+def test_a_job_may_reuse_the_store_of_an_earlier_one(pool, tmp_path):
+    pool.forget_job()
+    try:
+        assert pool.run(jobs_in_one_process, 2, str(tmp_path / "store")) == [[("SharedCommunicator", 2.0)] * 3] * 2
+    finally:
+        pool.forget_job()
