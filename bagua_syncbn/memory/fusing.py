@@ -16,6 +16,7 @@ from ..models import check_module
 from ..names import name_of
 from ..ops.activations import MODULES, Activation
 from ..sync_batchnorm import SyncBatchNorm
+from ..torch_internals.modules import check_before_folding
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -183,3 +184,18 @@ def _is_called_plainly(module: nn.Module) -> bool:
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     is_changed = any(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
     return not is_changed and (cls.__call__, cls.forward) == (_CALL, _FORWARDS.get(cls, _LAYER))
+
+
+def _refuse_to_fold(layer: Any) -> None:
+    """Raises ValueError if weights with ``layer`` folded in would lack its activation or its ``eps_mode``."""
+    if not isinstance(layer, SyncBatchNorm):
+        return
+    has = "eps_mode='clamp'" if layer.eps_mode == "clamp" else f"the activation {layer.fused_activation}"
+    if layer.eps_mode == "clamp" or layer.fused_activation is not None:
+        raise ValueError(
+            f"bn: expected a layer that only scales and shifts in evaluation, got {name_of(layer)} with {has}; call "
+            'revert_sync_batchnorm on the model first, see "Folding" in docs/conversion.md'
+        )
+
+
+check_before_folding(_refuse_to_fold)

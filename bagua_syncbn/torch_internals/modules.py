@@ -1,5 +1,6 @@
 """Calls of modules, compiled and replicated ones, and what they save."""
 
+import functools
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._utils import _get_device_index
+from torch.nn.utils import fusion
 from torch.utils import _pytree
 
 pytree: Any = _pytree
@@ -35,6 +37,24 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
     ):
         # torch's guards would see that a layer has changed, but options of torch.compile can leave them out.
         torch.compiler.reset()
+
+
+def check_before_folding(check: Callable[[Any], None]) -> None:
+    """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the layer that they fold.
+
+    Both look up these functions in their module, however they were imported themselves, and call the layer ``bn``.
+    """
+
+    def checked(fold: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fold)
+        def check_and_fold(*args: Any, **kwargs: Any) -> Any:
+            check(sys._getframe(1).f_locals.get("bn"))
+            return fold(*args, **kwargs)
+
+        return check_and_fold
+
+    for name in ("fuse_conv_bn_weights", "fuse_linear_bn_weights"):
+        setattr(fusion, name, checked(getattr(fusion, name)))
 
 
 def in_place_of_forward(hook: FrameType, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.ao.quantization import fuse_modules_qat, get_default_qat_qconfig, prepare_qat
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import fuse_linear_bn_eval
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm1d, SyncBatchNorm2d, convert_sync_batchnorm, sync_batch_norm
 from tests.helpers.training import make_model
 
 
@@ -138,3 +139,18 @@ def test_quantization_aware_training_converts_last():
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     assert type(model[0].bn) is SyncBatchNorm2d
     assert model[0].bn.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"activation": "silu"}, "the activation 'silu'"),
+    ({"eps_mode": "clamp"}, "eps_mode='clamp'"),
+])  # fmt: skip
+def test_layers_whose_options_a_folded_weight_would_lack_are_not_folded(options, told):
+    for fold, layer, cls in (
+        (fuse_conv_bn_eval, nn.Conv2d(3, 4, 1), SyncBatchNorm2d),
+        (fuse_linear_bn_eval, nn.Linear(3, 4), SyncBatchNorm1d),
+    ):
+        with pytest.raises(ValueError, match=f"bn: .* got {cls.__name__} with {told}; call revert_sync_batchnorm"):
+            fold(layer.eval(), cls(4, **options).eval())
+        for norm in (cls(4), cls.local_class(4)):
+            assert type(fold(layer.eval(), norm.eval())) is type(layer)
