@@ -22,7 +22,12 @@ class FaultRecord:
         made: list[torch.Tensor] = []
 
         def make() -> None:
-            made.append(torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=not self.is_on_cpu))
+            try:
+                made.append(torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=not self.is_on_cpu))
+            except RuntimeError:
+                if device_type == "cuda":  # whose kernels take the address
+                    raise
+                made.append(torch.zeros(8, dtype=torch.int64, device="cpu"))  # this device cannot pin memory
 
         # In a thread of its own no mode, transform or default device is active: the tensor is real, and ops may write.
         thread = Thread(target=make)
@@ -65,15 +70,14 @@ class FaultRecord:
 
 
 # Records by history and type of device, as long as the history lives: the calls of one group never see what another
-# one's ops have found. Compiled code looks its record up here. Devices that cannot write to the memory of the host have
-# none.
+# one's ops have found. Compiled code looks its record up here.
 RECORDS: dict[tuple[str, str], FaultRecord] = {}
 
 
 def record_of(history: str, device_type: str) -> FaultRecord | None:
-    """Returns the record of a history for ops on ``device_type``; None for a device that cannot write to it."""
+    """Returns the record of a history for ops on ``device_type``; None for tensors without values."""
     key = history, device_type
-    if key not in RECORDS and device_type in ("cpu", "cuda"):
+    if key not in RECORDS and device_type != "meta":
         return RECORDS.setdefault(key, FaultRecord(device_type))
     return RECORDS.get(key)
 
@@ -84,8 +88,9 @@ def is_checked_at_once(record: FaultRecord | None, device: torch.device) -> bool
 
 
 def forget_records(history: str) -> None:
-    for device_type in ("cpu", "cuda"):
-        RECORDS.pop((history, device_type), None)
+    for key in list(RECORDS):
+        if key[0] == history:
+            RECORDS.pop(key, None)
 
 
 def differ_text(own: str, calls: Iterable[tuple[int, str]] = (), other: str = "another call") -> str:

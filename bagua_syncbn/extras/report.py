@@ -9,9 +9,10 @@ from ..agreement.history import CallHistory, histories
 def check_ranks() -> None:
     """Waits for the devices, and raises if ranks made different calls without an error so far.
 
-    In eager mode on CPU they raise at once. On CUDA no host waits: where ranks differ the output or gradient is NaN,
-    running statistics stay as they are, and the first call that finds out raises. This one finds out for certain, for
-    example at the end of an epoch. So it does for compiled calls on CPU; those on CUDA give NaN and are not named.
+    In eager mode on CPU they raise at once. On other devices no host waits: where ranks differ the output or gradient
+    is NaN, running statistics stay as they are, and the first call that finds out raises. This one finds out for
+    certain, for example at the end of an epoch. So it does for compiled calls on CPU; those on other devices give NaN
+    and are not named.
 
     Raises:
         RuntimeError: ranks made different calls. It names them.
@@ -20,8 +21,10 @@ def check_ranks() -> None:
 
         >>> bagua_syncbn.check_ranks()
     """
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    for device_type in {device_type for _, device_type in list(RECORDS)} - {"cpu"}:
+        synchronize = getattr(getattr(torch, device_type, None), "synchronize", None)
+        if synchronize is not None:
+            synchronize()
     for record in list(RECORDS.values()):
         if record.is_on_cpu or not record.is_told:
             record.raise_if_found()

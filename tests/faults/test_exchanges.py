@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn import convert_sync_batchnorm, ops
+from bagua_syncbn import check_ranks, convert_sync_batchnorm, ops
+from bagua_syncbn.agreement import faults
 from bagua_syncbn.errors import notify_peers
 from bagua_syncbn.options import Options
 from bagua_syncbn.step.call import Call
@@ -142,3 +143,16 @@ def test_ranks_raise_in_the_first_call_that_differs(adds_up, seeds):
                 assert answered == min(expected, len(calls)), f"seed {seed}: {programs} {ends}"
                 assert (message == "") == (answered == len(calls)), f"seed {seed}: {programs} {ends}"
                 assert not re.search("the ranks send|came within", message), f"seed {seed}: {programs} {ends}"
+
+
+def test_devices_other_than_cpu_and_cuda_have_a_record_too():
+    """Ops write to it, and check_ranks() reads it. There is no such device here: the tensors are on the CPU."""
+    record = faults.record_of("a history", "privateuseone")
+    rows = torch.stack([ops.batch_norm_stats(torch.randn(4, 3), caller, 1) for caller in (5, 6)])
+    mean, *_ = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, 1, record.tensor)
+    assert mean.isnan().all()
+    assert not faults.is_checked_at_once(record, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers"):
+        check_ranks()
+    faults.forget_records("a history")
+    check_ranks()
