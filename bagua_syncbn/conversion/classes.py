@@ -1,6 +1,7 @@
 """Classes of converted layers, and the classes that these layers had before."""
 
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
@@ -66,15 +67,26 @@ class _InPlaceOfTorchs(type):
 
 def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     namespace = _namespace(cls)
-    base: type[SyncBatchNorm] = SyncBatchNorm
+    metaclass = _InPlaceOfTorchs if issubclass(cls, nn.SyncBatchNorm) else type
+    bases: tuple[type, ...] = cls, SyncBatchNorm
     if cls.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        base = ObservedSyncBatchNorm
         namespace["forward"] = observed_forward(cls.forward)
+        # For a forward that calls `super(type(self), self).forward`: type(self) is no longer `cls`, so without this
+        # class in between the forward would call itself.
+        bases = (metaclass(cls.__name__, (cls, ObservedSyncBatchNorm), {**_namespace(cls), "forward": _after(cls)}),)
     becomes = getattr(cls, "cls_to_become", None)
     if becomes is not None:  # a Lazy layer, which changes class when it has seen its first input
         namespace["cls_to_become"] = synchronized_class(becomes)
-    metaclass = _InPlaceOfTorchs if issubclass(cls, nn.SyncBatchNorm) else type
-    return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", (cls, base), namespace)
+    return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", bases, namespace)
+
+
+def _after(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Returns a method that calls the forward which follows that of ``cls``."""
+
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super(cls, layer).forward(*args, **kwargs)  # type: ignore[misc]
+
+    return forward
 
 
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:

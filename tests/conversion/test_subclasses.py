@@ -61,6 +61,35 @@ def test_an_unsynchronized_forward_raises(cls, what):
     revert_sync_batchnorm(model).train()(input)
 
 
+class Sparse(nn.BatchNorm2d):
+    """Calls torch's forward by ``super(type(self), self)``, as SparK does."""
+
+    def forward(self, input):
+        return super(type(self), self).forward(input * 2)
+
+
+class SparseSync(nn.SyncBatchNorm):
+    def forward(self, input):
+        return super(self.__class__, self).forward(input * 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cls", [Sparse, SparseSync])
+def test_a_forward_that_calls_super_of_its_own_type_is_synchronized(cls):
+    model = convert_sync_batchnorm(nn.Sequential(cls(3)))
+    assert isinstance(model[0], Sparse if cls is Sparse else SyncBatchNorm)
+    parts = torch.randn(2, 4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    expected = nn.BatchNorm2d(3)
+    for layer in (model, pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(
+            layer(parts[dist.get_rank()]), expected(2 * parts.flatten(0, 1)).chunk(2)[dist.get_rank()]
+        )
+    expected.load_state_dict(model[0].state_dict())
+    torch.testing.assert_close(model.eval()(parts[0]), expected.eval()(2 * parts[0]))
+    assert type(revert_sync_batchnorm(model)[0]) is cls
+    torch.testing.assert_close(model(parts[0]), expected(2 * parts[0]))
+
+
 @pytest.mark.ranks(4)
 def test_custom_forwards_use_the_group_of_the_layer():
     layer = convert_sync_batchnorm(BatchNormAct(1, momentum=1.0), [[0, 2], [1, 3]])
