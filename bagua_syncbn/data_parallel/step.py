@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..checks import named
+from ..checks import is_distributed, named
 from ..functional import checks_of
 from ..groups import LOCAL, GroupSpec, spec_of
 from ..step.call import Call, Normalization, Statistics, this_thread
@@ -48,6 +48,11 @@ class Replica:
                 "bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process alone"
             )
         try:
+            if is_distributed(call.input):
+                raise TypeError(
+                    "input: expected a tensor of this process, because the layer is one of several replicas, got "
+                    f"{type(call.input).__name__}; use one process for each device"
+                )
             options = checks_of(call._replace(group=_LOCAL_GROUP)).options
             if call.has_masks:
                 raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
