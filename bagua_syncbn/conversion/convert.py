@@ -24,7 +24,7 @@ from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .converters import groups_of
-from .findings import BY_ITSELF, examine
+from .findings import BY_ITSELF, examine, is_unsynchronized
 from .hooks import revert_hooks
 from .report import summary
 
@@ -71,9 +71,9 @@ def convert_sync_batchnorm(
             ``module`` holds a layer of PyG with ``allow_single_element``.
         RuntimeError: ``module`` is data parallel already.
 
-    If it raises, ``module`` is unchanged. It warns if there was nothing to convert; if layers of a class that is
-    neither derived from torch's nor known by :func:`register_converter` stay and synchronize by themselves; and if
-    opacus is imported and would accept the layers for private training.
+    If it raises, ``module`` is unchanged. It warns if there was nothing to convert; if layers stay that synchronize by
+    themselves or are called batch normalization, of a class that is neither derived from torch's nor known by
+    :func:`register_converter`; and if opacus is imported and would accept the layers for private training.
 
     Example::
 
@@ -97,6 +97,14 @@ def convert_sync_batchnorm(
             "they are to become, or that they are to stay",
             stacklevel=2,
         )
+    unknown = [name_of(finding.module, finding.names[0]) for finding in findings if is_unsynchronized(finding)]
+    if unknown:
+        warnings.warn(
+            f"module: these layers are not synchronized: {', '.join(unknown)}; their classes are not derived from "
+            "torch's batch normalization. Register a class for them with register_converter, or leave them out with "
+            "filter",
+            stacklevel=2,
+        )
     accepted = _accepted_by_opacus(targets.values())
     if accepted:
         warnings.warn(
@@ -118,7 +126,7 @@ def convert_sync_batchnorm(
     if verbose:
         print(text)
     if not targets:
-        warnings.warn(f"{text}; conversion_report tells why", stacklevel=2)
+        warnings.warn(f"{text}; conversion_report tells why" if findings else text, stacklevel=2)
     return module
 
 

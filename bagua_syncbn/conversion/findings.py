@@ -1,5 +1,6 @@
 """Findings: for each module of a model, the action of conversion and the reason."""
 
+import re
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ Action = Literal["converted", "skipped", "refused"]
 
 _LEFT_OUT = "left out by filter"
 BY_ITSELF = "synchronizes by itself, in a class not derived from torch's; register_converter makes it known"
+UNKNOWN = "not derived from torch's batch normalization; register_converter makes it known"
+_BATCH_NORM = re.compile("batch_?(re)?norm", re.IGNORECASE)
 
 
 class Finding(NamedTuple):
@@ -53,7 +56,7 @@ def _examine_one(module: nn.Module, names: list[str], filter: Filter | None) -> 
     error = _error_if_closed(module, names[0])
     if error is None and not is_candidate(module):
         reason = _why_not_concerned(module)
-        if reason == BY_ITSELF and is_left_out(module, names, filter):
+        if reason in (BY_ITSELF, UNKNOWN) and is_left_out(module, names, filter):
             reason = _LEFT_OUT
         return Finding(names, module, "skipped", reason) if reason else None
     if is_left_out(module, names, filter):
@@ -115,9 +118,15 @@ def _why_not_concerned(module: nn.Module) -> str | None:
     has_running_stats = {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
     if has_running_stats and "sync" in name:
         return BY_ITSELF
-    if has_running_stats or ("batchnorm" in name and not _holds_batch_norm(module)):
-        return "not derived from torch's batch normalization; register_converter makes it known"
+    if has_running_stats or (_BATCH_NORM.search(name) and not _holds_batch_norm(module)):
+        return UNKNOWN
     return None
+
+
+def is_unsynchronized(finding: Finding) -> bool:
+    """Whether ``finding`` is of an unknown class that is called batch normalization, and not a frozen one."""
+    name = type(finding.module).__name__
+    return finding.reason == UNKNOWN and _BATCH_NORM.search(name) is not None and "frozen" not in name.lower()
 
 
 def _holds_batch_norm(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Report on conversion of a model, as data and as text."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,8 +23,10 @@ class ConversionReport:
         return "\n".join([summary(self.layers), *map(str, self.layers)])
 
 
-def summary(layers: Iterable[Finding]) -> str:
+def summary(layers: Collection[Finding]) -> str:
     """Returns how many layers are converted, skipped and refused."""
+    if not layers:
+        return "no batch normalization layers"
     counts = Counter(layer.action for layer in layers)
     actions: tuple[Action, ...] = ("converted", "skipped", "refused")
     return ", ".join(f"{counts[action]} {action}" for action in actions)

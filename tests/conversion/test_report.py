@@ -171,6 +171,38 @@ def test_foreign_synchronized_layers_are_named():
     assert "not derived" in conversion_report(unsynchronized).layers[0].reason
 
 
+class BatchRenorm1d(nn.Module):
+    """Batch normalization by name only, as in torchrl; e3nn and PyG have such classes too."""
+
+
+class FrozenBatchNorm2d(StrangeSyncBN):
+    pass
+
+
+def test_layers_that_are_batch_normalization_by_name_only_are_named():
+    model = nn.ModuleDict({"a": nn.BatchNorm2d(2), "b": BatchRenorm1d(), "c": FrozenBatchNorm2d()})
+    model["d"] = BatchRenorm1d()
+    with pytest.warns(UserWarning, match="not synchronized: BatchRenorm1d 'b', BatchRenorm1d 'd'; ") as caught:
+        convert_sync_batchnorm(model)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_sync_batchnorm(model, filter=lambda name, layer: name not in "bd")
+    report = conversion_report(model, filter=lambda name, layer: name != "b")
+    assert [layer.reason[:11] for layer in report.layers] == [
+        "synchronize",
+        "left out by",
+        "not derived",
+        "not derived",
+    ]
+
+
+def test_a_model_without_batch_normalization_is_called_that():
+    with pytest.warns(UserWarning, match="convert_sync_batchnorm: Linear: no batch normalization layers$"):
+        convert_sync_batchnorm(nn.Linear(2, 2))
+    assert str(conversion_report(nn.Linear(2, 2))) == "no batch normalization layers"
+
+
 def test_conversion_warns_if_opacus_would_accept_the_layers(monkeypatch):
     model, validators = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm1d(2)), {}
     monkeypatch.setattr(ModuleValidator, "VALIDATORS", validators)
