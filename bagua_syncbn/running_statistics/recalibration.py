@@ -86,8 +86,9 @@ def recalibrate_statistics(
                 f"module: expected layers that can run without communication, got torch's {name_of(layer, name)}; "
                 "call convert_sync_batchnorm first"
             )
-    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, torch.Tensor) or not is_iterable:  # a tensor would be taken for samples without a batch
+        raise TypeError(f"batches: expected a list of batches, or an iterable, got {type(batches).__name__}")
     run = forward_of(module, forward, device)
     if not layers:
         warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)

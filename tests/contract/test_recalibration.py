@@ -201,6 +201,9 @@ def test_an_invalid_recalibration_changes_nothing():
     ):
         with pytest.raises(error, match=match):
             recalibrate_statistics(model, arguments, **options)
+    for batches in (batch, 3):
+        with pytest.raises(TypeError, match=r"batches: expected a list of batches, or .*, got (Tensor|int)"):
+            recalibrate_statistics(model, batches)
     with pytest.raises(TypeError, match="got torch's SyncBatchNorm '0'; call convert"):
         recalibrate_statistics(nn.Sequential(nn.SyncBatchNorm(3)), [batch])
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
