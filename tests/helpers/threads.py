@@ -86,6 +86,7 @@ class ThreadCommunicator(TorchCommunicator):
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank, self.size, self.name = room, rank, room.size, f"rank {rank}"
         self.sent: list[tuple[str, int]] = []  # kind and bytes of each message
+        self.group_name = self.name  # without a name, it would share what other tests have compiled
 
     @property
     def group(self) -> Any:
