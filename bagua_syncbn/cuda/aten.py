@@ -1,12 +1,12 @@
-"""ATen's batch norm kernels, those of ``torch.nn.SyncBatchNorm``, for CUDA tensors that no native kernel computes.
+"""The ops by ATen's batch norm kernels, as ``torch.nn.SyncBatchNorm`` uses them, for tensors without native kernels.
 
-Four ops go over the input by them. The reference does the rest: masks, activations and residuals, inputs without
-values, and from 2**31 values on, because ATen's kernels count in 32 bits. The sums that they make of planar half inputs
-add up products that were rounded to the dtype of the input.
+Four ops use them. The reference computes the rest: masks, activations, residuals, empty inputs, and inputs of 2**31
+values or more, since ATen's kernels count in 32 bits. For planar half inputs ATen rounds the products in backward sums
+to half.
 
-The merge of ranks is the reference's too. ATen's makes NaN of a first rank without samples, takes the variance of a
-rank from its inverse deviation, which loses what is small beside ``eps``, divides by 0 where a batch has one value for
-each channel, and wants the momentum on the host.
+The reference also merges ranks. ATen returns NaN if the first rank is empty, recovers a rank's variance from its
+inverse deviation (which loses variances that are small compared to ``eps``), divides by 0 for one value per channel,
+and takes the momentum from the host.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from ..ops.words import WORD, fill, parts_of, words_of_row
 
 
 def _takes(input: Tensor, *values: Tensor | None) -> bool:
-    """Whether ATen's kernels take ``input`` (N, C, \\*) and ``values``, each (C) or the gradient of an output.
+    """Returns whether ATen's kernels take ``input`` (N, C, \\*) and ``values``, each (C) or the gradient of an output.
 
-    ATen reads beyond the memory of some tensors that have other sizes; the reference raises.
+    For other sizes, ATen may read out of bounds where the reference raises.
     """
     if input.dtype not in DTYPES or not 0 < input.numel() < 2**31:
         return False
@@ -35,12 +35,12 @@ def _takes(input: Tensor, *values: Tensor | None) -> bool:
 
 
 def _has_more(options: Sequence[Any]) -> bool:
-    """Whether one of ``options``, the last arguments of an op, is given: a tensor, or a number that is not 0."""
+    """Returns whether ``options``, the last arguments of an op, contain a tensor or a nonzero number."""
     return any(isinstance(option, Tensor) or option for option in options)
 
 
 def _parameter(values: Tensor | None, like: Tensor) -> Tensor | None:
-    """Returns ``values`` (C) in the dtype of ``like``: ATen takes parameters of this dtype or the input's."""
+    """Returns parameters (C) in the dtype of ``like``: ATen takes this dtype or the input's."""
     return None if values is None else values.to(like.dtype).contiguous()
 
 
@@ -58,7 +58,7 @@ def batch_norm_stats(
     if adds_up:
         return added_up(batch_norm_stats(input), caller)
     input = input.detach()
-    # The kernels of torch.batch_norm_stats, which would give the inverse deviation; without buffers it moves none.
+    # Same kernels as torch.batch_norm_stats, but returns the variance. Without buffers it updates none.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
     numbers = [count % WORD, count // WORD, *words_of_row(caller, call)]
@@ -116,7 +116,7 @@ def batch_norm_backward_elemt(
         arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call, *through
         return reference.batch_norm_backward_elemt(*arguments, grad_input=grad_input)
     means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
-    # ATen divides sums by a count of 32 bits, which the values of all ranks may exceed: it gets means, and 1.
+    # ATen divides sums by a 32-bit count, which the values of all ranks may exceed: pass means, and 1.
     one = torch.ones(1, dtype=torch.int32, device=input.device)
     mean, invstd, weight = mean.contiguous(), invstd.contiguous(), _parameter(weight, mean)
     dx = torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, *means, one)

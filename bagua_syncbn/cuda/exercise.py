@@ -1,4 +1,4 @@
-"""Calls of the ops by which every CUDA kernel of a dtype runs: their results, to be compared with others."""
+"""A table of calls that together run every CUDA kernel of a dtype, on values that reveal errors."""
 
 import math
 from collections.abc import Iterator
@@ -7,165 +7,200 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.activations import ACTIVATIONS, activation_of
+from ..ops.activations import ACTIVATIONS
 from ..ops.definition import accumulate_dtype, per_channel
-from ..ops.words import parts_of
+from ..ops.words import PARTS, parts_of
 
 _PRIME = 2**16 + 1
 _CALLER, _CALL, _FINGERPRINT = 7 * 2**24 + 5, 9, 3 + 5 * 2**12 + 7 * 2**24
+_RANKS, _CHANNELS = 35, 300  # more than a warp, and more than a block
+
+
+class Call(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+        written: the arguments that the op writes to. They occur in no later call.
+    """
+
+    op: str
+    arguments: tuple[Any, ...]
+    written: tuple[Tensor, ...] = ()
+    options: dict[str, Tensor] = {}  # noqa: RUF012 - never changed
 
 
 class _Input(NamedTuple):
-    shape: tuple[int, ...]  # (N, C, L) for planar, (N, C) and (N, C, H, W) for interleaved layout
-    offset: int = 0  # values by which it begins after a multiple of 16 bytes
-    has_lengths: bool = False  # for a mask, else positions
+    shape: tuple[int, ...]  # (N, C, L) and (N, C, H, W) are planar, (N, C) is interleaved
+    offset: int = 0  # values between a 16-byte boundary and the first value
+    lengths: bool = False  # mask by lengths instead of positions
+    interleaved: bool = False  # (N, C, H, W) as channels_last
+    scale: float = 1.0  # of grad_output
 
 
 def _inputs(vector: int) -> list[_Input]:
-    """Returns inputs in both layouts, whose values are taken one at a time and as vectors of ``vector`` values.
+    """Returns inputs for scalar loads and for loads of ``vector`` values.
 
-    Each kernel has one part of its input in some call and several in another one: at least three in planar layout, and
-    more than the last block of an interleaved reduction loads at once. Rows begin and end within vectors, and the last
-    tile of channels is not full.
+    Each kernel runs on inputs of one and of several parts per channel. Rows begin and end within vectors, and the last
+    tile of channels is incomplete. Activations depend on the order of this list, so that no value is near a kink.
     """
     return [
-        _Input((2, 3, 768 * vector + 1)),
-        _Input((1, 2, 1536 * vector + 3), offset=1, has_lengths=True),  # vectors where all tensors begin so
+        _Input((2, 3, 768 * vector + 1), scale=9),  # bias gradients overflow float16
+        _Input((1, 2, 1536 * vector + 3), offset=1, lengths=True),
         _Input((3, 5, 8 * vector)),
-        _Input((450, 3, 7), has_lengths=True),  # too short for vectors
+        _Input((450, 3, 7), lengths=True),  # too short for vectors
         _Input((3, 5, 7)),
-        _Input((8192 // vector + 131, 5 * vector)),
-        _Input((2, 3 * vector, 3, 4), has_lengths=True),
-        _Input((3, 37, 10, 11), has_lengths=True),  # the number of channels is no multiple of a vector
+        _Input((2, 1, 10400 * vector + 1)),  # 40 parts per channel
+        _Input((2048 // vector + 131, 17 * vector)),  # three tiles, five in reductions
+        _Input((2, 3 * vector, 3, 4), lengths=True, interleaved=True),
+        _Input((3, 37, 10, 11), lengths=True, interleaved=True),  # the number of channels is no multiple of a vector
         _Input((7, 3 * vector), offset=1),
+        _Input((2, 3, 6, 5 * vector + 1), lengths=True),  # lines, which have lengths, end within vectors
     ]
 
 
 class Exercise:
-    """Values for the ops, the same on every machine.
+    """Values and calls for a device and a dtype, the same on every machine.
 
-    Means and deviations are far from 0 and 1 and differ between channels. The terms of no sum cancel: what is small
-    beside them is small beside the sum.
-
-    Args:
-        device: where the ops compute.
-        dtype: of the inputs.
-        widen: gives all values in float64, after rounding to the dtype that they would have.
+    Means and deviations differ between channels and are far from 0 and 1. Sums do not cancel, so an error in a term
+    shows in the sum.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, widen: bool) -> None:
-        self.device, self.dtype, self.widen = device, dtype, widen
-        # A permutation, because 3 does not divide the prime less 1; divided in float64, which rounds alike everywhere.
-        self._noise = (torch.arange(_PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
-        self._parts = torch.tensor(parts_of(_FINGERPRINT), device=device)
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype, self.accumulate = device, dtype, accumulate_dtype(dtype)
+        # A permutation of 0 to 2**16, repeated. Divided in float64, which rounds alike everywhere.
+        self._noise = (torch.arange(4 * _PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
 
-    def results(self, ops: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the results of ``ops``, each with the name of its op."""
+    def calls(self) -> Iterator[Call]:
         for number, given in enumerate(_inputs(min(16 // self.dtype.itemsize, 8))):
-            yield from self._of_input(ops, number, given)
-        yield from self._of_ranks(ops)
-        yield from self._without_values(ops)
+            yield from self._on_input(number, given)
+        yield from self._with_faults()
+        yield from self._merging_ranks()
+        empty, ones = self._of(torch.empty(0, _CHANNELS, device=self.device), self.dtype), self._full(_CHANNELS)
+        yield Call("batch_norm_stats", (empty, _CALLER, _CALL))
+        yield Call("batch_norm_backward_reduce", (empty, empty, ones, ones, None, _FINGERPRINT))
 
-    def _of_input(self, ops: Any, number: int, given: _Input) -> Iterator[tuple[str, Tensor]]:
+    def _on_input(self, number: int, given: _Input) -> Iterator[Call]:
         shape, channels = given.shape, given.shape[1]
         channel = torch.arange(channels, device=self.device).double()
         deviation, center = 0.25 * 2 ** (channel % 5), (4 + 3 * (channel % 7)) * (1 - 2 * (channel % 2))
         noise = self._some(*shape, skip=3 * number)
-        values = (noise * 4 - 2) * per_channel(deviation, noise)
-        x = self._placed(values + per_channel(center, noise), given.offset)
-        dy = self._placed(self._some(*shape, skip=999) + noise * 1.5, given.offset)
-        residual = self._placed(self._some(*shape, skip=1999) * 2 - 1, given.offset)
+        x = self._placed((noise * 4 - 2) * per_channel(deviation, noise) + per_channel(center, noise), given)
+        dy = self._placed((self._some(*shape, skip=999) + noise * 1.5) * given.scale, given)
+        residual, grad = (self._placed(self._some(*shape, skip=1999) * 2 - 1, given) for _ in range(2))
         mask = self._some(shape[0], *shape[2:], skip=99) < 0.6
-        if given.has_lengths:
+        if given.lengths:
             mask = (self._some(shape[0], skip=99) * (shape[-1] + 1)).long()
         mean, invstd = self._of(center - 2.1 * deviation), self._of(0.43 / deviation)
         # Parameters have the accumulate dtype or that of the input, or there are none.
-        dtype = accumulate_dtype(self.dtype) if number % 2 else self.dtype
+        dtype = self.accumulate if number % 2 else self.dtype
         weight = None if number % 4 == 2 else self._of(self._some(channels, skip=7) + 0.5, dtype)
-        bias = None if number % 4 == 3 else self._of(self._some(channels, skip=77) - 1.5, dtype)
+        bias = None if number % 4 == 3 else self._of(self._some(channels, skip=91) - 1.5, dtype)
+        activations = [(1 + (number + step) % len(ACTIVATIONS), 0.3) for step in (0, 3, 8)]
 
         for where in (None, mask):
-            yield "batch_norm_stats", ops.batch_norm_stats(x, _CALLER, _CALL, where)
-            if self.dtype != torch.float64:
-                yield "batch_norm_stats", self._of(ops.batch_norm_stats(x, _FINGERPRINT, 0, where, True))
+            yield Call("batch_norm_stats", (x, _CALLER, _CALL, where))
+            if self.dtype != torch.float64 and number % 3 == 0:
+                yield Call("batch_norm_stats", (x, _FINGERPRINT, 0, where, True))
+        for epilogue in ((), (residual, *activations[0]), (residual,))[: 2 + (number % 4 == 0)]:
+            yield Call("batch_norm_elemt", (x, weight, bias, mean, invstd, *epilogue))
+        reduced = dy, x, mean, invstd, weight
+        yield Call("batch_norm_backward_reduce", reduced)
+        arguments = *reduced, _FINGERPRINT, bias, residual, *activations[1], grad
+        yield Call("batch_norm_backward_reduce", arguments, (grad,))
+        sums = self._of(torch.cat([600 + channel, (300 + channel) * deviation, self._header(2)]))
+        gradient = dy, x, weight, mean, invstd, sums, torch.full((), 1000, device=self.device), 2, None, 0
+        for options in ((mask,), (None, bias, *activations[2])):
+            yield Call("batch_norm_backward_elemt", (*gradient, *options))
+        yield Call("batch_norm_backward_elemt", gradient, (dy,), {"grad_input": dy})
 
-        factors = x, weight, bias, mean, invstd
-        for after in ((), (residual, *_activation(number))):
-            yield "batch_norm_elemt", ops.batch_norm_elemt(*factors, *after)
-
-        grad = self._placed(torch.zeros_like(noise), given.offset)
-        for through in ((), (_FINGERPRINT, bias, residual, *_activation(number + 3), grad)):
-            for result in ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight, *through):
-                yield "batch_norm_backward_reduce", result
-        yield "batch_norm_backward_reduce", grad
-
-        factors = dy, x, weight, mean, invstd
-        count = torch.full((), 1000, device=self.device)
-        sums = self._of(torch.cat([600 + channel, (300 + channel) * deviation, 2 * self._parts]))
-        for options in ((mask,), (None, bias, *_activation(number + 6))):
-            dx = ops.batch_norm_backward_elemt(*factors, sums, count, 2, None, 0, *options)
-            yield "batch_norm_backward_elemt", dx
-        ops.batch_norm_backward_elemt(*factors, sums[: 2 * channels], count, grad_input=dy)
-        yield "batch_norm_backward_elemt", dy
-        if number == 0:
-            sums[-1] += 1  # ranks differ
-            dx = ops.batch_norm_backward_elemt(*factors, sums, count, 2)
-            yield "batch_norm_backward_elemt", dx.isnan().double()
-
-    def _of_ranks(self, ops: Any) -> Iterator[tuple[str, Tensor]]:
-        """As :meth:`results`, for the merge: of more ranks than a warp has threads, and more channels than a block."""
-        ranks, channels = 35, 70
-        moments, words = self._some(ranks, 2 * channels) + 1, torch.tensor([7, 5, 9], device=self.device)
-        # Few values, of few ranks, which show in the unbiased variance; and more than 2**24.
-        low = (self._some(ranks, 1, skip=7) * 9).floor() * (self._some(ranks, 1, skip=77) < 0.3)
-        high = (self._some(ranks, 1, skip=777) * 2).floor()
-        few, many = (self._of(torch.cat([moments, low, each * high, words.expand(ranks, 3)], 1)) for each in (0, 1))
-        wrong, infinite = few.clone(), few.clone()
-        wrong[20, -1] += 1
-        infinite[20, 2] = torch.inf
-        given = [(few, 0.7, False), (many, None, False), (wrong, 0.7, False), (infinite, 0.7, True)]
-        if self.dtype != torch.float64:
-            mean, square = moments[0].chunk(2)
-            sums = torch.cat([300 * mean, 300 * (square + mean.square()), low.new_full((1,), 300), ranks * self._parts])
-            wrong = sums.clone()
-            wrong[-2] += 1
-            given += [(sums, 0.7, False), (wrong, None, True)]
-        for rows, momentum, skips in given:
-            running_mean, running_var = self._of(self._some(2, channels, skip=99) + 0.5, self.dtype).unbind()
-            batches = torch.full((), 3, device=self.device)
-            buffers = running_mean, running_var, batches
-            merged = ops.batch_norm_gather_stats(rows, *buffers, momentum, 0.5, None, skips, ranks)
-            for result in (*merged, *buffers):
-                result = result if result.is_floating_point() else result.double()
-                yield "batch_norm_gather_stats", result.nan_to_num(-1, -2)
-
-    def _without_values(self, ops: Any) -> Iterator[tuple[str, Tensor]]:
-        x, ones = (
-            self._of(torch.empty(0, 5, device=self.device), self.dtype),
-            self._of(torch.ones(5, device=self.device)),
+    def _with_faults(self) -> Iterator[Call]:
+        """Backward passes whose header differs between ranks in one of its words."""
+        x, ones, count = (
+            self._of(self._some(3, 5, 7) + 1, self.dtype),
+            self._full(5),
+            torch.tensor(21, device=self.device),
         )
-        yield "batch_norm_stats", ops.batch_norm_stats(x, _CALLER, _CALL)
-        for result in ops.batch_norm_backward_reduce(x, x, ones, ones, None, _FINGERPRINT):
-            yield "batch_norm_backward_reduce", result
+        for word in range(0, PARTS, 2):
+            sums = torch.cat([self._full(10), self._of(self._header(2))])
+            sums[10 + word] += 1
+            record = self._record()
+            arguments = x, x, None, ones, ones, sums, count, 2, record, 4 + word
+            yield Call("batch_norm_backward_elemt", arguments, (record,))
+
+    def _merging_ranks(self) -> Iterator[Call]:
+        moments = self._some(_RANKS, 2 * _CHANNELS) + 1
+        # Few values, of few ranks: the variance is clearly not the unbiased one.
+        counts = (self._some(_RANKS, 1, skip=7) * 9).floor() * (self._some(_RANKS, 1, skip=77) < 0.3)
+        header = torch.tensor([7, 5, 9], device=self.device).expand(_RANKS, 3)
+        rows = torch.cat([moments, counts, 0 * counts, header], 1)
+        last, every, mean, var = _RANKS - 1, slice(None), _CHANNELS - 10, 2 * _CHANNELS - 10
+        low, high, word = range(2 * _CHANNELS, 2 * _CHANNELS + 3)
+        table: list[tuple[float | None, bool, list[tuple[slice | int, int, float]]]] = [
+            (0.7, False, []),
+            (0.7, False, [(last, low, 8), (33, low, 3)]),
+            (None, False, [(every, high, 1), (5, high, 0)]),  # more than 2**24 values
+            (None, True, []),
+            (0.7, False, [(every, low, 0), (last, low, 1)]),  # a single value
+            (0.7, False, [(every, low, 0)]),
+            (0.7, False, [(last, word, 8), (5, low, 0.5)]),  # a wrong header precedes a wrong count
+            (0.7, True, [(last, low, 8), (last, mean, math.inf)]),
+            (0.7, True, [(last, low, 8), (last, var, math.inf)]),
+        ]
+        for momentum, skips, changes in table:
+            gathered = self._of(rows)
+            for row, column, value in changes:
+                gathered[row, column] = value
+            yield from self._merge(gathered, momentum, skips)
+        for row, column, value in (
+            (20, word + 1, 8),
+            (33, word + 2, 8),
+            (last, low, 0.5),
+            (2, low, -1),
+            (33, low, math.nan),
+            (7, low, 2**24),
+            (last, high, -1),
+            (3, high, 2**30),
+        ):
+            gathered, record = self._of(rows), self._record()
+            gathered[row, column] = value
+            yield Call("batch_norm_gather_stats", (gathered, None, None, None, 0.7, 0.5, record), (record,))
+        if self.dtype == torch.float64:  # whose statistics are not added up
+            return
+        average, square = moments[0].chunk(2)
+        square = square + average.square()
+        square[7] = 0.9 * average[7] ** 2  # rounding can leave a negative variance
+        sums = torch.cat([300 * average, 300 * square, self._full(1) * 300, self._header(_RANKS)]).double()
+        for column, change in ((0, 0.0), (-6, 1.0), (-4, 1.0), (-2, 1.0), (-7, 0.5), (-7, -301.0)):  # header, count
+            gathered = sums.clone()
+            gathered[column] += change
+            yield from self._merge(gathered, None, change != 0)
+
+    def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> Iterator[Call]:
+        mean, var = self._of(self._some(2, _CHANNELS, skip=99) + 0.5, self.dtype).unbind()
+        buffers, record = (mean.clone(), var.clone(), torch.full((), 3, device=self.device)), self._record()
+        arguments = gathered, *buffers, momentum, 0.5, record, skips, _RANKS, _CALL
+        yield Call("batch_norm_gather_stats", arguments, (*buffers, record))
+
+    def _header(self, ranks: int) -> Tensor:
+        return torch.tensor(parts_of(_FINGERPRINT), device=self.device).double() * ranks
+
+    def _record(self) -> Tensor:
+        return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+
+    def _full(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=self.accumulate, device=self.device)
 
     def _of(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns a copy of ``values`` in ``dtype``, by default the accumulate dtype."""
-        copy = values.to(dtype or accumulate_dtype(self.dtype), copy=True)
-        return copy.double() if self.widen else copy
+        return values.to(dtype or self.accumulate, copy=True)
 
     def _some(self, *shape: int, skip: int = 0) -> Tensor:
-        """Returns values from 0 to 1 in float64, the first but ``skip`` ones."""
+        """Returns values from 0 to 1 in float64, starting with number ``skip``."""
         return self._noise[skip : skip + math.prod(shape)].view(shape)
 
-    def _placed(self, values: Tensor, offset: int) -> Tensor:
-        """Returns ``values`` as an input, which begins ``offset`` values after a multiple of 16 bytes."""
-        memory_format = torch.channels_last if values.dim() == 4 else torch.contiguous_format
-        laid = self._of(values, self.dtype).contiguous(memory_format=memory_format)
-        memory = laid.new_empty(offset + laid.numel())
-        return memory.as_strided(laid.shape, laid.stride(), offset).copy_(laid)
-
-
-def _activation(number: int) -> tuple[int, float]:
-    activation = activation_of(ACTIVATIONS[number % len(ACTIVATIONS)])
-    assert activation is not None
-    return activation.code, activation.parameter
+    def _placed(self, values: Tensor, given: _Input) -> Tensor:
+        """Returns ``values`` in the dtype, layout and alignment of an input."""
+        memory_format = torch.channels_last if given.interleaved else torch.contiguous_format
+        laid_out = self._of(values, self.dtype).contiguous(memory_format=memory_format)
+        memory = laid_out.new_empty(given.offset + laid_out.numel())
+        return memory.as_strided(laid_out.shape, laid_out.stride(), given.offset).copy_(laid_out)

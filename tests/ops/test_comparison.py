@@ -1,6 +1,7 @@
 """Native kernels are compared with plain torch before they serve a device; here both run on the CPU."""
 
 import logging
+from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
 
@@ -9,7 +10,6 @@ import torch
 
 from bagua_syncbn import SyncBatchNorm1d
 from bagua_syncbn.cuda import comparison, fallback
-from bagua_syncbn.cuda.exercise import Exercise
 from bagua_syncbn.ops import activations, reference
 from bagua_syncbn.ops.definition import SCHEMAS
 from tests.helpers.aten_functions import ATEN
@@ -24,14 +24,19 @@ def fail(*arguments, **options):
 
 
 def ops_with(name, change):
-    """The native ops, of which ``name`` gives what ``change`` makes of its results."""
-    native = {each: getattr(torch.ops.bagua_syncbn, each).default for each in OPS}
+    """Returns the native ops, with ``change`` applied to the results of one."""
 
-    def changed(*arguments, **options):
-        results = native[name](*arguments, **options)
+    def changed(op, *arguments, **options):
+        results = op(*arguments, **options)
         return change(results) if isinstance(results, torch.Tensor) else tuple(map(change, results))
 
-    return SimpleNamespace(**native | {name: changed})
+    return ops_by(name, changed)
+
+
+def ops_by(name, function):
+    """Returns the native ops, one of them replaced by ``function``, which gets the op and its arguments."""
+    native = {each: getattr(torch.ops.bagua_syncbn, each).default for each in OPS}
+    return SimpleNamespace(**native | {name: partial(function, native[name])})
 
 
 @pytest.fixture
@@ -78,16 +83,16 @@ def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_derivative_is_compared_where_rounding_decides_it(dtype, monkeypatch):
     """So near a kink that it could be on either side."""
-    kinks = {"relu": (0,), "relu6": (0, 6), "leaky_relu": (0,), "hardswish": (-3, 3)}
+    kinks = {"relu": (0,), "relu6": (0, 6), "leaky_relu": (0,), "elu": (0,), "hardswish": (-3, 3)}
     gradient, distances = activations.gradient, []
 
     def observed(grad_output, z, code, parameter):
-        kinks_of = kinks.get((None, *activations.ACTIVATIONS)[code], ())
+        kinks_of = kinks.get((None, *activations.ACTIVATIONS)[code], ()) if z.dtype == torch.float64 else ()
         distances.extend((z - kink).abs().min().item() for kink in kinks_of)
         return gradient(grad_output, z, code, parameter)
 
     monkeypatch.setattr(activations, "gradient", observed)
-    list(Exercise(CPU, dtype, widen=True).results(reference))
+    comparison.find_difference(reference, CPU, dtype)
     assert len(distances) > 3
     assert min(distances) > 2e-5
 
@@ -110,6 +115,91 @@ def test_a_wrong_kernel_is_named(kernels, name, change, dtype):
 
     difference = comparison.find_difference(ops_with(name, changed), CPU, dtype)
     assert difference.startswith(f"{name} for {dtype} differs from float64 by ")
+
+
+def first_lines_only(op, x, caller, call, mask=None, *adds_up):
+    flat = mask is not None and mask.dtype == torch.int64 and x.dim() == 4 and x.is_contiguous()
+    return op(x.flatten(2) if flat else x, caller, call, mask, *adds_up)
+
+
+def most_of_a_row(op, x, *options):
+    return op(x[..., :-2000] if x.size(-1) > 2**15 and options[2] is None else x, *options)
+
+
+def zeros_after_256_channels(op, x, *options):
+    return op(x, *options).index_fill_(0, torch.arange(256, 600), 1) if x.size(0) == 0 else op(x, *options)
+
+
+def with_default_parameter(op, *arguments):
+    return op(*arguments[:-1], 1.0) if arguments[-1] == 0.3 else op(*arguments)
+
+
+def without_tanh(op, *arguments):
+    return op(*arguments[:-2], 0, 0.0) if arguments[-2] == len(activations.ACTIVATIONS) else op(*arguments)
+
+
+def truncated(op, *arguments):
+    exact = op(*(each.float() if isinstance(each, torch.Tensor) else each for each in arguments))
+    return (exact.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
+
+
+def saturated(op, *arguments):
+    return tuple(each.clamp(-65504, 65504) for each in op(*arguments))
+
+
+def without_late_ranks(op, gathered, *options):
+    return op(gathered[:32] if gathered.dim() == 2 else gathered, *options)
+
+
+def without_late_channels(op, *arguments):
+    mean, invstd, count = op(*arguments)
+    return mean.index_fill(0, torch.arange(256, 300), 0), invstd, count
+
+
+def without_header(word, op, gathered, *options):
+    if gathered.dim() == 2:
+        gathered[:, word - 3] = gathered[0, word - 3]
+    return op(gathered, *options)
+
+
+def with_any_count(op, gathered, *options):
+    if gathered.dim() == 2:
+        gathered[:, -5] = gathered[:, -5].floor()
+    return op(gathered, *options)
+
+
+def with_any_variance(op, gathered, *options):
+    is_infinite = gathered.dim() == 2 and bool(gathered[:, 300:600].isinf().any())
+    return op(gathered, *options[:6], False, *options[7:]) if is_infinite else op(gathered, *options)
+
+
+def without_record(op, *arguments):
+    results = op(*arguments)
+    arguments[6].zero_()
+    return results
+
+
+FAULTS = [
+    ("stats", torch.float64, first_lines_only),
+    ("stats", torch.float32, most_of_a_row),
+    ("stats", torch.float16, zeros_after_256_channels),
+    ("stats", torch.bfloat16, lambda op, *arguments: op(*arguments).float().double()),  # sums of large groups
+    ("elemt", torch.float32, with_default_parameter),
+    ("backward_reduce", torch.float16, saturated),
+    ("elemt", torch.float16, without_tanh),
+    ("elemt", torch.bfloat16, truncated),
+    ("gather_stats", torch.float32, without_late_ranks),
+    ("gather_stats", torch.float64, without_late_channels),
+    *(("gather_stats", torch.float32, partial(without_header, word)) for word in range(3)),
+    ("gather_stats", torch.float16, with_any_count),
+    ("gather_stats", torch.bfloat16, with_any_variance),
+    ("gather_stats", torch.float64, without_record),
+]
+
+
+@pytest.mark.parametrize(("op", "dtype", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_faults_that_only_some_inputs_show_are_found(op, dtype, fault):
+    assert comparison.find_difference(ops_by(f"batch_norm_{op}", fault), CPU, dtype).startswith(f"batch_norm_{op} for")
 
 
 def test_kernels_that_give_zeros_agree_where_zeros_are_right(kernels, monkeypatch):
@@ -152,7 +242,7 @@ def test_a_first_call_in_a_capture_is_refused_where_kernels_would_run_that_are_n
     monkeypatch.setattr(comparison, "is_capturing", lambda: True)
     half = torch.ones(2, 3).half()
     with pytest.raises(
-        RuntimeError, match=r"input: expected a call with torch.float16 on cpu before a graph is captured"
+        RuntimeError, match=r"the first call with torch.float16 on cpu compares kernels, which is impossible while"
     ):
         comparison.check_kernels(half)
     assert not comparison.check_kernels(half.as_subclass(torch.nn.Parameter))
@@ -198,7 +288,7 @@ def test_a_device_that_computes_nothing_any_more_is_told_from_wrong_kernels(kern
     else:
         monkeypatch.setattr(comparison, "reference", wrong)
     message = (
-        "cpu failed while .* were compared with plain torch for torch.float32, and computes nothing any more .*: CUDA"
+        "cpu failed while .* were compared with plain torch for torch.float32, and cannot be used any more .*: CUDA"
     )
     with pytest.raises(RuntimeError, match=rf"{message}.*BAGUA_SYNCBN_KERNELS=aten"):
         comparison.check_kernels(torch.ones(2, 3))
