@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import profile
 
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, sync_batch_norm, with_bagua
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, with_bagua
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua
 from tests.bagua_job.native import HostCommunicator, Watch, current_stream, log
-from tests.helpers.own_groups import communicator_of, mean_over
+from tests.helpers.own_groups import check_refused, communicator_of, mean_over
 
 COLLECTIVES = ("allgather", "allreduce", "broadcast")
 
@@ -138,14 +138,8 @@ def test_only_members_use_a_group():
         assert communicator_of(RankGroup((3, 1))) is communicator_of(odd)
         assert communicator_of(odd).rank == [1, 3].index(rank)
     if rank == 2:
-        model = nn.Sequential(nn.BatchNorm1d(1))
-        uses = communicator_of, lambda group: SyncBatchNorm(1, process_group=group), mean_over
-        for use in (*uses, lambda group: convert_sync_batchnorm(model, group)):
-            with pytest.raises(ValueError, match=r"include this one, rank 2 of 4, got \(1, 3\)"):
-                use(odd)
-        with pytest.raises(ValueError, match=r"rank 2 of 4, got \(2, 5\)"):
-            communicator_of(RankGroup((2, 5)))
-        assert type(model[0]) is nn.BatchNorm1d
+        check_refused(odd, ValueError, r"include this one, rank 2 of 4, got \(1, 3\)")
+        check_refused(RankGroup((2, 5)), ValueError, r"rank 2 of 4, got \(2, 5\)")
     assert mean_over(None) == 1.5
     assert copy.deepcopy(SyncBatchNorm(1, process_group=communication._get_default_group())).process_group is None
     # Bagua numbers its groups: the layers' groups must not count.
@@ -169,16 +163,12 @@ def test_a_tensor_on_another_device_raises():
 
 def test_a_bagua_group_without_a_job_raises():
     group = communication.BaguaProcessGroup([0], None, "early")
-    layer = SyncBatchNorm1d(2)
-    for use in (
-        lambda: setattr(layer, "process_group", group),
-        lambda: SyncBatchNorm1d(2, process_group=group),
-        lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), group),
-        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=group),
-        lambda: with_bagua(nn.Sequential(layer), [], process_group=group),
-    ):
-        with pytest.raises(RuntimeError, match=r"got a BaguaProcessGroup before bagua\.torch_api\.init_process_group"):
-            use()
+    layer, message = SyncBatchNorm1d(2), r"got a BaguaProcessGroup before bagua\.torch_api\.init_process_group"
+    check_refused(group, RuntimeError, message)
+    with pytest.raises(RuntimeError, match=message):
+        layer.process_group = group
+    with pytest.raises(RuntimeError, match=message):
+        with_bagua(nn.Sequential(layer), [], process_group=group)
     assert communicator_of() is LOCAL
     assert bagua.installed_version()
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, sync_group
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group
 from bagua_syncbn.agreement.faults import RECORDS
 from bagua_syncbn.agreement.history import history_in
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
 from bagua_syncbn.torch_internals.groups import GATHER_METHOD
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
-from tests.helpers.own_groups import communicator_of, forget_groups, join, mean_over
+from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, join, mean_over
 from tests.helpers.training import through_file
 
 # Groups by description
@@ -205,19 +205,6 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
 
 
 # Refusals
-
-
-def check_refused(process_group, error, message):
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    for use in (
-        lambda: SyncBatchNorm(2, process_group=process_group),
-        lambda: convert_sync_batchnorm(model, process_group),
-        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
-        lambda: communicator_of(process_group),
-    ):
-        with pytest.raises(error, match=message):
-            use()
-    assert type(model[0]) is nn.BatchNorm1d
 
 
 @pytest.mark.parametrize(("process_group", "error", "message"), [

@@ -2,10 +2,12 @@
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from bagua_syncbn import SyncBatchNorm
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn.communicators import jobs
 from bagua_syncbn.groups import EVERYONE, spec, spec_of
 
@@ -53,3 +55,17 @@ class Meeting:
     def wait_for_all(self, event):
         self._store.set(f"{event} {dist.get_rank()}", "")
         self._store.wait([f"{event} {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=300))
+
+
+def check_refused(process_group, error, message):
+    """Checks that all functions with a ``process_group`` argument raise."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    for use in (
+        lambda: SyncBatchNorm(2, process_group=process_group),
+        lambda: convert_sync_batchnorm(model, process_group),
+        lambda: sync_batch_norm(torch.randn(4, 2), None, None, process_group=process_group),
+        lambda: communicator_of(process_group),
+    ):
+        with pytest.raises(error, match=message):
+            use()
+    assert type(model[0]) is nn.BatchNorm1d
