@@ -1,12 +1,13 @@
-// The activations of fused ops: their list, and value and derivative of each, for CPU and CUDA.
+// Activations of fused ops, for CPU and CUDA: their list, in the order of bagua_syncbn/ops/activations.py, and, if
+// BAGUA_SYNCBN_FORMULAS is defined, value and derivative of each for scalars or vectors V.
 //
-// By itself it is the list, in the order of bagua_syncbn/ops/activations.py, where the codes come from. With
-// BAGUA_SYNCBN_FORMULAS defined it is the formulas, for any type V of numbers or vectors of them. They are compiled
-// once for each instruction set and once for CUDA: they are included inside of a namespace that has, for V,
+// The formulas are compiled for each instruction set and for CUDA, by including this file in a namespace that defines
 //
-//   of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V), which is the integral of
-//   exp(-t^2 / 2) / sqrt(2 pi), exp_between(V), which need not know numbers next to 0 and to infinity,
-//   times_sigmoid(a, V), which is a * sigmoid_of(V), and sigmoid_slope(V), its derivative
+//   of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V)
+//   normal_cdf(V)        cumulative distribution function of the normal distribution
+//   exp_between(V)       exp for results that are neither subnormal nor close to overflow
+//   times_sigmoid(a, V)  a * sigmoid_of(V)
+//   sigmoid_slope(V)     derivative of sigmoid_of(V)
 #if !defined(BAGUA_SYNCBN_ACTIVATIONS)
 
 #include <cstdint>
@@ -34,7 +35,7 @@ enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 constexpr int64_t kActivations = BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ONE);
 #undef BAGUA_SYNCBN_ONE
 
-// An activation of this code. The parameter is that of leaky_relu and elu, and unused in all others.
+// `parameter` is used by leaky_relu and elu.
 template <typename A>
 struct Act {
   int64_t code;
@@ -51,7 +52,7 @@ struct Act {
 #endif
 #if defined(BAGUA_SYNCBN_FORMULAS)
 
-// Derivatives at a kink are torch's. `p` is the parameter.
+// Derivatives at kinks equal torch's. `p` is the parameter.
 #define BAGUA_SYNCBN_VALUE \
   template <typename V>    \
   BAGUA_SYNCBN_HOST_DEVICE static V value(V z, [[maybe_unused]] V p)

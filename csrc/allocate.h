@@ -1,14 +1,13 @@
-// Memory for results, on the device of another tensor. torch::stable has new_empty and empty_like for this, but they
-// look the op up by its name at each call and box its arguments, which takes three times as long as the allocation.
-// These functions call torch directly.
+// Allocates results on the device of another tensor. Calls torch's shim directly, because torch::stable::new_empty and
+// empty_like look up the op by name and box its arguments in each call, which takes three times as long.
 #pragma once
 
 #include "stable_abi.h"
 
 namespace bagua_syncbn {
 
-// Raises for memory that torch did not give: its own error does not cross the stable ABI. ops/native.py has torch raise
-// it once more, and reads this text for that.
+// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/ops/failures.py parses
+// this text and makes torch raise it again.
 [[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
                                        const Tensor& like) {
   int64_t values = 1;
@@ -20,7 +19,7 @@ namespace bagua_syncbn {
   throw std::runtime_error(message.str() + ", got none");
 }
 
-// Dense, by sizes and strides.
+// `strides` must be those of a dense tensor.
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::headeronly::IntHeaderOnlyArrayRef strides,
                        ScalarType dtype, const Tensor& like) {
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
@@ -37,12 +36,12 @@ inline Tensor allocate_vector(int64_t count, ScalarType dtype, const Tensor& lik
   return allocate({&count, 1}, {&stride, 1}, dtype, like);
 }
 
-// Has the strides of `dense`, as empty_like gives for a tensor without gaps in memory.
+// Like empty_like for a dense tensor: keeps its strides.
 inline Tensor allocate_like(const Tensor& dense) {
   return allocate(dense.sizes(), dense.strides(), scalar_type(dense), dense);
 }
 
-// A copy of `tensor` in row-major order.
+// Returns a row-major copy.
 inline Tensor contiguous_copy(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   std::vector<int64_t> strides(sizes.size(), 1);
@@ -52,7 +51,7 @@ inline Tensor contiguous_copy(const Tensor& tensor) {
   return copy;
 }
 
-// empty_like, for any strides.
+// Like empty_like for any strides.
 inline Tensor allocate_as_torch(const Tensor& tensor) {
   try {
     return torch::stable::empty_like(tensor);

@@ -1,4 +1,4 @@
-// Arguments of the ops on plain memory, as ops.h gives them to the kernels of any device.
+// Arguments of the ops on plain memory, which ops.h passes to the kernels of a device.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace bagua_syncbn {
 
-// One value for each channel, of any dtype; `data` may be null where the op says so.
+// A per-channel tensor of any dtype. `data` is null for optional tensors that are not given.
 struct PerChannel {
   const void* data = nullptr;
   DType dtype = DType::kFloat;
 };
 
-// One that the op writes.
+// A per-channel tensor that the op writes.
 struct MutablePerChannel {
   void* data = nullptr;
   DType dtype = DType::kFloat;
@@ -25,38 +25,35 @@ struct MutablePerChannel {
   BAGUA_SYNCBN_HOST_DEVICE operator PerChannel() const { return {data, dtype}; }
 };
 
-// `accumulate` is the accumulate dtype. `running_mean` and `running_var`: both null, or neither. `batches` may
-// be null unless `averages`, which means a factor of 1 / batches in place of `momentum`. `fault` may be null, and is in
-// the memory of the host.
 struct GatherArguments {
-  const void* gathered;  // (ranks, 2 * channels + 2 + words); or, in double, what `ranks` have added up
+  const void* gathered;  // rows of all ranks; or their sums (is_sum), in double: see packed_stats.h
   int64_t ranks;
   int64_t channels;
-  DType accumulate;
+  DType accumulate;  // of mean and invstd, and of rows
   void* mean;
   void* invstd;
   int64_t* count;
-  MutablePerChannel running_mean;
+  MutablePerChannel running_mean;  // null if running_var is
   MutablePerChannel running_var;
-  int64_t* batches;
-  bool averages;
+  int64_t* batches;  // null if batches are not counted
+  bool averages;     // cumulative average: 1 / batches is used instead of `momentum`
   double momentum;
   double eps;
-  int64_t words;
+  int64_t header_size;
   bool skip_nonfinite;
-  int64_t* fault;
+  int64_t* fault;  // in host memory; may be null
   bool is_sum;
   int64_t call;
 };
 
-// The end of the three ops below: `residual`, added before the activation, or null; and the activation.
+// What follows the normalization.
 struct Epilogue {
-  const void* residual = nullptr;
+  const void* residual = nullptr;  // added before the activation; may be null
   Act<double> act{};
 };
 
-// The factors of the three ops below, of any dtype; `weight` and `bias` may be null. Backward reads `bias` for an
-// activation only, and backward_reduce `weight`.
+// `weight` and `bias` may be null. In the backward pass, `bias` and (in backward_reduce) `weight` are only read for an
+// activation.
 struct Factors {
   PerChannel mean;
   PerChannel invstd;
@@ -64,24 +61,22 @@ struct Factors {
   PerChannel bias;
 };
 
-// `sums`: 2 * channels + words values of the accumulate dtype.
 struct BackwardReduceArguments {
   Factors factors;
-  void* sums;
+  void* sums;  // 2 * channels + header.size values of the accumulate dtype
   MutablePerChannel grad_weight;
   MutablePerChannel grad_bias;
-  Words words;
+  Header header;
 };
 
-// `sums` has 2 * channels + words values, `count` is on the device. `fault` as above.
 struct BackwardElemtArguments {
   Factors factors;
-  PerChannel sums;
-  const int64_t* count;
-  int64_t words;
+  PerChannel sums;       // 2 * channels + header_size values
+  const int64_t* count;  // on the device
+  int64_t header_size;
   int64_t ranks;
   int64_t call;
-  int64_t* fault;
+  int64_t* fault;  // in host memory; may be null
 };
 
 }  // namespace bagua_syncbn

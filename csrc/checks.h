@@ -1,5 +1,5 @@
-// Demands of each op on its arguments, whatever the device. All of it is checked before anything is computed, so that
-// an op that raises has written to nothing.
+// Argument checks of the ops, the same for all devices. They run before any computation, so an op that raises has not
+// written to any tensor.
 #pragma once
 
 #include <initializer_list>
@@ -12,7 +12,7 @@
 
 namespace bagua_syncbn {
 
-// An argument, which may be None, and its name.
+// An argument, which may be None, with its name.
 struct Named {
   const char* name;
   const Tensor* tensor;
@@ -27,7 +27,7 @@ inline std::string sizes_of(const Tensor& tensor) {
   return sizes + ")";
 }
 
-// Compares torch's codes; Tensor::device() would look up first what they stand for.
+// Compares torch's codes, which is faster than Tensor::device().
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
   const bool same = device_type(tensor) == device_type(other) && tensor.get_device_index() == other.get_device_index();
   if (!same)
@@ -53,7 +53,7 @@ inline void check_like_input(std::initializer_list<Named> arguments, const Tenso
   }
 }
 
-// One value of any float dtype for each channel, on the device of `other`.
+// Per-channel tensors of any float dtype on the device of `other`.
 inline void check_channels(std::initializer_list<Named> arguments, int64_t channels, const Tensor& other) {
   for (const auto& [name, tensor] : arguments) {
     if (tensor == nullptr) continue;
@@ -64,7 +64,7 @@ inline void check_channels(std::initializer_list<Named> arguments, int64_t chann
 }
 
 inline void check_activation(int64_t activation) {
-  check(activation >= 0 && activation < kActivations, "activation", "the code of one", activation);
+  check(activation >= 0 && activation < kActivations, "activation", "a code from 0 to 10", activation);
 }
 
 inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other) {
@@ -80,34 +80,33 @@ inline void check_fault(const OptionalTensor& fault) {
   if (!records) refuse("fault", "8 int64 values in the memory of the host", scalar_type(*fault), " ", sizes_of(*fault));
 }
 
-// Null if there is none.
 inline int64_t* record_of(const OptionalTensor& fault) {
   return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
 }
 
-// Words at the end of a row of statistics, if there is a `caller`: layer and options, of 24 bits each, and the call.
-inline Words words_of_row(std::optional<int64_t> caller, int64_t call) {
+// Header of a row: the two 24-bit halves of `caller` (kind of layer, options), and the call. Empty without a caller.
+inline Header row_header(std::optional<int64_t> caller, int64_t call) {
   if (!caller) return {};
   check(*caller >= 0 && *caller < kWord * kWord, "caller", "an integer of 48 bits", *caller);
   check(call >= 0 && call < kWord, "call", "an integer of 24 bits", call);
-  return {3,
+  return {kRowHeader,
           {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord), static_cast<int32_t>(call)}};
 }
 
-// Words at the end of sums, if there is a `fingerprint`: each of its three parts of 12 bits, and the square of it.
-inline Words words_of_sums(std::optional<int64_t> fingerprint) {
+// Header of sums: the three 12-bit parts of `fingerprint`, each followed by its square. Empty without a fingerprint.
+inline Header sums_header(std::optional<int64_t> fingerprint) {
   if (!fingerprint) return {};
   check(*fingerprint >= 0 && *fingerprint < kWord << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
-  Words words{6, {}};
-  for (int part = 0; part < 3; ++part) {
-    const auto word = static_cast<int32_t>((*fingerprint >> (12 * part)) & 0xfff);
-    words.values[2 * part] = word;
-    words.values[2 * part + 1] = word * word;
+  Header header{kSumsHeader, {}};
+  for (int64_t w = 0; w < kSumsHeader; w += 2) {
+    const auto part = static_cast<int32_t>((*fingerprint >> (6 * w)) & kMaxPart);
+    header.words[w] = part;
+    header.words[w + 1] = part * part;
   }
-  return words;
+  return header;
 }
 
-// `mask`: bool, one for each position of `input` (N, C, *); or int64, lengths (N).
+// `positions`: a bool for each position of `input` (N, C, *), or int64 lengths (N).
 inline std::optional<Mask> mask_of(const OptionalTensor& positions, const Tensor& input) {
   if (!positions) return std::nullopt;
   const Tensor& mask = *positions;

@@ -1,13 +1,13 @@
-// The float dtypes that tensors can have: the one list of them, and the type in which their values are computed.
+// The supported float dtypes.
 //
-// A new dtype is a line here, its name in kDTypeNames, its storage, and its conversions in cpu/loops/vectors.inl and
-// cuda/values.cuh; and a line in DTYPES of bagua_syncbn/ops/definition.py, in the same order.
+// To add a dtype, add a line here, its name in kDTypeNames, its storage type, conversions in cpu/loops/vectors.inl and
+// cuda/values.cuh, and a line in DTYPES of bagua_syncbn/ops/definition.py, in the same order.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-// DO(name in torch's ScalarType, type of a stored value in torch, in the loops of cpu/loops.h, in CUDA)
+// DO(name in torch's ScalarType, storage type in torch, in the loops of cpu/loops.h, in CUDA)
 #define BAGUA_SYNCBN_DTYPES(DO)                                          \
   DO(Half, torch::headeronly::Half, HalfBits, __half)                    \
   DO(BFloat16, torch::headeronly::BFloat16, BFloat16Bits, __nv_bfloat16) \
@@ -16,7 +16,7 @@
 
 namespace bagua_syncbn {
 
-// Storage of half-precision values on CPU, without arithmetic.
+// Storage of half-precision values on CPU.
 struct HalfBits {
   uint16_t bits;
 };
@@ -32,7 +32,7 @@ enum class DType : int32_t {
 #undef BAGUA_SYNCBN_NAME
 };
 
-// The type in which values of type T are computed: double for double, float for any other.
+// The type for computations on values of type T: double for double, float for all others.
 template <typename T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

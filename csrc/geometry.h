@@ -1,4 +1,4 @@
-// Brings tensors into one of the two layouts of layout.h.
+// Copies tensors to one of the two layouts of layout.h, unless they have one.
 #pragma once
 
 #include "allocate.h"
@@ -7,8 +7,8 @@
 
 namespace bagua_syncbn {
 
-// Whether the elements of `tensor` are dense in memory with dimension `innermost` fastest, or with the last one fastest
-// if that is 0, and otherwise in row-major order.
+// Returns whether `tensor` is dense and row-major, or, if `innermost` is not 0, dense with that dimension innermost and
+// the others row-major.
 inline bool is_dense(const Tensor& tensor, int64_t innermost) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t expected = 1;
@@ -24,13 +24,12 @@ inline bool is_dense(const Tensor& tensor, int64_t innermost) {
   return true;
 }
 
-// A tensor in one of the two layouts, and which.
 struct Laid {
   Tensor tensor;
   Geometry geometry;
 };
 
-// Returns `input` (N, C, *), copied if it is in neither layout.
+// Returns `input` (N, C, *), copied if it has neither layout.
 inline Laid lay_out(const Tensor& input) {
   const int64_t batch = input.size(0), channels = input.size(1);
   int64_t inner = 1;
@@ -40,7 +39,7 @@ inline Laid lay_out(const Tensor& input) {
   return {contiguous_copy(input), {inner == 1, batch, channels, inner}};
 }
 
-// Returns `tensor` with the strides of `like`, which is of the same size: copied if it has others.
+// Returns `tensor`, copied if its layout differs from that of `like`, which has the same sizes.
 inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
   const bool matches = like.geometry.interleaved && like.geometry.inner > 1 ? is_dense(tensor, 1) : is_dense(tensor, 0);
   if (matches) return tensor;
@@ -53,7 +52,7 @@ inline OptionalTensor laid_out_like(const OptionalTensor& tensor, const Laid& li
   return tensor ? std::optional(laid_out_like(*tensor, like)) : std::nullopt;
 }
 
-// Returns `result`, computed in the layout of `laid`, with the strides that `empty_like(input)` has.
+// Returns `result`, which has the layout of `laid`, with the strides of `empty_like(input)`.
 inline Tensor with_strides_of(const Tensor& result, const Laid& laid, const Tensor& input) {
   if (laid.tensor.get() == input.get()) return result;
   Tensor output = allocate_as_torch(input);

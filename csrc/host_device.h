@@ -1,4 +1,4 @@
-// For small functions that the kernels and the code around them share.
+// Marks functions that CUDA kernels and host code share.
 #pragma once
 
 #if defined(__CUDACC__)

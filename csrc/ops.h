@@ -1,5 +1,5 @@
-// The ops as torch calls them, for any device: checks, layouts and results are the same for all. The functions beside
-// a `Device`, in its namespace, compute on plain memory: cpu/kernels.h, cuda/kernels.h.
+// The ops as torch calls them, templated over `Device`: arguments are checked, laid out and unpacked here, then the
+// functions in the namespace of the device compute on plain memory (cpu/kernels.h, cuda/kernels.h).
 #pragma once
 
 #include <tuple>
@@ -22,7 +22,7 @@ inline MutablePerChannel mutable_per_channel_of(const Tensor& dense) {
   return {dense.mutable_data_ptr(), dtype_of(dense, "tensor")};
 }
 
-// A per-channel argument, contiguous as long as this lives. Null if it is None.
+// A per-channel argument, copied while this object lives if it is not contiguous. Null for None.
 class PerChannelTensor {
  public:
   PerChannelTensor(const Tensor& tensor) : given_(&tensor) {
@@ -33,9 +33,8 @@ class PerChannelTensor {
   }
 
   operator PerChannel() const { return given_ == nullptr ? PerChannel{} : per_channel_of(dense()); }
-  // For a kernel that writes to it.
+  // Memory that a kernel may write to; call copy_back() afterwards.
   MutablePerChannel target() const { return given_ == nullptr ? MutablePerChannel{} : mutable_per_channel_of(dense()); }
-  // Copies the result back, if the kernel wrote to a copy.
   void copy_back() const {
     if (!copy_) return;
     Tensor given = *given_;
@@ -49,7 +48,6 @@ class PerChannelTensor {
   OptionalTensor copy_;
 };
 
-// The factors of an op.
 struct FactorTensors {
   PerChannelTensor mean, invstd, weight, bias;
 
@@ -58,26 +56,27 @@ struct FactorTensors {
 
 template <typename Device>
 Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
-                        bool adds_up) {
+                        bool uses_sums) {
   check_input(input);
   const std::optional<Mask> where = mask_of(mask, input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
-  const Words words = adds_up ? words_of_sums(caller.value_or(0)) : words_of_row(caller, call);
+  const Header header = uses_sums ? sums_header(caller.value_or(0)) : row_header(caller, call);
   const Laid laid = lay_out(input);
-  const int64_t size = adds_up ? summed_size(laid.geometry.channels) : packed_size(laid.geometry.channels, words.count);
-  Tensor packed = allocate_vector(size, adds_up ? ScalarType::Double : accumulate, input);
+  const int64_t size =
+      uses_sums ? sums_size_of(laid.geometry.channels) : row_size_of(laid.geometry.channels, header.size);
+  Tensor packed = allocate_vector(size, uses_sums ? ScalarType::Double : accumulate, input);
   void* out = packed.mutable_data_ptr();
   Device device(input);
-  if (input.numel() == 0) {  // a count of 0, and moments that weigh nothing
-    zeros_and(words, out, size - words.count, dtype_of(packed, "packed"), device);
+  if (input.numel() == 0) {  // a count of 0
+    write_zeros_and_header(header, out, size - header.size, dtype_of(packed, "packed"), device);
   } else {
-    stats(laid.tensor.const_data_ptr(), dtype_of(input, "input"), laid.geometry, where ? &*where : nullptr, out, words,
+    stats(laid.tensor.const_data_ptr(), dtype_of(input, "input"), laid.geometry, where ? &*where : nullptr, out, header,
           device);
   }
   return packed;
 }
 
-// Whether this thread repeats a forward: its first run has counted the batch already, and no buffer moves.
+// True while this thread recomputes a forward, whose first run has updated the running statistics.
 inline thread_local bool holds_buffers = false;
 
 template <typename Device>
@@ -89,11 +88,10 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
                                                            int64_t ranks, int64_t call) {
   const bool is_sum = gathered.dim() == 1;
   const int64_t size = is_sum || gathered.dim() == 2 ? gathered.size(-1) : 0;
-  const int64_t words = is_sum ? kMostWords : words_in(size);
-  const bool fits = is_sum ? size >= summed_size(0) && size % 2 == 1 : size >= 2 + words;
-  if (!fits)
-    refuse("gathered", "(ranks, 2 * channels + 2), or 3 words more, or 2 * channels + 7 values", sizes_of(gathered));
-  const int64_t channels = is_sum ? (size - summed_size(0)) / 2 : packed_channels(size, words);
+  const int64_t header_size = is_sum ? kSumsHeader : header_size_of(size);
+  const int64_t rest = size - (is_sum ? sums_size_of(0) : row_size_of(0, header_size)), channels = rest / 2;
+  if (rest < 0 || rest % 2 != 0)
+    refuse("gathered", "(ranks, 2 * channels + 2 or 5), or 2 * channels + 7 values", sizes_of(gathered));
   const ScalarType given = scalar_type(gathered), dtype = is_sum ? ScalarType::Float : given;
   check(given == (is_sum ? ScalarType::Double : accumulate_type(given)), "gathered",
         is_sum ? "float64 for a sum" : "float32 or float64", given);
@@ -117,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
                                dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
                                static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer.target(),
                                var_buffer.target(), static_cast<int64_t*>(batches), moves && !momentum,
-                               momentum.value_or(0), eps, words, skip_nonfinite, record_of(fault), is_sum, call},
+                               momentum.value_or(0), eps, header_size, skip_nonfinite, record_of(fault), is_sum, call},
                device);
   mean_buffer.copy_back();
   var_buffer.copy_back();
@@ -153,30 +151,30 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   check_like_input({{"grad_output", grad_output}, {"residual", residual}, {"grad", grad}}, input);
   check_channels({{"mean", mean}, {"invstd", invstd}, {"weight", weight}, {"bias", bias}}, input.size(1), input);
   check_activation(activation);
-  const Words words = words_of_sums(fingerprint);
+  const Header header = sums_header(fingerprint);
   const Laid laid = lay_out(input);
   const Geometry& g = laid.geometry;
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
-  Tensor sums = allocate_vector(2 * g.channels + words.count, accumulate, input);
+  Tensor sums = allocate_vector(2 * g.channels + header.size, accumulate, input);
   void* out = sums.mutable_data_ptr();
   Device device(input);
   if (input.numel() == 0) {
-    zeros_and(words, out, 2 * g.channels, dtype_of(sums, "sums"), device);
+    write_zeros_and_header(header, out, 2 * g.channels, dtype_of(sums, "sums"), device);
     return {sums, torch::stable::new_zeros(input, {&g.channels, 1}, parameters),
             torch::stable::new_zeros(input, {&g.channels, 1}, parameters)};
   }
   const Tensor dy = laid_out_like(grad_output, laid);
-  const OptionalTensor added = laid_out_like(residual, laid), through = laid_out_like(grad, laid);
+  const OptionalTensor added = laid_out_like(residual, laid), grad_buffer = laid_out_like(grad, laid);
   Tensor grad_weight = allocate_vector(g.channels, parameters, input);
   Tensor grad_bias = allocate_vector(g.channels, parameters, input);
   const FactorTensors factors{mean, invstd, weight, bias};
-  backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(), through ? through->mutable_data_ptr() : nullptr,
-                  dtype_of(input, "input"), g,
+  backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(),
+                  grad_buffer ? grad_buffer->mutable_data_ptr() : nullptr, dtype_of(input, "input"), g,
                   BackwardReduceArguments{factors, out, mutable_per_channel_of(grad_weight),
-                                          mutable_per_channel_of(grad_bias), words},
+                                          mutable_per_channel_of(grad_bias), header},
                   Epilogue{data_of(added), {activation, parameter}}, device);
-  if (through && through->get() != grad->get()) torch::stable::copy_(*grad, *through);
+  if (grad_buffer && grad_buffer->get() != grad->get()) torch::stable::copy_(*grad, *grad_buffer);
   return {sums, grad_weight, grad_bias};
 }
 
@@ -190,9 +188,9 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   check_like_input({{"grad_output", grad_output}, {"grad_input", grad_input}}, input);
   check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
   check_activation(activation);
-  const int64_t words = sums.numel() - 2 * input.size(1);
-  const bool fits = words >= 0 && words <= kMostWords && words % 2 == 0;
-  check(fits, "sums", "two elements for each channel, and up to three pairs of words", sums.numel());
+  const int64_t header_size = sums.numel() - 2 * input.size(1);
+  const bool fits = header_size >= 0 && header_size <= kSumsHeader && header_size % 2 == 0;
+  check(fits, "sums", "2 * channels values and a header of 0, 2, 4 or 6 values", sums.numel());
   check_fault(fault);
   check_device(sums, "sums", input);
   check_counter(count, "count", input);
@@ -207,7 +205,8 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
     backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
-                   laid.geometry, BackwardElemtArguments{factors, totals, number, words, ranks, call, record_of(fault)},
+                   laid.geometry,
+                   BackwardElemtArguments{factors, totals, number, header_size, ranks, call, record_of(fault)},
                    where ? &*where : nullptr, Epilogue{nullptr, {activation, parameter}}, device);
   }
   if (!grad_input) return with_strides_of(dx, laid, input);

@@ -1,4 +1,4 @@
-// Layout of what ranks send, see bagua_syncbn/ops/words.py, and what is wrong with what they sent.
+// Layout of the messages between ranks (see bagua_syncbn/ops/words.py), and checks of received ones.
 #pragma once
 
 #include <cmath>
@@ -8,80 +8,73 @@
 
 namespace bagua_syncbn {
 
-constexpr int64_t kWord = int64_t(1) << 24;     // above each word: float32 holds every integer up to it
-constexpr int64_t kMaxHigh = int64_t(1) << 29;  // counts up to 2^53, which float64 holds exactly
+constexpr int64_t kWord = int64_t(1) << 24;     // float32 represents all integers up to this exactly
+constexpr int64_t kMaxHigh = int64_t(1) << 29;  // for counts up to 2^53, which float64 represents exactly
 
-// Words of what is added up over ranks, and of a row that is gathered, at most.
-constexpr int64_t kMostWords = 6;
-constexpr int64_t kMostGatheredWords = 3;
-constexpr int64_t kMostOfPart = 0xfff;  // of a word that is added up
+// Sizes of headers: of a gathered row, and of summed messages, where each of three parts is followed by its square.
+constexpr int64_t kRowHeader = 3;
+constexpr int64_t kSumsHeader = 6;
+constexpr int64_t kMaxPart = 0xfff;
 
-struct Words {
-  int64_t count = 0;
-  int32_t values[kMostWords] = {};
+// Integers that identify a call, at the end of a message. All ranks must send the same.
+struct Header {
+  int64_t size = 0;
+  int32_t words[kSumsHeader] = {};
 };
 
-// Whether statistics with these words add up over ranks: [n * mean | m2 + n * mean^2 | n | words], in double.
-BAGUA_SYNCBN_HOST_DEVICE constexpr bool adds_up(const Words& words) {
-  return words.count == kMostWords;
+// True if statistics with this header are summed over ranks: [n * mean | m2 + n * mean^2 | n | header] in double.
+// Otherwise they are gathered as rows: [mean | biased variance | count in two words | header].
+BAGUA_SYNCBN_HOST_DEVICE constexpr bool uses_sums(const Header& header) {
+  return header.size == kSumsHeader;
 }
 
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE void pack_words(A* target, const Words& words) {
+BAGUA_SYNCBN_HOST_DEVICE void pack_header(A* target, const Header& header) {
 #if defined(__CUDA_ARCH__)
-#pragma unroll  // an index known when it is compiled: else the words are copied to local memory
+#pragma unroll  // for constant indices: otherwise the header would be copied to local memory
 #endif
-  for (int64_t w = 0; w < kMostWords; ++w) {
-    if (w < words.count) target[w] = static_cast<A>(words.values[w]);
+  for (int64_t w = 0; w < kSumsHeader; ++w) {
+    if (w < header.size) target[w] = static_cast<A>(header.words[w]);
   }
 }
 
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_size(int64_t channels, int64_t words) {
-  return 2 * channels + 2 + words;
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t row_size_of(int64_t channels, int64_t header_size) {
+  return 2 * channels + 2 + header_size;
 }
 
-// The size of what adds up over ranks.
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t summed_size(int64_t channels) {
-  return 2 * channels + 1 + kMostWords;
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t sums_size_of(int64_t channels) {
+  return 2 * channels + 1 + kSumsHeader;
 }
 
-// How many words a row of `size` values ends in: a row without words has an even size.
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t words_in(int64_t size) {
-  return size % 2 ? kMostGatheredWords : 0;
+// The size of the header of a row: a row without one has an even size.
+BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t header_size_of(int64_t row_size) {
+  return row_size % 2 ? kRowHeader : 0;
 }
 
-BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t packed_channels(int64_t size, int64_t words) {
-  return (size - 2 - words) / 2;
-}
-
-template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE void pack_count(A* packed, int64_t channels, int64_t count, const Words& words) {
-  packed[2 * channels] = static_cast<A>(count % kWord);
-  packed[2 * channels + 1] = static_cast<A>(count / kWord);
-  pack_words(packed + 2 * channels + 2, words);
-}
-
-// Writes the moments of channel `c`, with those of channel 0 count and words. `A`: the accumulate dtype.
+// Writes the moments of channel `c`, and with channel 0 also count and header. `A`: the accumulate dtype.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64_t c, double mean, double m2,
-                                           double count, const Words& words) {
-  if (adds_up(words)) {
+                                           double count, const Header& header) {
+  if (uses_sums(header)) {
     double* sums = static_cast<double*>(packed);
     sums[c] = count * mean;
     sums[channels + c] = m2 + count * mean * mean;
     if (c > 0) return;
     sums[2 * channels] = count;
-    pack_words(sums + 2 * channels + 1, words);
+    pack_header(sums + 2 * channels + 1, header);
   } else {
     A* row = static_cast<A*>(packed);
     row[c] = static_cast<A>(mean);
     row[channels + c] = static_cast<A>(count > 0 ? m2 / count : 0);
-    if (c == 0) pack_count(row, channels, static_cast<int64_t>(count), words);
+    if (c > 0) return;
+    row[2 * channels] = static_cast<A>(static_cast<int64_t>(count) % kWord);
+    row[2 * channels + 1] = static_cast<A>(static_cast<int64_t>(count) / kWord);
+    pack_header(row + 2 * channels + 2, header);
   }
 }
 
-// Sets mean and variance of channel `c`, given what ranks have added up, and the inverse of their count. Subtraction
-// may leave a variance below 0, which NaN is not.
+// Computes mean and variance of channel `c` from sums over all ranks. `inverse`: 1 / count. A negative variance, which
+// the subtraction may yield, becomes 0; NaN is kept.
 BAGUA_SYNCBN_HOST_DEVICE inline void unpack_moments(const double* sums, int64_t channels, int64_t c, double inverse,
                                                     double& mean, double& var) {
   mean = sums[c] * inverse;
@@ -90,85 +83,87 @@ BAGUA_SYNCBN_HOST_DEVICE inline void unpack_moments(const double* sums, int64_t 
 }
 
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE int64_t unpack_count(const A* packed, int64_t channels) {
-  return static_cast<int64_t>(packed[2 * channels]) + static_cast<int64_t>(packed[2 * channels + 1]) * kWord;
+BAGUA_SYNCBN_HOST_DEVICE int64_t unpack_count(const A* row, int64_t channels) {
+  return static_cast<int64_t>(row[2 * channels]) + static_cast<int64_t>(row[2 * channels + 1]) * kWord;
 }
 
-// Whether `value` is an integer from 0 to `most`.
+// True if `value` is an integer from 0 to `max`.
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t most) {
-  if (!(value >= A(0) && value <= static_cast<A>(most))) return false;  // NaN too
+BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t max) {
+  if (!(value >= A(0) && value <= static_cast<A>(max))) return false;  // also for NaN
   return static_cast<A>(static_cast<int64_t>(value)) == value;
 }
 
-// Faults that the ops write down, see bagua_syncbn/ops/__init__.py.
+// Faults that the ops record, see bagua_syncbn/ops/__init__.py.
 struct Fault {
-  enum Kind : int64_t { kNone, kWords, kCount, kSum };
+  enum Kind : int64_t { kNone, kHeader, kCount, kSum };
   int64_t kind = kNone;
-  int64_t where = 0;  // rank, or call
+  int64_t where = 0;  // rank, or call for kSum
 };
 
-// The fault of a rank's row, compared with the row of rank 0.
+// Compares the row of a rank with the row of rank 0.
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int64_t channels, int64_t words) {
+BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int64_t channels, int64_t header_size) {
   const A *own = row + 2 * channels, *expected = first + 2 * channels;
   bool same = true;
 #if defined(__CUDA_ARCH__)
-#pragma unroll  // all are loaded before the first is waited for
+#pragma unroll  // issues all loads before it waits for the first
 #endif
-  for (int64_t w = 0; w < kMostGatheredWords; ++w) {
-    if (w < words) same &= own[2 + w] == expected[2 + w];
+  for (int64_t w = 0; w < kRowHeader; ++w) {
+    if (w < header_size) same &= own[2 + w] == expected[2 + w];
   }
-  const bool counts = is_integer(own[0], kWord - 1) && is_integer(own[1], kMaxHigh);
-  return !same ? Fault::kWords : !counts ? Fault::kCount : Fault::kNone;
+  const bool is_count = is_integer(own[0], kWord - 1) && is_integer(own[1], kMaxHigh);
+  return !same ? Fault::kHeader : !is_count ? Fault::kCount : Fault::kNone;
 }
 
-// The first rank with other words than rank 0; else the first with a count that is none.
+// Returns the first rank with a different header than rank 0, else the first with an invalid count.
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int64_t channels, int64_t words) {
+BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int64_t channels, int64_t header_size) {
   Fault fault;
   for (int64_t r = 0; r < ranks; ++r) {
-    const Fault::Kind kind = fault_of(gathered + r * packed_size(channels, words), gathered, channels, words);
-    if (kind == Fault::kWords) return {kind, r};
+    const A* row = gathered + r * row_size_of(channels, header_size);
+    const Fault::Kind kind = fault_of(row, gathered, channels, header_size);
+    if (kind == Fault::kHeader) return {kind, r};
     if (kind == Fault::kCount && fault.kind == Fault::kNone) fault = {kind, r};
   }
   return fault;
 }
 
-// Whether a word was the same on all ranks, by the sums of it and of its square: only then is the mean of the squares
-// the square of the mean.
+// True if all ranks sent the same part, given the sums of the part and of its square: the mean of the squares is the
+// square of the mean only if all values are equal.
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE bool same_word(A sum, A squares, int64_t ranks) {
-  if (!is_integer(sum, ranks * kMostOfPart) || !is_integer(squares, ranks * kMostOfPart * kMostOfPart)) return false;
-  const auto word = static_cast<int64_t>(sum);
-  return static_cast<int64_t>(squares) * ranks == word * word;
+BAGUA_SYNCBN_HOST_DEVICE bool sums_agree(A sum, A squares, int64_t ranks) {
+  if (!is_integer(sum, ranks * kMaxPart) || !is_integer(squares, ranks * kMaxPart * kMaxPart)) return false;
+  const auto part = static_cast<int64_t>(sum);
+  return static_cast<int64_t>(squares) * ranks == part * part;
 }
 
+// The same for a whole header.
 template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE bool same_words(const A* words, int64_t count, int64_t ranks) {
+BAGUA_SYNCBN_HOST_DEVICE bool sums_headers_agree(const A* header, int64_t size, int64_t ranks) {
   bool same = true;
-  for (int64_t w = 0; w + 1 < count; w += 2) same &= same_word(words[w], words[w + 1], ranks);
+  for (int64_t w = 0; w + 1 < size; w += 2) same &= sums_agree(header[w], header[w + 1], ranks);
   return same;
 }
 
-// The fault of statistics that `ranks` have added up in a `call`.
+// Checks statistics that `ranks` summed in a `call`.
 BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t channels, int64_t ranks, int64_t call) {
   const double* count = sums + 2 * channels;
-  if (same_words(count + 1, kMostWords, ranks) && is_integer(*count, kMaxHigh * kWord)) return {};
+  if (sums_headers_agree(count + 1, kSumsHeader, ranks) && is_integer(*count, kMaxHigh * kWord)) return {};
   return {Fault::kSum, call};
 }
 
-// Writes `fault` to `record`, which may be null, with the words of rows if it is one of those. Keeps an earlier fault.
-// Writes the kind last: the host polls it.
+// Writes `fault` to `record`, with both headers if a row is at fault. Does nothing if `record` is null or holds an
+// earlier fault. Writes the kind last, because the host polls it.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, const A* gathered, int64_t channels,
-                                           int64_t words) {
+                                           int64_t header_size) {
   if (fault.kind == Fault::kNone || record == nullptr || record[0] != Fault::kNone) return;
   record[1] = fault.where;
-  for (int64_t w = 0; fault.kind != Fault::kSum && w < words; ++w) {
-    const A* own = gathered + 2 * channels + 2 + w;
-    record[2 + w] = static_cast<int64_t>(own[0]);
-    record[2 + words + w] = static_cast<int64_t>(own[fault.where * packed_size(channels, words)]);
+  for (int64_t w = 0; fault.kind != Fault::kSum && w < header_size; ++w) {
+    const A* first = gathered + 2 * channels + 2 + w;
+    record[2 + w] = static_cast<int64_t>(first[0]);
+    record[2 + header_size + w] = static_cast<int64_t>(first[fault.where * row_size_of(channels, header_size)]);
   }
 #if defined(__CUDA_ARCH__)
   __threadfence_system();

@@ -1,5 +1,4 @@
-// The only place that includes torch headers: LibTorch's stable ABI, so that one binary serves every torch from 2.10
-// on.
+// LibTorch's stable ABI: one binary for every torch from 2.10 on. No other file includes torch headers.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -28,8 +27,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Raises RuntimeError: "argument: expected ..., got ...". Not by STD_TORCH_CHECK, which begins with its place in the
-// source.
+// Raises RuntimeError "argument: expected ..., got ...". STD_TORCH_CHECK would add the source location.
 template <typename... Got>
 [[noreturn]] void refuse(const char* argument, const char* expected, const Got&... got) {
   std::ostringstream message;
@@ -43,7 +41,7 @@ inline void check(bool holds, const char* argument, const char* expected, const 
   if (!holds) refuse(argument, expected, got);
 }
 
-// Faster tensor.scalar_type(): tests the common dtypes first. The ops need it some ten times per call.
+// Faster tensor.scalar_type(), which an op needs about ten times per call: tests the common dtypes first.
 inline ScalarType scalar_type(const Tensor& tensor) {
   int32_t code = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
@@ -53,7 +51,7 @@ inline ScalarType scalar_type(const Tensor& tensor) {
   return tensor.scalar_type();
 }
 
-// Torch's code of the kind of device.
+// Torch's code of the device type.
 inline int32_t device_type(const Tensor& tensor) {
   int32_t type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
@@ -67,12 +65,12 @@ inline std::string device_name(const Tensor& tensor) {
   return "a device of another kind";
 }
 
-// The dtype of everything computed from values of `dtype`, and of everything that crosses ranks.
+// The dtype for statistics and messages of inputs with `dtype`.
 inline ScalarType accumulate_type(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// The dtype of `tensor`, which is one of those in dtypes.h.
+// The dtype of `tensor`. Raises if it is not supported.
 inline DType dtype_of(const Tensor& tensor, const char* argument) {
   const ScalarType dtype = scalar_type(tensor);
   switch (dtype) {

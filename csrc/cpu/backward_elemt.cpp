@@ -1,5 +1,5 @@
-// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. It goes through an activation
-// first; or, with a mask, it passes through the statistics only where a position counts.
+// batch_norm_backward_elemt: the gradient of the input, from sums over all ranks. Goes through an activation, or takes
+// a mask: the statistics depend on valid positions only.
 
 #include <limits>
 
@@ -13,8 +13,8 @@ namespace bagua_syncbn::cpu {
 void backward_elemt(const void* grads, const void* input, void* grad_input, DType dtype, const Geometry& g,
                     const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue, Device&) {
   const std::vector<uint8_t> positions = positions_of(mask, g.batch);
-  const ChannelArray<double> totals(arguments.sums, 2 * g.channels + arguments.words);
-  const bool same = same_words(totals.data() + 2 * g.channels, arguments.words, arguments.ranks);
+  const ChannelArray<double> totals(arguments.sums, 2 * g.channels + arguments.header_size);
+  const bool same = sums_headers_agree(totals.data() + 2 * g.channels, arguments.header_size, arguments.ranks);
   if (!same) record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
   const double inverse = same ? 1.0 / *arguments.count : std::numeric_limits<double>::quiet_NaN();
 

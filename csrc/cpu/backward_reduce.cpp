@@ -1,5 +1,5 @@
-// batch_norm_backward_reduce: sums of g = dy * act'(z) and of g * (x - mean) of each channel, and from them the
-// gradients of weight and bias of this rank.
+// batch_norm_backward_reduce: per-channel sums of g = dy * act'(z) and g * (x - mean), and this rank's gradients of
+// weight and bias.
 
 #include <cstring>
 
@@ -10,10 +10,11 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-struct Sums : GradSums {
-  void add(const GradSums& other) {
-    dy += other.dy;
-    dy_xmu += other.dy_xmu;
+struct Add {
+  Add(int64_t, int64_t) {}
+  void operator()(double& first, double& second, double added_first, double added_second) const {
+    first += added_first;
+    second += added_second;
   }
 };
 
@@ -21,29 +22,20 @@ struct Sums : GradSums {
 template <typename T>
 std::vector<double> planar_sums(const Gradients<T>& of, const Geometry& g, const ActivatedLoops<T>& loops) {
   const int64_t stride = g.channels * g.inner;
-  const auto totals =
-      reduce_planar<Sums>(g, [&](Sums& part, int64_t channel, int64_t sample, int64_t offset, int64_t rows, int64_t n) {
-        const int64_t start = sample * stride + channel * g.inner + offset;
-        part.add(loops.sums(of.from(start), rows, n, stride, channel));
+  return reduce_planar<Add>(
+      g, [&](int64_t channel, int64_t sample, int64_t offset, int64_t rows, int64_t n, Pair& sums) {
+        sums = loops.sums(of.from(sample * stride + channel * g.inner + offset), rows, n, stride, channel);
+        return rows * n;
       });
-  std::vector<double> sums;
-  for (const Sums& total : totals) sums.push_back(total.dy);
-  for (const Sums& total : totals) sums.push_back(total.dy_xmu);
-  return sums;
 }
 
 template <typename T>
 std::vector<double> interleaved_sums(const Gradients<T>& of, const Geometry& g, const ActivatedLoops<T>& loops) {
   using A = Accumulate<T>;
-  return reduce_interleaved<A>(
-      g,
-      [&](int64_t row, int64_t rows, A* scratch, double* out) {
-        loops.sums_columns(of.from(row * g.channels), rows, g.channels, scratch, out);
-        return rows;
-      },
-      [&](double* all, int64_t, const double* part, int64_t) {
-        for (int64_t c = 0; c < 2 * g.channels; ++c) all[c] += part[c];
-      });
+  return reduce_interleaved<Add, A>(g, [&](int64_t row, int64_t rows, A* scratch, double* out) {
+    loops.sums_columns(of.from(row * g.channels), rows, g.channels, scratch, out);
+    return rows;
+  });
 }
 
 }  // namespace
@@ -62,7 +54,7 @@ void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, con
     const std::vector<double> totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, activated);
     A* sums = static_cast<A*>(arguments.sums);
     for (int64_t c = 0; c < width; ++c) sums[c] = static_cast<A>(totals[c]);
-    pack_words(sums + width, arguments.words);
+    pack_header(sums + width, arguments.header);
     write_channels(arguments.grad_weight, g.channels,
                    [&](int64_t c, double) { return normalization.invstd[c] * static_cast<A>(totals[g.channels + c]); });
     write_channels(arguments.grad_bias, g.channels, [&](int64_t c, double) { return totals[c]; });

@@ -1,4 +1,4 @@
-// Per-channel tensors of any float dtype as plain arrays of the type that the loops compute in.
+// Per-channel tensors of any float dtype as arrays of the accumulate type.
 #pragma once
 
 #include <vector>
@@ -9,14 +9,14 @@
 
 namespace bagua_syncbn::cpu {
 
-// A dtype: torch's type of a value, and the type in the loops of loops.h.
+// The types of a dtype: for conversions (torch's), and in the loops.
 template <typename T, typename S>
 struct TypeTag {
   using type = T;
   using Stored = S;
 };
 
-// Calls `body(TypeTag())` for `dtype`. A plain function and not a macro, which would split its argument at every comma.
+// Calls `body(TypeTag())` for `dtype`.
 template <typename Body>
 void dispatch(DType dtype, const Body& body) {
   switch (dtype) {
@@ -28,8 +28,8 @@ void dispatch(DType dtype, const Body& body) {
   }
 }
 
-// The values of a tensor as an array of type A: its own memory if that is one, else a converted copy; `otherwise` for
-// each of `count` channels if there is none.
+// The `count` values of a tensor as A: its own memory if that has type A, else a converted copy. All are `otherwise` if
+// there is no tensor.
 template <typename A>
 class ChannelArray {
  public:
@@ -56,7 +56,7 @@ class ChannelArray {
   const A* values_;
 };
 
-// Sets each of `count` values to what `value` returns for it, given what it was.
+// Sets each of `count` values to value(channel, old).
 template <typename Value>
 void write_channels(const MutablePerChannel& tensor, int64_t count, const Value& value) {
   dispatch(tensor.dtype, [&](auto tag) {
@@ -66,7 +66,7 @@ void write_channels(const MutablePerChannel& tensor, int64_t count, const Value&
   });
 }
 
-// Factors of (x - mean) * invstd * weight + bias, and the parameter of the activation behind it.
+// Factors of (x - mean) * invstd * weight + bias, and the parameter of the activation.
 template <typename A>
 class Normalization {
  public:

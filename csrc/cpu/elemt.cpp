@@ -1,4 +1,4 @@
-// batch_norm_elemt: act(z) of z = (x - mean) * invstd * weight + bias + residual.
+// batch_norm_elemt: act(z) with z = (x - mean) * invstd * weight + bias + residual.
 
 #include "channels.h"
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// batch_norm_gather_stats: the statistics of all ranks together, and the running ones.
+// batch_norm_gather_stats: merges the statistics of all ranks and updates the running statistics.
 
 #include <algorithm>
 #include <cmath>
@@ -10,8 +10,8 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Adds mean and biased variance of each channel over all ranks, in double, to zeros; returns the number of values per
-// channel. Ranks are merged at once by their shares, in rank order: all ranks get the same bits.
+// Computes mean and biased variance of each channel in zeroed `mean` and `var`, and returns the number of values per
+// channel. Each rank is weighted by its share of the values, in rank order, so that all ranks get the same bits.
 template <typename A>
 int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t size, std::vector<double>& mean,
                     std::vector<double>& var) {
@@ -32,7 +32,7 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t 
   return total;
 }
 
-// The same of what the ranks have added up.
+// The same from sums over ranks.
 int64_t divide_sums(const double* sums, int64_t channels, std::vector<double>& mean, std::vector<double>& var) {
   const double count = sums[2 * channels], inverse = 1 / std::max(count, 1.0);
   for (int64_t c = 0; c < channels; ++c) unpack_moments(sums, channels, c, inverse, mean[c], var[c]);
@@ -46,19 +46,20 @@ bool all_finite(const std::vector<double>& values) {
 }  // namespace
 
 void gather_stats(const GatherArguments& arguments, Device&) {
-  const int64_t channels = arguments.channels, words = arguments.words;
+  const int64_t channels = arguments.channels, header_size = arguments.header_size;
   dispatch(arguments.accumulate, [&](auto tag) {
     using A = Accumulate<typename decltype(tag)::Stored>;
     std::vector<double> mean(channels), var(channels);
     const A* rows = static_cast<const A*>(arguments.gathered);
     const double* sums = static_cast<const double*>(arguments.gathered);
     const Fault found = arguments.is_sum ? fault_of_sums(sums, channels, arguments.ranks, arguments.call)
-                                         : find_fault(rows, arguments.ranks, channels, words);
-    record_fault(arguments.fault, found, rows, channels, words);
+                                         : find_fault(rows, arguments.ranks, channels, header_size);
+    record_fault(arguments.fault, found, rows, channels, header_size);
     int64_t total = 0;
     if (found.kind == Fault::kNone) {
-      total = arguments.is_sum ? divide_sums(sums, channels, mean, var)
-                               : merge_ranks(rows, arguments.ranks, channels, packed_size(channels, words), mean, var);
+      total = arguments.is_sum
+                  ? divide_sums(sums, channels, mean, var)
+                  : merge_ranks(rows, arguments.ranks, channels, row_size_of(channels, header_size), mean, var);
     } else {
       mean.assign(channels, std::numeric_limits<double>::quiet_NaN());
       var = mean;

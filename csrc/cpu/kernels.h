@@ -1,4 +1,4 @@
-// The ops on plain memory of the CPU, with the arguments that cuda/kernels.h describes.
+// The ops on plain CPU memory. cuda/kernels.h describes the arguments.
 #pragma once
 
 #include "../arguments.h"
@@ -6,13 +6,14 @@
 
 namespace bagua_syncbn::cpu {
 
-// There is one, which needs nothing.
+// Unused; CUDA's has a stream.
 struct Device {
   explicit Device(const Tensor&) {}
 };
 
-void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words, Device&);
-void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device&);
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Header& header,
+           Device&);
+void write_zeros_and_header(const Header& header, void* target, int64_t zeros, DType accumulate, Device&);
 void gather_stats(const GatherArguments& arguments, Device&);
 void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
            Device&);

@@ -1,4 +1,4 @@
-// Picks the inner loops for the machine that this runs on.
+// Picks the inner loops for the CPU at run time.
 #include "loops.h"
 
 #include <cstdlib>
@@ -25,7 +25,7 @@ constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
 Capability best_capability() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // Every processor with AVX2 has F16C, which clang cannot ask for.
+  // F16C, which clang cannot query, is present on all CPUs with AVX2.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

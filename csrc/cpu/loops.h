@@ -1,7 +1,7 @@
-// The inner loops, on plain memory. They are compiled once for each instruction set; loops() picks one at run time.
+// The inner loops, on plain memory. They are compiled for each instruction set; loops() picks one at run time.
 //
-// All of them give the same bits: a span is added up in kLanes lanes, element j in lane j % kLanes, and without fused
-// multiply-adds, whatever the width of the vectors that hold the lanes.
+// All instruction sets give the same bits: for any vector width, element j of a span is added to lane j % kLanes,
+// without fused multiply-adds.
 #pragma once
 
 #include <cstdint>
@@ -15,38 +15,33 @@ namespace bagua_syncbn {
 
 constexpr int kLanes = 64;
 
-// Mean and sum of squared deviations of a number of values.
-struct Moments {
-  double mean = 0;
-  double m2 = 0;
+// The results of a reduction: mean and sum of squared deviations (m2), or the sums of g and g * (x - mean).
+struct Pair {
+  double first = 0;
+  double second = 0;
 };
 
-struct GradSums {
-  double dy = 0;
-  double dy_xmu = 0;
-};
-
-// z = (x - mean) * scale + shift + residual, with factors for each channel, and the parameter of the activation.
+// Per-channel factors of z = (x - mean) * scale + shift + residual, and the parameter of the activation.
 template <typename A>
 struct NormalizeFactors {
   const A* mean;
   const A* scale;
   const A* shift;
   A parameter;
-  bool stream;  // with streaming stores, see streams() in work.h
+  bool stream;  // use streaming stores, see streams() in work.h
 };
 
-// dx = ((g - mean_dy) - (x - mean) * projection) * scale, of g = dy * act'(z).
+// Factors of dx = ((g - mean_dy) - (x - mean) * projection) * scale, where g = dy * act'(z).
 template <typename A>
 struct GradientFactors : NormalizeFactors<A> {
   const A* mean_dy;
   const A* projection;
 };
 
-// Inlined always, which functions that the loops call have to be: see loops/table.inl.
+// For all functions that the loops call, see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
-// Gradients that backward adds up: g = dy * act'(z), also written to `g` unless that is null. `residual` may be null.
+// Tensors of the reduction of g = dy * act'(z). `residual` may be null; g is stored unless `g` is null.
 template <typename T>
 struct Gradients {
   const T* dy;
@@ -60,31 +55,30 @@ struct Gradients {
   }
 };
 
-// Rows of n values, one after another in memory. Planar: the first is of `channel`, each other one of the next channel.
-// Interleaved: n is `channels`, and `channel` 0.
+// Consecutive rows of n values. Planar: the first row belongs to `channel`, the following to the next channels.
+// Interleaved: n is `channels`, and `channel` is 0.
 struct Rows {
   int64_t count, n, channel, channels;
 };
 
-// The first values of a span, which give a value near the mean: `rows` rows of n values; `count` of these count.
+// The first values of a span, `rows` rows of n values, whose mean is used as pivot; `count` of them are valid.
 struct Sample {
   int64_t rows, n, count;
 };
 
-// The loops of one activation. Elementwise ones come in pairs: planar and interleaved.
+// The loops of one activation. Elementwise loops come in pairs: planar and interleaved.
 template <typename T>
 struct ActivatedLoops {
   using A = Accumulate<T>;
 
   // y = act(z); `residual` may be null.
   void (*normalize[2])(const T* x, const T* residual, T* y, Rows, const NormalizeFactors<A>&);
-  // dx, without a residual. `valid`, which only Identity takes, may be null: where it is 0, dx is dy * scale. It has a
-  // byte for each value of a row, the same for all rows; interleaved, for each row.
+  // dx, without a residual. Where `valid` is 0, dx is dy * scale. It has a byte for each value of a row (the same for
+  // all rows), or interleaved for each row; it may be null, and must be for all activations but Identity.
   void (*gradient[2])(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows, const GradientFactors<A>&);
-  // Planar: of rows of n values of one channel, `stride` apart.
-  GradSums (*sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
-  // Interleaved: of rows of one value for each channel. Writes the two sums, [2][channels], to `out`; `columns` is
-  // scratch of that size.
+  // Planar: `rows` rows of n values of one channel, `stride` apart.
+  Pair (*sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
+  // Interleaved: writes the sums of each channel, [2][channels], to `out`. `columns` is scratch memory of that size.
   void (*sums_columns)(const Gradients<T>&, int64_t rows, int64_t channels, A* columns, double* out);
 };
 
@@ -92,18 +86,18 @@ template <typename T>
 struct Loops {
   using A = Accumulate<T>;
 
-  // Planar: of rows of n values of one channel, `stride` apart. `valid` has a byte for each value, row after row, of
-  // which `count` are 1 and count; it is null where all do.
-  Moments (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample&,
-                     int64_t count);
-  // Interleaved: of rows of one value for each channel, by their numbers in `list`, or one after another where that is
-  // null. Writes mean and m2, [2][channels], to `out`; `columns` is scratch of 3 * channels values.
+  // Planar: `rows` rows of n values of one channel, `stride` apart. `valid` has a byte for each value, row after row,
+  // of which `count` are 1; it is null if all values are valid.
+  Pair (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample&,
+                  int64_t count);
+  // Interleaved: writes mean and m2 of each channel, [2][channels], to `out`. `list` has the numbers of the rows, or is
+  // null for consecutive rows. `columns` is scratch memory of 3 * channels values.
   void (*moments_columns)(const T* x, const int64_t* list, int64_t rows, int64_t channels, A* columns, double* out);
   ActivatedLoops<T> activated[kActivations];
 };
 
-// The loops for the best instruction set of this machine, or the one that BAGUA_SYNCBN_CPU_CAPABILITY names
-// ("baseline", "avx2", "avx512") if the machine has it.
+// Returns the loops for the best instruction set of this CPU, or for BAGUA_SYNCBN_CPU_CAPABILITY ("baseline", "avx2",
+// "avx512") if the CPU has it.
 template <typename T>
 const Loops<T>& loops();
 

@@ -1,4 +1,4 @@
-// Positions of a mask, as bytes.
+// Masks as bytes.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace bagua_syncbn::cpu {
 
-// A byte for each position of (batch, inner): 1 where it counts, else 0. Empty without a mask.
+// Returns a byte for each position of (batch, inner): 1 if it is valid, else 0. Empty without a mask.
 inline std::vector<uint8_t> positions_of(const Mask* mask, int64_t batch) {
   if (mask == nullptr) return {};
-  constexpr int64_t kBehind = 64;  // bytes that the loops read with the last ones
+  constexpr int64_t kBehind = 64;  // the loops read up to a vector beyond the end
   const int64_t n = batch * mask->inner;
   std::vector<uint8_t> bytes(n + kBehind);
   if (mask->positions != nullptr) std::copy_n(mask->positions, n, bytes.data());
@@ -22,7 +22,7 @@ inline std::vector<uint8_t> positions_of(const Mask* mask, int64_t batch) {
   return bytes;
 }
 
-// The sum of n bytes, each 1 or 0: added up as bytes of words, which do not overflow in 255 additions.
+// Returns the sum of n bytes, each 1 or 0. Adds 8 bytes at a time, which do not overflow in 255 additions.
 inline int64_t count_of(const uint8_t* valid, int64_t n) {
   constexpr int64_t kWord = 8, kMost = 255;
   int64_t count = 0, j = 0;

@@ -1,4 +1,4 @@
-// Registers the CPU kernels with torch.
+// Registers the ops for CPU.
 
 #include "../ops.h"
 #include "kernels.h"

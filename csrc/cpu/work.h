@@ -1,5 +1,4 @@
-// How the values of a tensor are shared out. All of it depends on sizes alone, never on the number of threads, so that
-// the result does not either.
+// Splits work into pieces that depend only on sizes, never on the number of threads, so that results do not either.
 #pragma once
 
 #include <algorithm>
@@ -13,20 +12,20 @@
 
 namespace bagua_syncbn::cpu {
 
-// Less work than this is not worth waking another thread for.
+// Smallest number of values that is worth waking another thread.
 constexpr int64_t kGrain = 32768;
 
-// Values that are added up in one precision before they are merged in double.
+// Number of values that are added in the accumulate type before they are merged in double.
 constexpr int64_t kSpan = 16384;
 
-// Values of a tile of rows, and its rows at most.
+// Maximum values and rows of a tile.
 constexpr int64_t kTileValues = 65536;
-constexpr int64_t kMostTileRows = 256;
+constexpr int64_t kMaxTileRows = 256;
 
-// A reduction has at least this many parts, if they are of kGrain values or more: enough for the threads of a machine.
+// A reduction has at least this many parts if each has kGrain values or more: enough for all threads of a machine.
 constexpr int64_t kParts = 64;
 
-// Calls body(begin, end) on ranges of `count` pieces of work, each of about `values` values.
+// Calls body(begin, end) on ranges of `count` pieces of about `values` values each.
 template <typename Body>
 void parallel_over(int64_t count, int64_t values, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / values);
@@ -37,9 +36,9 @@ void parallel_over(int64_t count, int64_t values, const Body& body) {
   }
 }
 
-// Whether to write `output` with streaming stores, which spare reading the lines that are about to be overwritten:
-// where it is larger than what a core can expect of the last-level cache, so that its next reader finds it in memory
-// anyway, and where every vector of every row is aligned.
+// Returns whether to write `output` with streaming stores, which avoid reading the lines that they overwrite: if it is
+// larger than a core's share of the last-level cache, so that its next reader would miss anyway, and if all vectors of
+// all rows are aligned.
 template <typename T>
 bool streams(const T* output, const Geometry& g) {
   constexpr int64_t kLarge = int64_t(16) << 20, kLine = 64, kSize = sizeof(T);
@@ -48,59 +47,82 @@ bool streams(const T* output, const Geometry& g) {
   return g.rows() * g.channels * kSize >= kLarge && row % kLine == 0 && address % kLine == 0;
 }
 
-// Planar reductions: the (batch, inner) values of a channel are cut into parts, along the batch first, and parts into
-// spans of about kSpan values. Calls add(result, channel, sample, offset, rows, n) for each span, of `rows` rows of n
-// values; returns the result of each channel. A Result adds another one by add(). There are values.
-template <typename Result, typename AddSpan>
-std::vector<Result> reduce_planar(const Geometry& g, const AddSpan& add) {
+// Reductions return two results per channel, [2][channels]. A Merge(count, added) merges the results of `added` values
+// into those of `count` values: merge(first, second, added_first, added_second). The input must not be empty.
+
+// Planar: the (batch, inner) values of a channel are split into parts, along the batch first, and parts into spans of
+// about kSpan values. reduce(channel, sample, offset, rows, n, result) reduces a span of `rows` rows of n values and
+// returns the number of valid ones.
+template <typename Merge, typename Reduce>
+std::vector<double> reduce_planar(const Geometry& g, const Reduce& reduce) {
+  struct Part {
+    Pair pair;
+    int64_t count = 0;
+    void add(const Pair& added, int64_t added_count) {
+      if (added_count == 0) return;
+      Merge(count, added_count)(pair.first, pair.second, added.first, added.second);
+      count += added_count;
+    }
+  };
   const int64_t wanted = std::clamp<int64_t>(kParts / g.channels, 1, std::max<int64_t>(1, g.rows() / kGrain));
   const int64_t along_batch = std::min(wanted, g.batch), along_inner = wanted / along_batch;
   const int64_t parts = along_batch * along_inner;
-  std::vector<Result> results(g.channels * parts);
+  std::vector<Part> results(g.channels * parts);
   parallel_over(g.channels * parts, g.rows() / parts, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t b = unit % parts / along_inner, i = unit % along_inner;
       const int64_t batch_end = g.batch * (b + 1) / along_batch, inner_end = g.inner * (i + 1) / along_inner;
       const int64_t inner_begin = g.inner * i / along_inner;
       if (inner_begin == inner_end) continue;
-      // At most 64 rows, so that the first row is not too small a sample of them (see moments in loops/planar.inl).
+      // At most 64 rows, so that the first row is a large enough sample for the pivot (see moments in
+      // loops/planar.inl).
       const int64_t rows = std::clamp<int64_t>(kSpan / (inner_end - inner_begin), 1, 64);
       for (int64_t n = g.batch * b / along_batch; n < batch_end; n += rows) {
         for (int64_t s = inner_begin; s < inner_end; s += kSpan) {
-          add(results[unit], unit / parts, n, s, std::min(rows, batch_end - n), std::min(kSpan, inner_end - s));
+          Pair span;
+          const int64_t count =
+              reduce(unit / parts, n, s, std::min(rows, batch_end - n), std::min(kSpan, inner_end - s), span);
+          results[unit].add(span, count);
         }
       }
     }
   });
-  std::vector<Result> totals(g.channels);
-  for (int64_t unit = 0; unit < g.channels * parts; ++unit) totals[unit / parts].add(results[unit]);
+  std::vector<double> totals(2 * g.channels);
+  for (int64_t c = 0; c < g.channels; ++c) {
+    Part total;
+    for (int64_t part = 0; part < parts; ++part)
+      total.add(results[c * parts + part].pair, results[c * parts + part].count);
+    totals[c] = total.pair.first;
+    totals[g.channels + c] = total.pair.second;
+  }
   return totals;
 }
 
-// Interleaved reductions: the rows are cut into parts, and parts into tiles; two tiles fit the L2 cache. Calls
-// tile_of(row, rows, scratch, out) for each tile, which writes two results for each channel, [2][channels], and returns
-// how many of the rows count; `scratch` has 3 * channels values. merge(all, count, part, added) adds results of `added`
-// rows to those of `count`. The input must not be empty.
-template <typename A, typename TileOf, typename Merge>
-std::vector<double> reduce_interleaved(const Geometry& g, const TileOf& tile_of, const Merge& merge) {
-  const int64_t rows = g.rows(), width = 2 * g.channels;
-  const int64_t tile_rows = std::clamp<int64_t>(kTileValues / g.channels, 8, kMostTileRows);
+// Interleaved: the rows are split into parts, and parts into tiles; two tiles fit the L2 cache. reduce(row, rows,
+// scratch, out) reduces a tile and returns the number of valid rows. `scratch` has 3 * channels values.
+template <typename Merge, typename A, typename Reduce>
+std::vector<double> reduce_interleaved(const Geometry& g, const Reduce& reduce) {
+  const int64_t rows = g.rows(), channels = g.channels, width = 2 * channels;
+  const int64_t tile_rows = std::clamp<int64_t>(kTileValues / channels, 8, kMaxTileRows);
   const int64_t parts =
-      std::clamp<int64_t>(rows / tile_rows, 1, std::clamp<int64_t>(rows * g.channels / kGrain, 1, kParts));
+      std::clamp<int64_t>(rows / tile_rows, 1, std::clamp<int64_t>(rows * channels / kGrain, 1, kParts));
   std::vector<double> results(parts * width);
   std::vector<int64_t> counts(parts);
-  const auto add = [&](int64_t part, const double* values, int64_t added) {
-    if (added == 0) return;
-    merge(&results[part * width], counts[part], values, added);
-    counts[part] += added;
+  const auto add = [&](int64_t part, const double* added, int64_t count) {
+    if (count == 0) return;
+    double* all = &results[part * width];
+    const Merge merge(counts[part], count);
+    for (int64_t c = 0; c < channels; ++c) merge(all[c], all[channels + c], added[c], added[channels + c]);
+    counts[part] += count;
   };
-  parallel_over(parts, rows * g.channels / parts, [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(3 * g.channels);
+  parallel_over(parts, rows * channels / parts, [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(3 * channels);
     std::vector<double> tile(width);
     for (int64_t part = begin; part < end; ++part) {
       const int64_t last = rows * (part + 1) / parts;
       for (int64_t row = rows * part / parts; row < last; row += tile_rows) {
-        add(part, tile.data(), tile_of(row, std::min(tile_rows, last - row), scratch.data(), tile.data()));
+        const int64_t count = reduce(row, std::min(tile_rows, last - row), scratch.data(), tile.data());
+        add(part, tile.data(), count);
       }
     }
   });
@@ -109,8 +131,8 @@ std::vector<double> reduce_interleaved(const Geometry& g, const TileOf& tile_of,
   return results;
 }
 
-// Shares out an element-wise pass: calls write(offset, rows, valid), with `valid` as the loops take it. `positions` has
-// a byte for each of (batch, inner), or is null.
+// Runs an elementwise pass: calls write(offset, rows, valid), where `valid` is null or the mask for the loops.
+// `positions` has a byte for each of (batch, inner), or is null.
 template <typename Write>
 void for_each_stretch(const Geometry& g, const uint8_t* positions, const Write& write) {
   if (g.interleaved) {
@@ -119,7 +141,7 @@ void for_each_stretch(const Geometry& g, const uint8_t* positions, const Write& 
     });
   }
   parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
-    while (begin < end) {  // sample by sample, if there is a mask
+    while (begin < end) {  // with a mask, one sample at a time
       const int64_t sample = begin / g.channels, last = positions ? std::min(end, (sample + 1) * g.channels) : end;
       const uint8_t* valid = positions ? positions + sample * g.inner : nullptr;
       if (valid && std::memchr(valid, 0, g.inner) == nullptr) valid = nullptr;

@@ -17,14 +17,14 @@ namespace {
 class HeaderCheck {
  public:
   __device__ __forceinline__ HeaderCheck(const BackwardElemtArguments& arguments, int64_t channels)
-      : arguments_(arguments), checks_(2 * thread_index() < arguments.words) {
+      : arguments_(arguments), checks_(2 * thread_index() < arguments.header_size) {
     if (!checks_) return;
     sum_ = {arguments.sums, 2 * (channels + thread_index())};
     squares_ = {arguments.sums, 2 * (channels + thread_index()) + 1};
   }
 
   __device__ __forceinline__ bool passes() const {
-    const bool differs = checks_ && !same_word(sum_.as<double>(), squares_.as<double>(), arguments_.ranks);
+    const bool differs = checks_ && !sums_agree(sum_.as<double>(), squares_.as<double>(), arguments_.ranks);
     const bool same = __syncthreads_and(!differs);
     if (!same && blockIdx.x == 0 && blockIdx.y == 0 && thread_index() == 0)
       record_fault<double>(arguments_.fault, {Fault::kSum, arguments_.call}, nullptr, 0, 0);

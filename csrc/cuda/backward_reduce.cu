@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
   A* const sums = static_cast<A*>(arguments.sums);
   sums[c] = static_cast<A>(dy);
   sums[channels + c] = static_cast<A>(dy_xmu);
-  if (c == 0) pack_words(sums + 2 * channels, arguments.words);
+  if (c == 0) pack_header(sums + 2 * channels, arguments.header);
   write_channel(arguments.grad_bias, c, dy);
   write_channel(arguments.grad_weight, c, dy_xmu * ChannelValue(arguments.factors.invstd, c).as<double>());
 }

@@ -37,7 +37,7 @@ struct Check {
   const DType dtype;
   const Geometry g;
   const DType accumulate = sizeof(A) == 8 ? DType::kDouble : DType::kFloat;
-  const int64_t rows = g.rows(), channels = g.channels, size = rows * channels, row_size = packed_size(channels, 0);
+  const int64_t rows = g.rows(), channels = g.channels, size = rows * channels, row_size = row_size_of(channels, 0);
   T *x = numbers<T>(size, 0, 4), *dy = numbers<T>(size, 0, 2), *residual = numbers<T>(size), *out = numbers<T>(size);
   A *mean = numbers<A>(channels, 1, 2), *invstd = numbers<A>(channels, 0.5, 1), *weight = numbers<A>(channels, 1, 2);
   A *bias = numbers<A>(channels), *sums = numbers<A>(2 * channels), *packed = numbers<A>(2 * row_size);

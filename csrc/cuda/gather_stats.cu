@@ -27,7 +27,7 @@ __device__ __forceinline__ V add_lanes(V value) {
 template <typename A>
 class Ranks {
   const A* rows;
-  int64_t channels, words, row_size;
+  int64_t channels, header_size, row_size;
   int number;
   double inverse;  // of the total; NaN if a row is invalid
 
@@ -38,12 +38,12 @@ class Ranks {
   __device__ __forceinline__ explicit Ranks(const GatherArguments& arguments)
       : rows(static_cast<const A*>(arguments.gathered)),
         channels(arguments.channels),
-        words(arguments.words),
-        row_size(packed_size(channels, words)),
+        header_size(arguments.header_size),
+        row_size(row_size_of(channels, header_size)),
         number(static_cast<int>(arguments.ranks)) {
     int wrong = 0;
     for (int rank = thread_index() % kWarp; rank < number; rank += kWarp) {
-      const bool right = fault_of(rows + rank * row_size, rows, channels, words) == Fault::kNone;
+      const bool right = fault_of(rows + rank * row_size, rows, channels, header_size) == Fault::kNone;
       total += right ? count(rank) : 0;
       wrong += !right;
     }
@@ -55,7 +55,7 @@ class Ranks {
   __device__ __forceinline__ int64_t count(int rank) const { return unpack_count(rows + rank * row_size, channels); }
 
   __device__ __forceinline__ void record(const GatherArguments& arguments) const {
-    record_fault(arguments.fault, find_fault(rows, number, channels, words), rows, channels, words);
+    record_fault(arguments.fault, find_fault(rows, number, channels, header_size), rows, channels, header_size);
   }
 
   // Sets mean and variance of channel `c`, if it exists.

@@ -47,14 +47,14 @@ class Device {
   ~Device() = default;
 };
 
-// `packed`: 2 * channels + 2 + words values of the accumulate dtype, see packed_stats.h. `mask` selects the valid
+// `packed`: 2 * channels + 2 + header.size values of the accumulate dtype, see packed_stats.h. `mask` selects the valid
 // positions and is in device memory; null: all are valid.
-void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Header& header,
            Device& device);
 
-// Writes `zeros` zeros and then the words, in the accumulate dtype: the message of a rank without values, in either
+// Writes `zeros` zeros and then the header, in the accumulate dtype: the message of a rank without values, in either
 // pass.
-void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device& device);
+void write_zeros_and_header(const Header& header, void* target, int64_t zeros, DType accumulate, Device& device);
 
 void gather_stats(const GatherArguments& arguments, Device& device);
 

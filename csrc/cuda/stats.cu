@@ -22,7 +22,7 @@ struct StatsPart {
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
     stats_kernel(typename Traits::Plan plan, const typename Traits::T* x, Mask mask, StatsPart* parts, void* packed,
-                 Words words) {
+                 Header header) {
   using A = typename Traits::A;
   constexpr int kSlots = Traits::kSlots, kWidth = Traits::kWidth, kLanes = Traits::kLanes;
   Batch<Traits> batch(plan, false, mask);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     parts[c * plan.parts + batch.walk.part] = {mean, static_cast<double>(total.m2[0]),
                                                static_cast<double>(total.count)};
   } else {
-    pack_moments<A>(packed, plan.channels, c, mean, total.m2[0], total.count, words);
+    pack_moments<A>(packed, plan.channels, c, mean, total.m2[0], total.count, header);
   }
 }
 
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
 // that the variance of equal values is 0.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
-    merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Words words) {
+    merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Header header) {
   const StatsPart* const own = parts + blockIdx.x * count;
   const double origin = own[0].mean;
   Sums<double, 1> values{}, squares{};
@@ -96,36 +96,36 @@ __global__ void __launch_bounds__(kThreads)
     squares.add(0, own[p].m2 + own[p].count * difference * difference, 0);
   }
   squares = reduce_block(squares);
-  if (threadIdx.x == 0) pack_moments<A>(packed, channels, blockIdx.x, mean, squares.first[0], values.first[0], words);
+  if (threadIdx.x == 0) pack_moments<A>(packed, channels, blockIdx.x, mean, squares.first[0], values.first[0], header);
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kThreads) write_zeros(A* target, int64_t zeros, const Words words) {
+__global__ void __launch_bounds__(kThreads) write_zeros(A* target, int64_t zeros, const Header header) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < zeros) target[i] = A(0);
-  if (i == 0) pack_words(target + zeros, words);
+  if (i == 0) pack_header(target + zeros, header);
 }
 
 }  // namespace
 
-void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Words& words,
+void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Header& header,
            Device& device) {
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
     StatsPart* const parts = allocate_parts<StatsPart>(device, plan);
     Kernel<stats_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, x,
-                                         mask == nullptr ? Mask{} : *mask, parts, packed, words);
+                                         mask == nullptr ? Mask{} : *mask, parts, packed, header);
     if (parts != nullptr)
-      launch_merge<merge_stats<typename Chosen::A>>(device, g.channels, plan.parts, parts, g.channels, packed, words);
+      launch_merge<merge_stats<typename Chosen::A>>(device, g.channels, plan.parts, parts, g.channels, packed, header);
   };
   if (mask != nullptr) return choose_kernel<Op::kStats, true, false>(dtype, g, {x}, start);
   choose_kernel<Op::kStats, false, false>(dtype, g, {x}, start);
 }
 
-void zeros_and(const Words& words, void* target, int64_t zeros, DType accumulate, Device& device) {
+void write_zeros_and_header(const Header& header, void* target, int64_t zeros, DType accumulate, Device& device) {
   dispatch(accumulate, [&](auto value) {
     using Write = Kernel<write_zeros<Accumulate<decltype(value)>>>;
-    Write::launch({ceil_div(zeros + 1, kThreads), 1}, {kThreads, 1}, device.stream, target, zeros, words);
+    Write::launch({ceil_div(zeros + 1, kThreads), 1}, {kThreads, 1}, device.stream, target, zeros, header);
   });
 }
 

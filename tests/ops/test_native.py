@@ -1,4 +1,4 @@
-"""The native CPU kernels beside what test_values.py compares: rounding, bits, memory."""
+"""The native CPU kernels: rounding, reproducibility, memory. test_values.py compares their values."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_the_native_kernels_are_loaded():
     from bagua_syncbn import _C
 
     assert ops.KERNELS.startswith("native, cpu: ")
-    if "libasan" in os.environ.get("LD_PRELOAD", ""):  # `make sanitize` is about its own build
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):  # `make sanitize` tests its own build
         assert "sanitize" in _C.__file__
 
 
@@ -46,7 +46,7 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_nan():
     torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_rounding_carries_no_nan_to_a_number():
+def test_rounding_keeps_nan():
     nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # all bits of the mantissa set
     for dtype in (torch.bfloat16, torch.float16):
         output = ops.batch_norm_elemt(torch.ones(40, 2, dtype=dtype), None, None, torch.zeros(2), nan)
@@ -55,7 +55,7 @@ def test_rounding_carries_no_nan_to_a_number():
 
 @pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
 def test_ties_round_to_even(dtype, half_unit):
-    """One half unit in the last place above each value from 1 to 2."""
+    """Adds half a unit in the last place to each value from 1 to 2."""
     values = torch.arange(1, 2, 2 * half_unit).to(dtype).view(1, 1, -1)
     zero, one = torch.zeros(1), torch.ones(1)
     output = ops.batch_norm_elemt(values, None, torch.tensor([half_unit]), zero, one)
@@ -71,7 +71,7 @@ def bits(ops, threads):
     torch.manual_seed(0)
     digest = hashlib.sha256()
     small = [(shape, dtype) for dtype in ops.DTYPES for shape in ((3, 2, 70001), (6, 5, 77), (2000, 37), (3, 65, 1))]
-    # From 16 MiB on outputs are streamed past the caches, but by the baseline; where rows are multiples of 64 bytes.
+    # Outputs of 16 MiB and more use streaming stores, if rows are multiples of 64 bytes; not in the baseline.
     large = [(shape, torch.float32) for shape in ((2, 8, 520, 512), (2, 32, 260, 256), (2, 9, 520, 513))]
     inputs = [(*each, torch.contiguous_format) for each in (*small, *large, ((2, 8, 1030, 512), torch.bfloat16))]
     inputs += [(*each, torch.channels_last) for each in (large[1], ((16, 65, 65, 65), torch.float32))]
@@ -90,7 +90,7 @@ def bits(ops, threads):
         codes = range(len(ops.activations.ACTIVATIONS) + 1)
         codes = codes if x.numel() < 10000 else codes[ops.DTYPES.index(dtype) :: 4]
         for code in codes if len(shape) == 3 else (8,):
-            residual, grad = 50 * dy, torch.empty_like(x)  # to where exponentials overflow
+            residual, grad = 50 * dy, torch.empty_like(x)  # exponentials overflow
             results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, residual, code, 0.3))
             reduced = (dy, x, mean, invstd, mean, None, mean)
             results += [*ops.batch_norm_backward_reduce(*reduced, residual, code, 0.3, grad), grad]
@@ -102,7 +102,7 @@ def bits(ops, threads):
             digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
-for given in sys.argv[1:]:  # forked: torch is imported once
+for given in sys.argv[1:]:  # forks, to import torch only once
     capability, *threads = given.split(",")
     if os.fork() == 0:
         os.environ["BAGUA_SYNCBN_CPU_CAPABILITY"] = capability
@@ -113,8 +113,7 @@ for given in sys.argv[1:]:  # forked: torch is imported once
 """
 
 
-def test_same_bits_with_any_instruction_set_and_number_of_threads():
-    """The kernels of each, and a digest of what they compute with each number of threads."""
+def test_results_are_bitwise_equal_for_any_instruction_set_and_number_of_threads():
     command = [sys.executable, "-c", BITS, "baseline,2", "avx512,1,3", "avx2,2"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (name, *digests), *rest = map(json.loads, printed.splitlines())
@@ -146,10 +145,10 @@ def test_no_op_allocates_temporaries_of_the_size_of_the_input(layout):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_one_process_trains_on_these_kernels_where_they_are_faster(layout, dtype):
+def test_one_process_trains_on_these_kernels_if_they_are_faster(layout, dtype):
     size = 40 if layout == "contiguous" else 130  # see prefer_native
     with profile(activities=[ProfilerActivity.CPU]) as prof:
-        frozen = () if dtype == torch.float64 else ("weight", "bias")  # whose sums cancel here
+        frozen = () if dtype == torch.float64 else ("weight", "bias")  # their sums cancel here
         check(None, Case((8,), (32, size, size), dtype, layout=layout, frozen=frozen))
     names = {event.name for event in prof.events()}
     assert "bagua_syncbn::batch_norm_stats" in names
@@ -157,7 +156,7 @@ def test_one_process_trains_on_these_kernels_where_they_are_faster(layout, dtype
 
 
 @pytest.mark.parametrize(("shape", "layout"), [((2, 4, 3, 3), "contiguous"), ((8, 32, 40, 40), "channels_last")])
-def test_small_inputs_are_left_to_torch(shape, layout):
+def test_small_inputs_use_torchs_kernels(shape, layout):
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         bagua_syncbn.SyncBatchNorm2d(shape[1])(laid_out(torch.randn(shape), layout))
     names = {event.name for event in prof.events()}

@@ -1,4 +1,4 @@
-"""Words that travel with the statistics, and counts that are none: what the ops do where the ranks do not agree."""
+"""Headers of messages: the ops detect ranks that made different calls, and invalid counts."""
 
 import itertools
 import math
@@ -8,88 +8,82 @@ import torch
 
 from bagua_syncbn.ops import parts_of, reference
 
-CHANNELS = 260  # more than one block has threads
+CHANNELS = 260  # more than a CUDA block has threads
+HEADER = [5, 2**24 - 1, 0]  # kind of layer, options, call
+FULL = 2**36 - 1  # fingerprint with all bits set
+INVALID_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
 
 
-def caller_of(said):
-    """Returns the arguments of an op that make the words for layer, options and call."""
-    if not said:
-        return ()
-    layer, options, call = said
-    return layer * 2**24 + options, call
+def gathered(ops, *headers, dtype=torch.float32):
+    """Returns the rows of ranks with these headers; an empty one is not sent."""
+    callers = [(header[0] * 2**24 + header[1], header[2]) if header else () for header in headers]
+    return torch.stack([ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *caller) for caller in callers])
 
 
-def gathered(ops, *words, dtype=torch.float32):
-    return torch.stack(
-        [ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *caller_of(said)) for said in words]
-    )
+def summed(ops, *fingerprints):
+    """Returns the messages of ranks with these fingerprints, to be added."""
+    inputs = (torch.randn(4, CHANNELS, 3) for _ in fingerprints)
+    return [ops.batch_norm_stats(x, own, 0, None, True) for x, own in zip(inputs, fingerprints, strict=True)]
 
 
 def buffers():
     return [torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.tensor(7)]
 
 
-SAID = [5, 2**24 - 1, 0]
+def are_equal(tensors, others):
+    return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+
+
+def check_fault(ops, received, expected, *arguments):
+    """Checks that merging ``received`` gives NaN, keeps the buffers and records ``expected``, once."""
+    fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
+    for momentum in (0.1, None):
+        mean, invstd, _ = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, *arguments)
+        assert mean.isnan().all()
+        assert invstd.isnan().all()
+        assert are_equal(tracked, buffers())
+        assert fault.tolist() == expected
+        if received.dim() == 2:
+            received[2, -1] += 1  # a later fault, which is not recorded
+        else:
+            arguments = *arguments[:-1], 3
+    ops.batch_norm_gather_stats(received, *tracked, 0.1, 1e-5, None, *arguments)  # without a record
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_headers_change_nothing(ops, dtype):
-    rows, fault, tracked = gathered(ops, SAID, SAID, dtype=dtype), torch.zeros(8, dtype=torch.int64), buffers()
-    assert rows[:, -3:].tolist() == [SAID, SAID]
+    rows, fault, tracked = gathered(ops, HEADER, HEADER, dtype=dtype), torch.zeros(8, dtype=torch.int64), buffers()
+    assert rows[:, -3:].tolist() == [HEADER, HEADER]
     merged = ops.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, fault, True)
     without, plain = buffers(), rows[:, :-3].contiguous()
-    for got, expected in zip(merged, ops.batch_norm_gather_stats(plain, *without, 0.1, 1e-5), strict=True):
-        assert torch.equal(got, expected)
-    for got, expected in zip(tracked, without, strict=True):
-        assert torch.equal(got, expected)
+    assert are_equal(merged, ops.batch_norm_gather_stats(plain, *without, 0.1, 1e-5))
+    assert are_equal(tracked, without)
     assert not fault.any()
 
 
 @pytest.mark.parametrize(("rank", "word"), [(1, 0), (2, 1), (1, 2)])
-def test_a_rank_with_another_header_is_found(ops, rank, word):
-    words = [list(SAID) for _ in range(3)]
-    words[rank][word] ^= 1
-    found(ops, gathered(ops, *words), [1, rank, *SAID, *words[rank]])
+def test_a_rank_with_a_different_header_is_found(ops, rank, word):
+    headers = [list(HEADER) for _ in range(3)]
+    headers[rank][word] ^= 1
+    check_fault(ops, gathered(ops, *headers), [1, rank, *HEADER, *headers[rank]])
 
 
-NO_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
-
-
-@pytest.mark.parametrize(("low", "high"), NO_COUNTS)
-def test_an_invalid_count_is_found(ops, low, high):
-    rows = gathered(ops, SAID, SAID, SAID)
-    rows[1:, -5], rows[1:, -4] = low, high  # the first one is named
-    found(ops, rows, [2, 1, *SAID, *SAID])
-
-
-def found(ops, rows, expected):
-    fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
-    for momentum in (0.1, None):
-        mean, invstd, _ = ops.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault)
-        assert mean.isnan().all()
-        assert invstd.isnan().all()
-        for got, before in zip(tracked, buffers(), strict=True):
-            assert torch.equal(got, before)
-    assert fault.tolist() == expected
-    rows[2, -1] += 1
-    ops.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, fault)
-    assert fault.tolist() == expected  # the first one stays
-    ops.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5)
-
-
-def added_up(ops, *fingerprints):
-    return [ops.batch_norm_stats(torch.randn(4, CHANNELS, 3), own, 0, None, True) for own in fingerprints]
+@pytest.mark.parametrize(("low", "high"), INVALID_COUNTS)
+def test_the_first_invalid_count_is_found(ops, low, high):
+    rows = gathered(ops, HEADER, HEADER, HEADER)
+    rows[1:, -5], rows[1:, -4] = low, high
+    check_fault(ops, rows, [2, 1, *HEADER, *HEADER])
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_summed_statistics_merge_like_rows(ops, momentum):
+def test_summed_statistics_merge_like_gathered_ones(ops, momentum):
     inputs, fault = [torch.randn(n, CHANNELS, 3) + 5 for n in (4, 0, 7)], torch.zeros(8, dtype=torch.int64)
-    sums = sum(ops.batch_norm_stats(input, 2**36 - 1, 0, None, True) for input in inputs)
+    sums = sum(ops.batch_norm_stats(input, FULL, 0, None, True) for input in inputs)
     rows = torch.stack([ops.batch_norm_stats(input) for input in inputs])
     results = []
-    for gathered, more in ((sums, (fault, False, 3, 41)), (rows, ())):
+    for received, more in ((sums, (fault, False, 3, 41)), (rows, ())):
         tracked = buffers()
-        merged = ops.batch_norm_gather_stats(gathered, *tracked, momentum, 1e-5, *more)
+        merged = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, *more)
         assert [tensor.dtype for tensor in merged] == [torch.float32, torch.float32, torch.int64]
         results.append([*merged, *tracked])
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
@@ -98,125 +92,101 @@ def test_summed_statistics_merge_like_rows(ops, momentum):
 
 @pytest.mark.parametrize("part", [1, 2**12, 2**24])
 @pytest.mark.parametrize("ranks", [2, 3, 64, 4096, 2**18])
-def test_a_rank_with_another_summed_header_is_found(ops, part, ranks):
-    for said in (7 * part, 2**36 - 1):
-        own, other = added_up(ops, said, said - part)
-        refused(ops, own * (ranks - 1) + other, ranks)
-    own, less, more = added_up(ops, 7 * part, 6 * part, 8 * part)
-    refused(ops, own + less + more, 3)  # the mean of all is the word of one
+def test_a_rank_with_a_different_summed_header_is_found(ops, part, ranks):
+    fault = [3, -41, 0, 0, 0, 0, 0, 0]
+    for fingerprint in (7 * part, FULL):
+        own, other = summed(ops, fingerprint, fingerprint - part)
+        check_fault(ops, own * (ranks - 1) + other, fault, False, ranks, -41)
+    own, less, more = summed(ops, 7 * part, 6 * part, 8 * part)  # the mean of all three equals the first
+    check_fault(ops, own + less + more, fault, False, 3, -41)
 
 
 @pytest.mark.parametrize("count", [torch.nan, -1, 0.5, 2.0**54, torch.inf])
-def test_an_invalid_count_is_found_in_a_sum(ops, count):
-    sums = sum(added_up(ops, 7, 7, 7))
+def test_an_invalid_count_in_a_sum_is_found(ops, count):
+    sums = sum(summed(ops, 7, 7, 7))
     sums[2 * CHANNELS] = count
-    refused(ops, sums, 3)
+    check_fault(ops, sums, [3, -41, 0, 0, 0, 0, 0, 0], False, 3, -41)
 
 
-def refused(ops, sums, ranks):
-    fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
-    for momentum, call in ((0.1, -41), (None, 3)):  # the first one stays
-        mean, invstd, _ = ops.batch_norm_gather_stats(sums, *tracked, momentum, 1e-5, fault, False, ranks, call)
-        assert mean.isnan().all()
-        assert invstd.isnan().all()
-        assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
-    assert fault.tolist() == [3, -41, 0, 0, 0, 0, 0, 0]
-    ops.batch_norm_gather_stats(sums, *tracked, 0.1, 1e-5, None, False, ranks)
-
-
+@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-@pytest.mark.parametrize("which", ["mean", "square"])
-def test_nonfinite_sums_leave_the_buffers_unchanged(ops, which, value):
-    sums = sum(added_up(ops, 7, 7))
-    sums[(CHANNELS if which == "square" else 0) + CHANNELS - 1] = value  # the last channel's
-    tracked = buffers()
-    mean, invstd, count = ops.batch_norm_gather_stats(sums, *tracked, 0.1, 1e-5, None, True, 2)
-    assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
+@pytest.mark.parametrize("which", [0, 1], ids=["mean", "var"])
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_buffers_keep_their_values_if_statistics_are_not_finite(ops, is_sum, which, value, momentum):
+    received = sum(summed(ops, 7, 7)) if is_sum else gathered(ops, HEADER, HEADER)
+    received.view(-1, received.size(-1))[-1, which * CHANNELS + CHANNELS - 1] = value  # of the last channel
+    tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
+    mean, invstd, count = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, True, 2)
+    assert are_equal(tracked, buffers())
     assert not (mean[-1].isfinite() and 0 < invstd[-1] < torch.inf)
     assert count == 24
-    ops.batch_norm_gather_stats(sums, *tracked, 0.1, 1e-5, None, False, 2)
+    ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, False, 2)
     assert not torch.cat(tracked[:2]).isfinite().all()
     assert tracked[2] == 8
+    assert not fault.any()
 
 
-def gradient(ops, words, ranks, input=None):
-    """The gradient where each of the ranks has sent the same sums, and its words."""
-    input = torch.randn(4, CHANNELS, 3) if input is None else input
-    mean, invstd, weight = torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.ones(CHANNELS)
+def gradient(ops, headers, input):
+    """Returns the gradient, and the fault, if each rank sent the same sums and one of ``headers``."""
+    ranks, (mean, invstd, weight) = len(headers), (torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.ones(CHANNELS))
     sums, *_ = ops.batch_norm_backward_reduce(input, input, mean, invstd, weight)
-    sent = [torch.cat([sums, torch.tensor(said, dtype=sums.dtype)]) for said in words]
+    sent = [torch.cat([sums, torch.tensor(header, dtype=sums.dtype)]) for header in headers]
     fault, count = torch.zeros(8, dtype=torch.int64), torch.tensor(12 * ranks)
     arguments = input, input, weight, mean, invstd, sum(sent), count, ranks, fault, 41
     return ops.batch_norm_backward_elemt(*arguments), fault.tolist()
 
 
 @pytest.mark.parametrize("shape", [(4, CHANNELS, 3), (40, CHANNELS)])
-def test_different_headers_in_a_gradient_sum_are_found(ops, shape):
-    input = torch.randn(shape)
-    for words in ([[3, 9], [3, 9]], [[3, 9, 0, 0], [3, 9, 0, 0]], [[]]):
-        grad, fault = gradient(ops, words, len(words), input)
+def test_different_headers_in_backward_sums_are_found(ops, shape):
+    input, same = torch.randn(shape), [3, 9, 2, 4]
+    for headers in ([[3, 9], [3, 9]], [[3, 9, 0, 0], [3, 9, 0, 0]], [[]]):
+        grad, fault = gradient(ops, headers, input)
         assert not grad.isnan().any()
         assert not any(fault)
-    # Words of the same sum, and of the same sum but for one rank of three.
-    same = [3, 9, 2, 4]
-    for words in ([[2, 4], [4, 16]], [same, [3, 9, 1, 1]], [[*same, 5, 25], [*same, 1, 1]], [[3, 9], [2, 4], [4, 16]]):
-        grad, fault = gradient(ops, words, len(words), input)
+    for headers in (
+        [[2, 4], [4, 16]],
+        [same, [3, 9, 1, 1]],
+        [[*same, 5, 25], [*same, 1, 1]],
+        [[3, 9], [2, 4], [4, 16]],  # the mean of all three equals the first
+    ):
+        grad, fault = gradient(ops, headers, input)
         assert grad.isnan().all()
         assert fault == [3, 41, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-@pytest.mark.parametrize("which", ["mean", "var"])
-def test_nonfinite_statistics_leave_the_buffers_unchanged(ops, which, value, momentum):
-    rows = gathered(ops, SAID, SAID)
-    rows[1, (CHANNELS if which == "var" else 0) + CHANNELS - 1] = value  # the last channel's
-    tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
-    ops.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault, True)
-    assert all(torch.equal(got, before) for got, before in zip(tracked, buffers(), strict=True))
-    ops.batch_norm_gather_stats(rows, *tracked, momentum, 1e-5, fault)
-    assert not torch.cat(tracked[:2]).isfinite().all()
-    assert tracked[2] == 8
-    assert not fault.any()
-
-
-def test_implementations_agree_on_counts_up_to_the_last(ops):
+def test_counts_are_exact_up_to_the_largest(ops):
     rows = gathered(ops, [], [], dtype=torch.float64)
     for low, high in [(0, 2**29), (2**24 - 1, 2**29 - 1), (1, 0)]:
         rows[0, -2], rows[0, -1] = low, high
         results = [f.batch_norm_gather_stats(rows, None, None, None, None, 1e-5) for f in (ops, reference)]
         assert results[0][2] == results[1][2] == low + high * 2**24 + 12
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(*results, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("fingerprint", [0, 2**36 - 1, 5 + 6 * 2**12 + 4095 * 2**24])
-def test_a_sum_ends_in_the_parts_of_a_fingerprint_and_their_squares(ops, fingerprint):
+@pytest.mark.parametrize("fingerprint", [0, FULL, 5 + 6 * 2**12 + 4095 * 2**24])
+def test_a_summed_header_holds_the_parts_of_a_fingerprint_and_their_squares(ops, fingerprint):
     input, ones = torch.randn(4, CHANNELS, 3), torch.ones(CHANNELS)
     sums, *_ = ops.batch_norm_backward_reduce(input, input, ones, ones, None, fingerprint)
-    words = sums[2 * CHANNELS :].to(torch.int64)
-    assert torch.equal(words[1::2], words[::2] ** 2)
-    assert words[0] + words[2] * 2**12 + words[4] * 2**24 == fingerprint
+    parts, squares = sums[2 * CHANNELS :].to(torch.int64).view(3, 2).unbind(1)
+    assert torch.equal(squares, parts**2)
+    assert parts[0] + parts[1] * 2**12 + parts[2] * 2**24 == fingerprint
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
-def test_a_fingerprint_is_exact_in_a_sum(ranks):
+def test_float32_sums_of_headers_are_exact(ranks):
     from bagua_syncbn.agreement.signatures import checksum, exact_bits
 
     sums = [checksum(layer * 2**24 + 1, call, 5) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
-    said = {
-        tuple(parts_of(number & exact_bits(ranks)))
-        for number in (*sums, -1)  # -1 has all bits
-    }
-    assert len(said) == 4
-    for parts in map(torch.tensor, said):
+    headers = {tuple(parts_of(number & exact_bits(ranks))) for number in (*sums, -1)}  # -1 has all bits
+    assert len(headers) == 4
+    for header in map(torch.tensor, headers):
         total = torch.zeros(6)
         for _ in range(ranks):
-            total += parts
-        assert torch.equal(total, (ranks * parts).float())
+            total += header
+        assert torch.equal(total, (ranks * header).float())
 
 
-def test_headers_of_options_are_equal_only_for_equal_options():
+def test_options_have_the_same_word_exactly_if_they_are_equal():
     from bagua_syncbn.agreement.signatures import word_of_options
 
     numbers = (None, 0, 0.0, -0.0, False, -1, -1.0, -2, True, 1.0, 1e-5, 1e-5 + 1e-17, 2**-1074, math.nextafter(1, 2))

@@ -1,6 +1,5 @@
-// The inner loops for what every machine of this architecture has (SSE2 on x86-64, NEON on 64-bit Arm).
+// The inner loops for instructions that every CPU of the architecture has: SSE2 on x86-64, NEON on 64-bit Arm.
 #include "../../stable_abi.h"
-#include "../loops.h"
 
 #define BAGUA_SYNCBN_ISA baseline
 #define BAGUA_SYNCBN_VECTOR_BYTES 16

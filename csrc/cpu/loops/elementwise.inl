@@ -1,7 +1,7 @@
-// Passes that write a value for each: y = act(z), and the gradient of the input.
+// Elementwise passes: y = act(z), and the gradient of the input.
 
-// The vectors of a row: body(j, access) for each; the last one may be a part. Row by row: going down a block of columns
-// would read and write memory in pieces, at half the speed.
+// Calls body(j, access) for each vector of a row; the last one may be a part. Rows are processed one by one: going down
+// a block of columns is half as fast, because it accesses memory in pieces.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   int64_t j = 0;
@@ -10,7 +10,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   if (j < n) body(j, Part{n - j});
 }
 
-// Calls body(row, channel, stream) for each row, with whether to write with streaming stores as a type.
+// Calls body(row, channel, stream) for each row. The type of `stream` says whether to use streaming stores.
 template <typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body) {
   const auto all = [&](auto stream) __attribute__((always_inline)) {
@@ -24,7 +24,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body
   end_streaming();
 }
 
-// A factor of each channel: one for a row, or one for each column.
+// A per-channel factor: the same for a whole row, or one per column.
 template <bool kColumns, typename A>
 struct Factor {
   const A* all;
@@ -38,7 +38,7 @@ struct Factor {
   }
 };
 
-// z of values of a row, but for the residual.
+// z without the residual, for values of a row.
 template <bool kColumns, typename A>
 struct Normalize {
   Factor<kColumns, A> mean, scale, shift;
@@ -74,7 +74,7 @@ BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, R
 
 template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
 void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
-  if constexpr (std::is_same_v<Activation, Identity>) {  // the loop that runs most, without a look at the residual
+  if constexpr (std::is_same_v<Activation, Identity>) {  // the most frequent loop, without a test of the residual
     if (residual == nullptr) return normalize_rows<Identity, kColumns, T>(x, nullptr, y, rows, factors);
   }
   normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);
@@ -117,7 +117,7 @@ void gradient(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows rows, c
   gradient_rows<Activation, kColumns, false>(dy, x, dx, valid, rows, factors);
 }
 
-// Makes g of values at `offset` from the first, and writes it if wanted.
+// Computes g of the values at `offset`, and writes it if a buffer is given.
 template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
 struct GradientOf {
   const T* residual;

@@ -1,6 +1,5 @@
-// The functions that activations are made of. Of vectors of float: polynomials that were fitted for this, within 2
-// units in the last place of the result (normal_cdf: of 1), with the same bits for any instruction set. Of double: the
-// C library's, one by one.
+// Functions used by activations. For float: polynomials within 2 units in the last place of the result (normal_cdf: of
+// 1), with the same bits on every instruction set. For double: the C library's functions, lane by lane.
 
 template <typename V>
 inline V of(double constant) {
@@ -8,8 +7,8 @@ inline V of(double constant) {
 }
 
 #if BAGUA_SYNCBN_VECTOR_BYTES == 16 && !defined(__FP_FAST_FMAF)
-// Through double, where the product is exact. The sum is rounded twice, which changes no result of the polynomials
-// below: all floats were tried, and have to be again for other coefficients.
+// Computes in double, where the product is exact. The sum is rounded twice, which changes no result of the polynomials
+// below: this was checked for all floats, and must be checked again if coefficients change.
 __attribute__((noinline)) Vec<float> through_double(Vec<float> a, Vec<float> b, Vec<float> c) {
   for (int i = 0; i < kWidth<float>; i += kWidth<double>) {
     const auto wide = [i](Vec<float> v) { return Vec<double>{v[i], v[i + 1]}; };
@@ -23,10 +22,8 @@ __attribute__((noinline)) Vec<float> through_double(Vec<float> a, Vec<float> b, 
 
 // a * b + c, rounded once.
 inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
-#if BAGUA_SYNCBN_VECTOR_BYTES == 64
-  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
-  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#if defined(BAGUA_SYNCBN_MM)
+  return (Vec<float>)BAGUA_SYNCBN_MM(fmadd_ps)(a, b, c);
 #elif defined(__FP_FAST_FMAF)
   for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
@@ -44,18 +41,19 @@ inline Vec<float> polynomial(const float (&c)[n], Vec<float> x) {
   return sum;
 }
 
-// 2^k, for k from -126 to 127.
+// 2^k for k from -126 to 127.
 inline Vec<float> power_of_two(LaneMask<float> k) {
   return (Vec<float>)((k + 127) << 23);
 }
 
-// x = k * log(2) + r, with |r| at most half of log(2), for |x| below 2^15; and exp(r) - 1.
+// Splits x = k * log(2) + r with |r| <= log(2) / 2, for |x| < 2^15, and computes exp(r) - 1.
 struct Reduced {
   LaneMask<float> k;
-  Vec<float> whole, expm1;  // k once more, as floats
+  Vec<float> whole;  // k as float
+  Vec<float> expm1;
 
   explicit Reduced(Vec<float> x) {
-    const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23, to which an integer is added exactly
+    const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vec<float> shifted = fused_multiply_add(x, broadcast(1.44269504f), round);
     whole = shifted - round;
     k = (LaneMask<float>)shifted - (LaneMask<float>)round;
@@ -65,11 +63,9 @@ struct Reduced {
   }
 };
 
-inline Vec<float> clamp(Vec<float> x, float low, float high) {  // a NaN stays one
-#if BAGUA_SYNCBN_VECTOR_BYTES == 64
-  return (Vec<float>)_mm512_max_ps((__m512)broadcast(low), _mm512_min_ps((__m512)broadcast(high), (__m512)x));
-#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
-  return (Vec<float>)_mm256_max_ps((__m256)broadcast(low), _mm256_min_ps((__m256)broadcast(high), (__m256)x));
+inline Vec<float> clamp(Vec<float> x, float low, float high) {  // keeps NaN
+#if defined(BAGUA_SYNCBN_MM)
+  return (Vec<float>)BAGUA_SYNCBN_MM(max_ps)(broadcast(low), BAGUA_SYNCBN_MM(min_ps)(broadcast(high), x));
 #else
   x = x > high ? broadcast(high) : x;
   return x < low ? broadcast(low) : x;
@@ -77,12 +73,12 @@ inline Vec<float> clamp(Vec<float> x, float low, float high) {  // a NaN stays o
 }
 
 inline Vec<float> exp_of(Vec<float> x) {
-  const Reduced reduced(clamp(x, -104.0f, 89.0f));  // from below all of float's numbers to above
+  const Reduced reduced(clamp(x, -104.0f, 89.0f));  // beyond both ends of float's range
   const LaneMask<float> half = reduced.k >> 1;
   return (reduced.expm1 + 1.0f) * power_of_two(half) * power_of_two(reduced.k - half);
 }
 
-// For results that are normal numbers: of others, the next.
+// Clamps the result to normal numbers.
 inline Vec<float> exp_between(Vec<float> x) {
   const Reduced reduced(clamp(x, -87.0f, 88.0f));
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
@@ -96,7 +92,7 @@ inline Vec<float> magnitude(Vec<float> x) {
   return (Vec<float>)((LaneMask<float>)x & 0x7fffffff);
 }
 
-// For x up to 0.
+// For x <= 0.
 inline Vec<float> expm1_of(Vec<float> x) {
   const Reduced reduced(clamp(x, -80.0f, 0.0f));
   const Vec<float> power = power_of_two(reduced.k);
@@ -113,7 +109,7 @@ inline Vec<float> tanh_of(Vec<float> x) {
 }
 
 inline Vec<float> normal_cdf(Vec<float> z) {
-  // Beyond |z| it is exp(-z^2 / 2) times a function that falls slowly.
+  // The tail is exp(-z^2 / 2) times a slowly decreasing function.
   const Vec<float> t = 1.0f / (magnitude(z) * 0.3f + 1.0f);
   const Vec<float> slow =
       t * polynomial({0.12522973f, 0.06854852f, 0.3070138f, -0.3245912f, 0.53686184f, -0.25193346f, 0.03887071f}, t);
@@ -121,7 +117,7 @@ inline Vec<float> normal_cdf(Vec<float> z) {
   return z > 0.0f ? 1.0f - tail : tail;
 }
 
-// Calls: within the loops they would be most of the code.
+// Not inlined, because they would be most of the code of the loops.
 #define BAGUA_SYNCBN_OF_DOUBLES(name, function)                     \
   __attribute__((noinline)) Vec<double> name(Vec<double> x) {       \
     for (int i = 0; i < kWidth<double>; ++i) x[i] = function(x[i]); \

@@ -1,7 +1,7 @@
-// Planar: sums over rows of values of one channel.
+// Planar reductions: sums over rows of values of one channel.
 
-// Calls body(v, offset, access) for each vector of the n values of a row, v being the place of its lanes among the
-// kLanes; the last one may be a part.
+// Calls body(v, offset, access) for each vector of the n values of a row; the last one may be a part. Vector v holds
+// lanes v * kWidth and following of the kLanes.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   constexpr int kVectors = kLanes / kWidth<A>;
@@ -22,13 +22,14 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   }
 }
 
-// The kLanes lanes of a sum.
+// A sum in kLanes lanes.
 template <typename A>
 struct Lanes {
   static constexpr int kVectors = kLanes / kWidth<A>;
   Vec<A> part[kVectors] = {};
 
-  // Adds halves to halves, which vectors of any width do in the same order: down to 16 lanes in A, then in double.
+  // Adds the upper half to the lower half repeatedly, in the same order for all vector widths: down to 16 lanes in A,
+  // then in double.
   double total() const {
     constexpr int kLast = 16 / kWidth<A> > 0 ? 16 / kWidth<A> : 1;
     Vec<A> folded[kVectors];
@@ -51,7 +52,7 @@ struct Lanes {
   }
 };
 
-// Where to prefetch while the values at j of a row of n are added up: kAhead values further, in this row or the next.
+// Maps a position in a row to the position to prefetch: kAhead values later, in this row or the next.
 struct Ahead {
   int64_t distance, n, to_next_row;
   Ahead(int64_t n, int64_t stride) : distance(n < kAhead ? n : kAhead), n(n), to_next_row(stride - n) {}
@@ -62,11 +63,11 @@ struct Ahead {
   }
 };
 
-// Sums of deviations from a value near the mean, which need no correction but for how near it is: with the mean of a
-// 64th of the values, rounding can grow by a factor of 64 at the very worst, whatever the values are.
+// Sums deviations from a pivot near the mean. If the pivot is the mean of a 64th of the values, rounding errors grow by
+// a factor of 64 at most, whatever the values are.
 template <bool kMasked, typename T, typename A = Accumulate<T>>
-BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
-                                         const Sample& sample, int64_t count) {
+BAGUA_SYNCBN_IN_LOOPS Pair moments_of(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
+                                      const Sample& sample, int64_t count) {
   Lanes<A> first;
   for (int64_t row = 0; row < sample.rows; ++row) {
     for_each_vector<A>(sample.n, [&](int v, int64_t j, const auto& access) {
@@ -94,14 +95,14 @@ BAGUA_SYNCBN_IN_LOOPS Moments moments_of(const T* x, const uint8_t* valid, int64
 }
 
 template <typename T>
-Moments moments(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample& sample,
-                int64_t count) {
+Pair moments(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample& sample,
+             int64_t count) {
   if (valid == nullptr) return moments_of<false>(x, valid, rows, n, stride, sample, count);
   return moments_of<true>(x, valid, rows, n, stride, sample, count);
 }
 
 template <typename Activation, typename T, typename A = Accumulate<T>>
-GradSums grad_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
+Pair grad_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
   const GradientOf<Activation, false, T> gradient(of, channel);
   const Vec<A> means = broadcast<A>(of.factors.mean[channel]);
   const T *dy = of.dy, *x = of.x;
@@ -112,7 +113,7 @@ GradSums grad_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stri
       access.fetch(dy + next(j));
       access.fetch(x + next(j));
       const Vec<A> value = access.load(x + j), grad = gradient(access.load(dy + j), value, row * stride + j, 0, access);
-      // dy is 0 beyond the row, but an infinite mean would make that a NaN.
+      // dy is 0 beyond the row, but times an infinite mean it would be NaN.
       const Vec<A> deviation = access.template only<A>(value - means);
       sum_dy.part[v] += grad;
       sum_dy_xmu.part[v] += grad * deviation;

@@ -1,9 +1,20 @@
-// Implementation of ../loops.h for one instruction set. Included with BAGUA_SYNCBN_ISA, the name of the namespace, and
-// BAGUA_SYNCBN_VECTOR_BYTES defined, inside a target pragma. Functions of other headers that are called here must
-// always be inlined: the linker would keep one copy, perhaps compiled for an instruction set that the machine lacks.
+// Implements ../loops.h for one instruction set. The including file defines
+//
+//   BAGUA_SYNCBN_ISA           name of the namespace
+//   BAGUA_SYNCBN_VECTOR_BYTES  size of a vector
+//   BAGUA_SYNCBN_TARGET        options of the compiler's target pragma; not for the baseline
+//   BAGUA_SYNCBN_MM(op)        name of the x86 intrinsic for whole vectors; not for the baseline
+//
+// Functions of other headers that are called here must always be inlined. Otherwise the linker would keep one copy,
+// perhaps compiled for an instruction set that the CPU lacks.
+#include "../loops.h"
 
-#ifndef BAGUA_SYNCBN_ISA
-#error "table.inl is included by the .cpp files beside it only"
+#define BAGUA_SYNCBN_PRAGMA_OF(...) _Pragma(#__VA_ARGS__)
+#define BAGUA_SYNCBN_PRAGMA(...) BAGUA_SYNCBN_PRAGMA_OF(__VA_ARGS__)
+#if defined(BAGUA_SYNCBN_TARGET) && defined(__clang__)
+BAGUA_SYNCBN_PRAGMA(clang attribute push(__attribute__((target(BAGUA_SYNCBN_TARGET))), apply_to = function))
+#elif defined(BAGUA_SYNCBN_TARGET)
+BAGUA_SYNCBN_PRAGMA(GCC target(BAGUA_SYNCBN_TARGET))
 #endif
 
 namespace bagua_syncbn {
@@ -12,7 +23,7 @@ namespace {
 
 constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 
-// clang-format off: each stands on the ones before
+// clang-format off: each file uses the ones before it
 #include "vectors.inl"
 #include "math.inl"
 #define BAGUA_SYNCBN_FORMULAS
@@ -43,3 +54,7 @@ BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_INSTANTIATE)
 
 }  // namespace BAGUA_SYNCBN_ISA
 }  // namespace bagua_syncbn
+
+#if defined(BAGUA_SYNCBN_TARGET) && defined(__clang__)
+#pragma clang attribute pop
+#endif

@@ -1,16 +1,10 @@
-// Vectors: GCC's and clang's vector extension, and how they are read and written.
+// Vectors (GCC's and clang's vector extension), loads, stores and conversions.
 
 template <typename A>
-struct VectorOf;
-template <>
-struct VectorOf<float> {
-  typedef float type __attribute__((vector_size(kBytes)));
-  typedef int32_t mask __attribute__((vector_size(kBytes)));
-};
-template <>
-struct VectorOf<double> {
-  typedef double type __attribute__((vector_size(kBytes)));
-  typedef int64_t mask __attribute__((vector_size(kBytes)));
+struct VectorOf {
+  using Integer = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
+  typedef A type __attribute__((vector_size(kBytes)));
+  typedef Integer mask __attribute__((vector_size(kBytes)));
 };
 
 template <typename A>
@@ -28,7 +22,7 @@ inline V load_bytes(const T* p) {
   return v;
 }
 
-// Writes a vector. A streaming store goes around the caches, to an address aligned to the vector.
+// A streaming store bypasses the caches. Its address must be aligned to the size of the vector.
 template <bool kStream, typename V, typename T>
 inline void store_bytes(T* p, V v) {
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
@@ -41,18 +35,14 @@ inline void store_bytes(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
-// `widen` reads a vector; `stored` makes of one what is written, of the type of its second argument.
-inline Vec<float> widen(const float* p) {
-  return load_bytes<Vec<float>>(p);
+// `widen` loads a vector and converts it to the accumulate type. `stored` converts it back to the type of its second
+// argument.
+template <typename T>  // float and double; other types have overloads
+inline Vec<Accumulate<T>> widen(const T* p) {
+  return load_bytes<Vec<Accumulate<T>>>(p);
 }
-inline Vec<float> stored(Vec<float> v, float) {
-  return v;
-}
-
-inline Vec<double> widen(const double* p) {
-  return load_bytes<Vec<double>>(p);
-}
-inline Vec<double> stored(Vec<double> v, double) {
+template <typename T>
+inline Vec<Accumulate<T>> stored(Vec<Accumulate<T>> v, T) {
   return v;
 }
 
@@ -66,26 +56,21 @@ inline Vec<float> widen(const BFloat16Bits* p) {
 inline Bits16 stored(Vec<float> v, BFloat16Bits) {
   const Bits32 bits = (Bits32)v;
   const Bits32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-  const Bits32 quiet_nan = (bits >> 16) | 0x40;                       // rounding could carry a NaN to infinity
+  const Bits32 quiet_nan = (bits >> 16) | 0x40;                       // rounding could turn a NaN into infinity
   return __builtin_convertvector(v == v ? rounded : quiet_nan, Bits16);
 }
 
-#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+#if defined(BAGUA_SYNCBN_MM)
+typedef long long Integers __attribute__((vector_size(kBytes / 2)));
+
 inline Vec<float> widen(const HalfBits* p) {
-  return (Vec<float>)_mm512_cvtph_ps(load_bytes<__m256i>(p));
+  return (Vec<float>)BAGUA_SYNCBN_MM(cvtph_ps)(load_bytes<Integers>(p));
 }
 inline Bits16 stored(Vec<float> v, HalfBits) {
-  return (Bits16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
-inline Vec<float> widen(const HalfBits* p) {
-  return (Vec<float>)_mm256_cvtph_ps(load_bytes<__m128i>(p));
-}
-inline Bits16 stored(Vec<float> v, HalfBits) {
-  return (Bits16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (Bits16)BAGUA_SYNCBN_MM(cvtps_ph)(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Calls: within the loops they would be most of the code.
+// Not inlined, because they would be most of the code of the loops.
 __attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
   Vec<float> v;
   for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
@@ -103,17 +88,17 @@ inline void narrow(T* p, Vec<Accumulate<T>> v) {
   store_bytes<kStream>(p, stored(v, T()));
 }
 
-// Before another thread may read what was streamed.
+// Orders streaming stores before later stores, so that other threads may read the results.
 inline void end_streaming() {
-#if BAGUA_SYNCBN_VECTOR_BYTES >= 32
+#if defined(BAGUA_SYNCBN_MM)
   _mm_sfence();
 #endif
 }
 
-// How far ahead to prefetch, in values. The hardware's prefetcher stops at each page of 4 KiB.
+// Prefetch distance, in values. The hardware prefetcher stops at the end of each 4 KiB page.
 constexpr int64_t kAhead = 1024;
 
-// Into the L2 cache.
+// Prefetches to the L2 cache.
 template <typename T>
 inline void prefetch(const T* p) {
   __builtin_prefetch(p, 0, 2);
@@ -124,7 +109,7 @@ inline Vec<A> broadcast(A value) {
   return Vec<A>{} + value;
 }
 
-// All bits set in the lanes below n.
+// Sets all bits of the first n lanes.
 template <typename A>
 inline LaneMask<A> lanes_below(int64_t n) {
   LaneMask<A> index;
@@ -137,7 +122,7 @@ inline Vec<A> keep(LaneMask<A> mask, Vec<A> v) {
   return (Vec<A>)((LaneMask<A>)v & mask);
 }
 
-// The n < kWidth values at p, and zeros.
+// Loads the n < kWidth values at p, followed by zeros.
 template <typename T, typename A = Accumulate<T>>
 inline Vec<A> widen_part(const T* p, int64_t n) {
   T buffer[kWidth<A>] = {};
@@ -153,7 +138,7 @@ inline void narrow_part(T* p, Vec<A> v, int64_t n) {
 }
 
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
-// AVX-512 has loads and stores of a part, which rows of few values spend most of their time in.
+// AVX-512 has masked loads and stores. Short rows spend most of their time here.
 inline uint32_t mask_below(int64_t n) {
   return (1u << n) - 1;
 }
@@ -172,60 +157,48 @@ inline void narrow_part(double* p, Vec<double> v, int64_t n) {
 }
 #endif
 
-// How a whole vector is read and written.
-struct Whole {
+// Access to a whole vector, or to its first `count` < kWidth lanes.
+template <bool kWhole>
+struct Access {
+  int64_t count = 0;
+
   template <typename T>
   inline auto load(const T* p) const {
-    return widen(p);
+    if constexpr (kWhole) return widen(p);
+    if constexpr (!kWhole) return widen_part(p, count);
   }
   template <bool kStream = false, typename T, typename V>
   inline void store(T* p, V v) const {
-    narrow<kStream>(p, v);
+    if constexpr (kWhole) narrow<kStream>(p, v);
+    if constexpr (!kWhole) narrow_part(p, v, count);
   }
   template <typename T>
   inline void fetch(const T* p) const {
-    prefetch(p);
+    if constexpr (kWhole) prefetch(p);
   }
-  // Zeros in lanes that have no value.
+  // Zeroes the lanes that hold no value.
   template <typename A>
   inline Vec<A> only(Vec<A> v) const {
-    return v;
-  }
-};
-
-// How the first `count` < kWidth lanes of a vector are.
-struct Part {
-  int64_t count;
-  template <typename T>
-  inline auto load(const T* p) const {
-    return widen_part(p, count);
-  }
-  template <bool kStream = false, typename T, typename V>
-  inline void store(T* p, V v) const {
-    narrow_part(p, v, count);
-  }
-  template <typename T>
-  inline void fetch(const T*) const {}
-  template <typename A>
-  inline Vec<A> only(Vec<A> v) const {
+    if constexpr (kWhole) return v;
     return keep<A>(lanes_below<A>(count), v);
   }
 };
+using Whole = Access<true>;
+using Part = Access<false>;
 
-// Bytes as integers of the width of A. What GCC makes of its own conversion goes through memory.
-#if BAGUA_SYNCBN_VECTOR_BYTES == 64
+// Converts bytes to integers as wide as A. Intrinsics, because GCC's __builtin_convertvector goes through memory.
+#if defined(BAGUA_SYNCBN_MM)
+template <int n>
+inline __m128i load_low(const uint8_t* p) {
+  if constexpr (n == 16) return load_bytes<__m128i>(p);
+  if constexpr (n == 8) return _mm_loadl_epi64((const __m128i*)p);
+  return _mm_cvtsi32_si128(load_bytes<int32_t>(p));
+}
 inline LaneMask<float> widen_bytes(const uint8_t* p, float) {
-  return (LaneMask<float>)_mm512_cvtepu8_epi32(load_bytes<__m128i>(p));
+  return (LaneMask<float>)BAGUA_SYNCBN_MM(cvtepu8_epi32)(load_low<kWidth<float>>(p));
 }
 inline LaneMask<double> widen_bytes(const uint8_t* p, double) {
-  return (LaneMask<double>)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
-}
-#elif BAGUA_SYNCBN_VECTOR_BYTES == 32
-inline LaneMask<float> widen_bytes(const uint8_t* p, float) {
-  return (LaneMask<float>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-}
-inline LaneMask<double> widen_bytes(const uint8_t* p, double) {
-  return (LaneMask<double>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bytes<int32_t>(p)));
+  return (LaneMask<double>)BAGUA_SYNCBN_MM(cvtepu8_epi64)(load_low<kWidth<double>>(p));
 }
 #else
 template <typename A>
@@ -236,7 +209,7 @@ inline LaneMask<A> widen_bytes(const uint8_t* p, A) {
 }
 #endif
 
-// `v`, if values are masked with zeros where the bytes at `valid` are 0. Reads a byte for each lane, also of a part.
+// Zeroes the lanes whose bytes at `valid` are 0, if kMasked. Reads a byte for every lane, even of a part.
 template <bool kMasked, typename A>
 inline Vec<A> counted(const uint8_t* valid, Vec<A> v) {
   if constexpr (kMasked) return keep<A>(-widen_bytes(valid, A()), v);
