@@ -20,7 +20,7 @@ from torch import Tensor
 from ..torch_internals.groups import device_of, is_gloo_on_cpu, make_group, timeout_of
 from .c10d import AsyncCollective, TorchCommunicator, is_alive, leave_through, transports
 from .jobs import host_name
-from .shared import GATHER, MOST_BYTES, SUM, SharedCommunicator, first_use, log_way, share
+from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_use, log_way, share
 
 _BEGIN = {GATHER: TorchCommunicator.begin_all_gather, SUM: TorchCommunicator.begin_all_reduce}
 
@@ -79,10 +79,10 @@ class HostsCommunicator(SharedCommunicator):
     def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
         message, sent = self._marked(kind, packed, 1)
         sent[0] = message
-        published = self._publish(kind, message, sent)
+        self._native.publish(self._segment, kind, message.data_ptr(), message.numel(), message.element_size())
         carried = [] if self._carriers is None else [_BEGIN[kind](self._carriers, sent.view(-1))]
-        published.begun = [*carried, _BEGIN[kind](self, packed.clone())]
-        return published
+        self._begun.append(Published(self, sent, *carried, _BEGIN[kind](self, packed.clone())))
+        return self._begun[-1]
 
 
 @transports.register  # after shared.py, which serves groups on one host

@@ -53,11 +53,21 @@ class SharedCommunicator(TorchCommunicator):
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the system frees the memory at exit
 
+    # Written out, because a call of a further function takes 2 % of an exchange.
     def all_gather(self, packed: Tensor) -> Tensor:
-        return self._send(GATHER, packed) if self._fits(GATHER, packed) else super().all_gather(packed)
+        if not self._fits(GATHER, packed):
+            return super().all_gather(packed)
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
+            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, False)  # type: ignore[no-any-return]
+        return self._exchange(GATHER, packed.contiguous(), packed.new_empty((self.size, packed.numel())))
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        return self._send(SUM, packed) if self._fits(SUM, packed) else super().all_reduce(packed)
+        if not self._fits(SUM, packed):
+            return super().all_reduce(packed)
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
+            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, True)  # type: ignore[no-any-return]
+        packed = packed.contiguous()
+        return self._exchange(SUM, packed, packed)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
         return self._begin(GATHER, packed) if self._fits(GATHER, packed) else super().begin_all_gather(packed)
@@ -69,12 +79,6 @@ class SharedCommunicator(TorchCommunicator):
         """True if a message goes through shared memory. All ranks agree on it, compiled or not."""
         itemsize = _ITEMSIZES.get(packed.dtype)
         return itemsize is not None and packed.is_cpu and packed.numel() * itemsize <= MOST_BYTES
-
-    def _send(self, kind: int, packed: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or type(packed) is not Tensor:
-            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, kind == SUM)  # type: ignore[no-any-return]
-        packed = packed.contiguous()
-        return self._exchange(kind, packed, packed if kind == SUM else _target(kind, packed, self.size))
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         numel, itemsize = packed.numel(), packed.element_size()
@@ -92,12 +96,9 @@ class SharedCommunicator(TorchCommunicator):
 
     def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
         packed = packed.contiguous()
-        return self._publish(kind, packed, _target(kind, packed, self.size))
-
-    def _publish(self, kind: int, packed: Tensor, target: Tensor) -> Published:
         numel, itemsize = packed.numel(), packed.element_size()
         self._native.publish(self._segment, kind, packed.data_ptr(), numel, itemsize)
-        self._begun.append(Published(self, target))
+        self._begun.append(Published(self, packed.new_empty((self.size, numel) if kind == GATHER else numel)))
         return self._begun[-1]
 
     def leave(self, why: str) -> None:
@@ -113,19 +114,18 @@ class SharedCommunicator(TorchCommunicator):
 class Published(AsyncCollective):
     """A message that this rank has published without waiting for the other ranks.
 
-    Attributes:
-        begun: messages that :meth:`wait` waits for first; the result is that of the last one, if there are any.
+    ``wait`` first waits for the messages in ``begun``, and returns the result of the last one; without any, ``target``.
     """
 
-    def __init__(self, communicator: SharedCommunicator, target: Tensor) -> None:
-        self._communicator, self._target, self._result = communicator, target, target
-        self.begun: list[AsyncCollective] = []
+    def __init__(self, communicator: SharedCommunicator, target: Tensor, *begun: AsyncCollective) -> None:
+        self._communicator, self._target, self._all = communicator, target, begun
+        self._result = target
 
     def wait(self) -> Tensor:
         communicator = self._communicator
         if self in communicator._begun:
             communicator._begun.remove(self)
-            for message in self.begun:
+            for message in self._all:
                 self._result = message.wait()
             try:
                 communicator._native.collect(communicator._segment, self._target.data_ptr())

@@ -173,11 +173,13 @@ void Segment::publish(const Message& message, const void* payload) {
 
 bool Segment::poll() const {
   const uint32_t sequence = collected_ + 1;
-  const auto end = Clock::now() + kSpin;
+  Clock::time_point end;
   for (int rank = 0; rank < ranks(); ++rank) {
     const Word& word = states_[rank].slot(sequence).sequence;
     for (int i = 1; word.load(std::memory_order_acquire) != sequence; ++i) {
-      if (!spins_ || (i % 16 == 0 && Clock::now() >= end)) return false;
+      if (!spins_) return false;
+      if (end == Clock::time_point()) end = Clock::now() + kSpin;  // for all ranks
+      if (i % 16 == 0 && Clock::now() >= end) return false;
       relax();
     }
   }
