@@ -124,7 +124,7 @@ def _rebased(cls: type, base: type[nn.Module]) -> type[nn.Module]:
 
 def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
     reduced: Any = SyncBatchNorm.__reduce_ex__(layer, protocol)
-    cls = type(layer)
+    cls: Any = next(cls for cls in type(layer).__mro__ if "local_class" in vars(cls))
     made_from = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
     return _new_layer, made_from, *reduced[2:]
 

@@ -7,7 +7,7 @@ that order, so that method resolution finds ``SyncBatchNorm.forward`` in the pla
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,8 +24,8 @@ from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .converters import groups_of
-from .findings import BY_ITSELF, examine, is_unsynchronized
-from .hooks import revert_hooks
+from .findings import BY_ITSELF, Finding, examine, is_unsynchronized
+from .hooks import undo_changes, undone
 from .report import summary
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -82,45 +82,21 @@ def convert_sync_batchnorm(
     """
     spec: Any = spec_of(process_group)
     check_flag("skip_nonfinite", skip_nonfinite)
-    # All classes are found before any layer changes, so that a refused layer leaves the model unchanged.
-    targets: dict[nn.Module, type[SyncBatchNorm]] = {}
-    findings = examine(module, filter)
-    for finding in findings:
-        if finding.error is not None:
-            raise finding.error
-        if finding.target is not None:
-            targets[finding.module] = finding.target
-    stay = [name_of(finding.module, finding.names[0]) for finding in findings if finding.reason == BY_ITSELF]
-    if stay:
-        warnings.warn(
-            f"module: these layers go on to synchronize by themselves: {', '.join(stay)}; tell register_converter what "
-            "they are to become, or that they are to stay",
-            stacklevel=2,
-        )
-    unknown = [name_of(finding.module, finding.names[0]) for finding in findings if is_unsynchronized(finding)]
-    if unknown:
-        warnings.warn(
-            f"module: these layers are not synchronized: {', '.join(unknown)}; their classes are not derived from "
-            "torch's batch normalization. Register a class for them with register_converter, or leave them out with "
-            "filter",
-            stacklevel=2,
-        )
-    accepted = _accepted_by_opacus(targets.values())
-    if accepted:
-        warnings.warn(
-            "module: opacus is imported, knows torch's classes alone, and so accepts batch normalization, which is not "
-            f"private, in {', '.join(accepted)}; replace batch normalization by ModuleValidator.fix before conversion, "
-            "or register the validator of torch.nn.BatchNorm2d for type(layer) in ModuleValidator.VALIDATORS",
-            stacklevel=2,
-        )
-    with _restored_on_error(targets):
-        for layer, cls in targets.items():
-            change_class(layer, cls)
-            if spec is not EVERYONE:
-                layer.process_group = spec
-            if skip_nonfinite:
-                vars(layer)["skip_nonfinite"] = True
-        _name_layers(module)
+    check_module(module)
+    with undone(module):
+        findings = examine(module, filter)
+        # All classes are found before any layer changes, so that a refused layer leaves the model unchanged.
+        targets = _targets_of(findings)
+        for warning in _warnings_about(findings):
+            warnings.warn(warning, stacklevel=2)
+        with _restored_on_error(targets):
+            for layer, cls in targets.items():
+                change_class(layer, cls)
+                if spec is not EVERYONE:
+                    layer.process_group = spec
+                if skip_nonfinite:
+                    vars(layer)["skip_nonfinite"] = True
+            _name_layers(module)
     forget_compiled_code(module)
     text = f"convert_sync_batchnorm: {type(module).__name__}: {summary(findings)}"
     if verbose:
@@ -128,6 +104,40 @@ def convert_sync_batchnorm(
     if not targets:
         warnings.warn(f"{text}; conversion_report tells why" if findings else text, stacklevel=2)
     return module
+
+
+def _targets_of(findings: Iterable[Finding]) -> dict[nn.Module, type[SyncBatchNorm]]:
+    """Returns the new class of each layer; raises the error of a refused one."""
+    targets: dict[nn.Module, type[SyncBatchNorm]] = {}
+    for finding in findings:
+        if finding.error is not None:
+            raise finding.error
+        if finding.target is not None:
+            targets[finding.module] = finding.target
+    return targets
+
+
+def _warnings_about(findings: Sequence[Finding]) -> Iterator[str]:
+    stay = [name_of(finding.module, finding.names[0]) for finding in findings if finding.reason == BY_ITSELF]
+    if stay:
+        yield (
+            f"module: these layers synchronize by themselves: {', '.join(stay)}; register a class for them with "
+            "register_converter, or that they stay"
+        )
+    unknown = [name_of(finding.module, finding.names[0]) for finding in findings if is_unsynchronized(finding)]
+    if unknown:
+        yield (
+            f"module: these layers are not synchronized: {', '.join(unknown)}; their classes are not derived from "
+            "torch's batch normalization. Register a class for them with register_converter, or leave them out with "
+            "filter"
+        )
+    accepted = _accepted_by_opacus(finding.target for finding in findings if finding.target is not None)
+    if accepted:
+        yield (
+            "module: opacus is imported, knows only torch's classes, and so accepts batch normalization, which is not "
+            f"private, in {', '.join(accepted)}; use ModuleValidator.fix before conversion, or register the validator "
+            "of torch.nn.BatchNorm2d for type(layer) in ModuleValidator.VALIDATORS"
+        )
 
 
 def revert_sync_batchnorm(module: _Module) -> _Module:
@@ -153,25 +163,23 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     If it raises, ``module`` is unchanged.
     """
     check_module(module)
-    changed = {
-        part: class_before_conversion(type(part)) for part in module.modules() if isinstance(part, SyncBatchNorm)
-    }
-    restore = [undo(module) for undo in revert_hooks]
+    restore = undo_changes(module)
     try:
+        layers = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
+        changed = {layer: class_before_conversion(type(layer)) for layer in layers}
         for layer, cls in changed.items():
             _check_that_it_can_be_local(layer, cls)
-    except ValueError:
-        for redo in restore:
-            redo()
+        with _restored_on_error(changed):
+            for layer, cls in changed.items():
+                groups = vars(layer).get("groups_before", {})
+                for name in ("_sync_state", "groups_before"):
+                    vars(layer).pop(name, None)
+                for name, held in groups.items():
+                    vars(layer)[name] = group_before(held) if isinstance(held, GroupSpec) else held
+                object.__setattr__(layer, "__class__", cls)
+    except BaseException:
+        restore()
         raise
-    with _restored_on_error(changed):
-        for layer, cls in changed.items():
-            groups = vars(layer).get("groups_before", {})
-            for name in ("_sync_state", "groups_before"):
-                vars(layer).pop(name, None)
-            for name, held in groups.items():
-                vars(layer)[name] = group_before(held) if isinstance(held, GroupSpec) else held
-            object.__setattr__(layer, "__class__", cls)
     forget_compiled_code(module)
     return module
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from ..conversion.hooks import report_notes, revert_hooks
+from ..conversion.hooks import report_notes, undo_hooks
 from ..models import check_module
 from ..names import name_of
 from ..ops.activations import MODULES, Activation
@@ -113,26 +113,27 @@ def fuse_activations(module: _Module) -> _Module:
     return module
 
 
-@revert_hooks.register
+@undo_hooks.register
 def _unfuse(module: nn.Module) -> Callable[[], None]:
     """Undoes :func:`fuse_activations`."""
-    containers = [(container, dict(container._modules)) for container in module.modules()]
-    fused = [part for part in module.modules() if isinstance(part, FusedActivation)]
-    undone = [part.layer for part in fused if part.layer.fused_activation == part.given]
-    for container, children in containers:
-        for key, part in children.items():
-            if isinstance(part, FusedActivation):
-                part.activation.training = part.training
-                container._modules[key] = part.activation
-    for layer in undone:
-        del layer.fused_activation
+    places = [
+        (container, key, part)
+        for container in module.modules()
+        for key, part in container._modules.items()
+        if isinstance(part, FusedActivation)
+    ]
+    undone = {part for _, _, part in places if part.layer.fused_activation == part.given}
+    for container, key, part in places:
+        part.activation.training = part.training
+        container._modules[key] = part.activation
+    for part in undone:
+        del part.layer.fused_activation
 
     def restore() -> None:
-        for container, children in containers:
-            container._modules.update(children)
-        for part in fused:
-            if part.layer in undone:
-                part.layer.fused_activation = part.given
+        for container, key, part in places:
+            container._modules[key] = part
+        for part in undone:
+            part.layer.fused_activation = part.given
 
     return restore
 
@@ -159,13 +160,18 @@ def pairs_in(model: nn.Module) -> Iterator[Pair]:
         keys, modules = list(container._modules), list(container._modules.values())
         for at, layer in enumerate(modules):
             between = _up_to_activation(modules[at + 1 :]) if isinstance(layer, SyncBatchNorm) else []
-            if between and type(layer).forward is _LAYER and layer.fused_activation is None:
+            if between and _forward_of(layer) is _LAYER and layer.fused_activation is None:
                 key = keys[at + len(between)]
                 plain = all(map(_is_called_plainly, [layer, *between]))
                 obstacle = None if plain else "one of the two has hooks or was compiled"
                 if places[layer] > 1:
                     obstacle = "the layer is in several places"
                 yield Pair(layer, between[-1], container, key, f"{name}.{key}".lstrip("."), obstacle)
+
+
+def _forward_of(layer: nn.Module) -> Any:
+    """Returns the forward of the class of ``layer``, without recompute_outputs."""
+    return vars(type(layer)).get("_recomputed_class", type(layer)).forward
 
 
 def _up_to_activation(modules: list[Any]) -> list[nn.Module]:

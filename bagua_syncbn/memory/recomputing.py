@@ -1,6 +1,6 @@
 """Models that recompute the outputs of layers in backward instead of storing them."""
 
-import sys
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
@@ -8,14 +8,11 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ..conversion.hooks import report_notes, revert_hooks
+from ..conversion.hooks import report_notes, undo_hooks
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals.modules import in_place_of_forward
 from .recipes import Recomputed
 
 _Module = TypeVar("_Module", bound=nn.Module)
-# A name, because torch numbers hooks, and another hook may have the number that a copy or file holds.
-_NAME = "bagua_syncbn.recompute_outputs"
 
 
 @overload
@@ -41,9 +38,9 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     output.
 
     Args:
-        module: a model that recomputes outputs from now on, by a hook that copies and files keep. None for a context
-            manager, to be entered around forward passes in this thread, and so not for replicas of one process; the
-            backward pass may be outside of it.
+        module: a model that recomputes outputs from now on, by a change of its class that copies and files keep. None
+            for a context manager around forward passes in this thread, and so not for replicas of one process; the
+            backward pass may run outside of it.
         enabled: False to end that for ``module``, as :func:`revert_sync_batchnorm` does too.
 
     Returns:
@@ -68,46 +65,73 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     if not isinstance(module, nn.Module):
         expected = "a torch.nn.Module or None" if enabled else "a torch.nn.Module with enabled=False"
         raise TypeError(f"module: expected {expected}, got {type(module).__name__}")
-    # Replicas run in threads of their own, so each of them enters the context.
-    hooked: Any = module.module if isinstance(module, nn.DataParallel) else module
-    if not enabled:
-        hooked._forward_pre_hooks.pop(_NAME, None)
-        return module
-    hooked._forward_pre_hooks[_NAME] = _recompute
+    # The wrapped module: replicas are copies of it, and each enters the context in its thread.
+    target: nn.Module = module.module if isinstance(module, nn.DataParallel) else module
+    if enabled and not _recomputes(target):
+        cls: Any = type(target)
+        object.__setattr__(target, "__class__", _recomputing_class(cls))
+    elif not enabled and _recomputes(target):
+        _restore_class(target)
     return module
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return "_recomputed_class" in vars(type(module))
+
+
+def _restore_class(module: nn.Module) -> None:
+    object.__setattr__(module, "__class__", vars(type(module))["_recomputed_class"])
+
+
+@functools.cache
+def _recomputing_class(cls: Any) -> Any:
+    """Returns a subclass of ``cls`` that recomputes outputs in its calls.
+
+    Not a pair of hooks: torch calls no forward hook if Ctrl-C ends the forward. Not an attribute of the module: copies
+    and replicas would call the forward of the first module.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        with Recomputed():
+            return cls.forward(self, *args, **kwargs)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        make, arguments, *rest = reduced
+        return _make_recomputing, (make, *(cls if given is type(self) else given for given in arguments)), *rest
+
+    namespace = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": reduce_ex,
+        "_recomputed_class": cls,
+        "forward": functools.wraps(cls.forward)(forward),
+    }
+    return type(cls.__name__, (cls,), namespace)
+
+
+def _make_recomputing(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    """Makes a module for a copy or from a file."""
+    return recompute_outputs(make(*arguments))
 
 
 @report_notes.register
 def _notes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    part: Any
-    for part in model.modules():
-        if _NAME in part._forward_pre_hooks:
-            layers = (layer for layer in part.modules() if isinstance(layer, SyncBatchNorm))
-            yield from ((layer, "outputs are recomputed") for layer in layers)
+    for part in filter(_recomputes, model.modules()):
+        layers = (layer for layer in part.modules() if isinstance(layer, SyncBatchNorm))
+        yield from ((layer, "outputs are recomputed") for layer in layers)
 
 
-@revert_hooks.register
+@undo_hooks.register
 def _undo(module: nn.Module) -> Callable[[], None]:
-    parts: list[Any] = list(module.modules())
-    hooked = [part for part in parts if _NAME in part._forward_pre_hooks]
-    for part in hooked:
-        del part._forward_pre_hooks[_NAME]
+    parts = list(filter(_recomputes, module.modules()))
+    for part in parts:
+        _restore_class(part)
 
     def restore() -> None:
-        for part in hooked:
-            part._forward_pre_hooks[_NAME] = _recompute
+        for part in parts:
+            recompute_outputs(part)
 
     return restore
-
-
-def _recompute(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        in_place_of_forward(sys._getframe(), _recomputed)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        with Recomputed():
-            return forward(*args, **kwargs)
-
-    return recomputed

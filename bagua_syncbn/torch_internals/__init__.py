@@ -17,8 +17,6 @@ run a backward pass                          repetition from a first run
                                              a repetition leaves out
 saved-tensor hooks in force, and whether     outputs are stored                none
 they are allowed
-the cell ``forward_call`` of                 recompute_outputs as a context    ``with recompute_outputs():``
-``Module._call_impl``                        only
 ``_is_exporting_flag``                       a wrong error under torch.export  ``is_exporting``, true in torch 2.10 for
                                                                                all compilation
 ``OptimizedModule``, ``_compiled_call_impl`` compiled code outlives            none

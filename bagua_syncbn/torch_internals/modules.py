@@ -4,7 +4,6 @@ import functools
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 import torch
@@ -55,23 +54,6 @@ def check_before_folding(check: Callable[[Any], None]) -> None:
 
     for name in ("fuse_conv_bn_weights", "fuse_linear_bn_weights"):
         setattr(fusion, name, checked(getattr(fusion, name)))
-
-
-def in_place_of_forward(hook: FrameType, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Has the call of a module, in which a forward pre-hook runs in the frame ``hook``, call ``wrap(forward)``.
-
-    A forward hook cannot end what a pre-hook began: torch runs none if Ctrl-C ends the forward. An attribute of the
-    module cannot stand for its forward either: copies and replicas of the module would call the first one's.
-    """
-    calls = hook.f_back and hook.f_back.f_back
-    inner = calls and calls.f_locals.get("inner")  # in Module._call_impl, of torch 2.10 to 2.14
-    cells = {} if inner is None else dict(zip(inner.__code__.co_freevars, inner.__closure__, strict=True))
-    if "forward_call" not in cells:
-        raise RuntimeError(
-            "recompute_outputs: expected modules that are called as in torch 2.10 to 2.14, got torch "
-            f"{torch.__version__}; enter recompute_outputs() as a context"
-        )
-    cells["forward_call"].cell_contents = wrap(cells["forward_call"].cell_contents)
 
 
 # Whether torch allows hooks for saved tensors here.
