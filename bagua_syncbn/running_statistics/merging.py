@@ -135,7 +135,8 @@ def merged_over_ranks(
     merged = list(own)
     if communicator.size > 1:
         merged = [Moments.of_sums(one.to(moments.mean.device)) for one, moments in zip(total, own, strict=True)]
-    wrong = [name for name, moments in zip(layers, merged, strict=True) if not torch.cat(moments).isfinite().all()]
+    finite = {name: bool(torch.cat(own).isfinite().all()) for name, own in zip(layers, merged, strict=True)}
+    wrong = [name or "the model itself" for name, is_finite in finite.items() if not is_finite]
     if wrong:
         raise RuntimeError(f"{what}: statistics are not finite in {', '.join(wrong)} on some rank; none was updated")
     return merged
