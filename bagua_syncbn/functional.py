@@ -1,4 +1,4 @@
-"""Synchronized batch normalization as a function: checks, and choice of the statistics that a call is normalized by."""
+"""Synchronized batch normalization as a function: checks, and the choice of statistics."""
 
 import inspect
 from collections.abc import Callable
@@ -38,7 +38,7 @@ first_call_checks: Registry[Callable[[Call], bool]] = Registry()
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
-    """Returns group and layer of a call of :func:`sync_batch_norm`; its arguments may be wrong."""
+    """Returns the group and the layer of a call of :func:`sync_batch_norm`, whose arguments may be invalid."""
     given = dict(zip(inspect.signature(sync_batch_norm).parameters, args, strict=False)) | options
     return (given.get("process_group"), given.get("layer")) if given.get("training", True) else None
 
@@ -65,85 +65,83 @@ def sync_batch_norm(
     lengths: Tensor | None = None,
     zero_masked: bool = False,
 ) -> Tensor:
-    r"""Batch normalization with the statistics of all ranks of a group.
+    r"""Computes batch normalization with the statistics of all ranks of a group.
 
     .. math::
 
         y = \mathrm{act}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta + r\right)
 
-    where the activation and the residual :math:`r` may be left out.
+    The activation and the residual :math:`r` are optional.
 
-    With ``training=True`` mean and biased variance are taken per channel over the batches of all ranks together: the
-    output, the gradients and the running statistics are those of one process on the concatenated batch (`Ioffe and
-    Szegedy, 2015 <https://arxiv.org/abs/1502.03167>`__; merge of the ranks' moments: Chan, Golub and LeVeque, 1983).
-    The gradients of ``weight`` and ``bias`` are this rank's share of the sum over ranks. It takes one all-gather
-    forward and, if ``input`` requires a gradient, one all-reduce backward; all ranks of the group must make the call.
-    Batches may differ in size between ranks, and be empty.
+    With ``training=True``, mean and biased variance are computed per channel over the combined batch of all ranks.
+    Output, gradients and running statistics equal those of one process on the concatenated batch (`Ioffe and Szegedy,
+    2015 <https://arxiv.org/abs/1502.03167>`__; merge of the moments: Chan, Golub and LeVeque, 1983). The gradients of
+    ``weight`` and ``bias`` are this rank's share of the sum over ranks. A call takes one all-gather in forward and, if
+    ``input`` requires a gradient, one all-reduce in backward; all ranks of the group must make it. Batch sizes may
+    differ between ranks and may be 0.
 
-    With ``training=False`` the result is :func:`torch.nn.functional.batch_norm` with the running statistics, on this
-    rank alone.
+    With ``training=False``, the result equals :func:`torch.nn.functional.batch_norm` with the running statistics. No
+    rank communicates.
 
-    The backward pass keeps ``input``, with an activation also ``residual``, and no other tensor of this size: it
-    recomputes the input of the activation. Gradients are exact, and can be differentiated again.
+    For backward, the function stores ``input`` and, with an activation, ``residual``. It recomputes the input of the
+    activation. Gradients are exact and can be differentiated again.
 
     Args:
-        input: (N, C, \*), of dtype float16, bfloat16, float32 or float64, in any memory format; or a DTensor, with the
+        input: (N, C, \*), float16, bfloat16, float32 or float64, in any memory format; or a DTensor, with the
             statistics of the whole tensor.
-        running_mean: (C), of any float dtype, or None not to track; updated in place in training, except where all
-            ranks together have fewer than two values per channel.
-        running_var: (C), updated in the same way, with the unbiased variance.
-        weight: (C), :math:`\gamma`, of any float dtype, or None for 1.
-        bias: (C), :math:`\beta`, of any float dtype, or None for 0.
-        training: whether to normalize by the statistics of the batch.
-        momentum: weight of the new statistics in the running ones; None for the average over all batches so far, which
-            needs ``num_batches_tracked``.
-        eps: :math:`\epsilon`, added to the variance; above 0 in training, as torch asks, and never below.
-        process_group: the ranks to synchronize with: None for the default group of the job (each process alone where
-            there is no job), a :class:`torch.distributed.ProcessGroup`, a ``BaguaProcessGroup``, a description of one
-            as :func:`~bagua_syncbn.sync_group` takes it, or a :class:`~bagua_syncbn.communicators.Communicator`.
-        num_batches_tracked: scalar, increased by one in place whenever the running statistics are updated; of any
-            integer or float dtype.
-        eps_mode: ``"plus"``, or ``"clamp"`` for :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}` as the divisor, where
-            ``eps`` may be 0 in training too. Statistics of float32 and half inputs then hold deviations down to 1e-19,
-            and their second derivatives down to 1e-12; smaller ones need float64 input or an ``eps``.
-        skip_nonfinite: whether ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they are where the
-            statistics of all ranks together are infinite or not a number, as in a step that ``GradScaler`` skips. It is
-            decided on the device.
-        layer: the module that calls. Activation checkpointing repeats the calls of each module in their order; all
-            calls without a module count as calls of one module.
+        running_mean: (C), any float dtype; None to track nothing. Updated in place in training if all ranks together
+            have at least two values per channel.
+        running_var: (C), updated like ``running_mean``, with the unbiased variance.
+        weight: (C), :math:`\gamma`, any float dtype; None for 1.
+        bias: (C), :math:`\beta`, any float dtype; None for 0.
+        training: whether to normalize with batch statistics.
+        momentum: weight of the new batch statistics in the running statistics; None for a cumulative average, which
+            requires ``num_batches_tracked``.
+        eps: :math:`\epsilon`, added to the variance. At least 0; above 0 in training.
+        process_group: ranks to synchronize with. None for the default group of the job, or for this process if no job
+            runs; a :class:`torch.distributed.ProcessGroup`; a ``BaguaProcessGroup``; a description that
+            :func:`~bagua_syncbn.sync_group` takes; or a :class:`~bagua_syncbn.communicators.Communicator`.
+        num_batches_tracked: scalar, any integer or float dtype. Incremented in place when the running statistics are
+            updated.
+        eps_mode: ``"plus"``; or ``"clamp"`` to divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`, where
+            ``eps`` may be 0 in training. With float32 and half inputs, "clamp" is exact for standard deviations down to
+            1e-19, and its second derivatives down to 1e-12; smaller ones need float64 input or an ``eps``.
+        skip_nonfinite: whether to skip the update of ``running_mean``, ``running_var`` and ``num_batches_tracked`` if
+            the batch statistics are infinite or NaN, as in a step that ``GradScaler`` skips. Decided on the device.
+        layer: calling module. Activation checkpointing matches recomputed calls by module and order; all calls without
+            a module count as calls of one module.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
-            ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, as in :mod:`torch.nn.functional`; the slope of
-            ``leaky_relu`` and the alpha of ``elu`` with it, as in ``("leaky_relu", 0.2)``; a module of torch for one of
-            these, as ``nn.ReLU()``; or None.
-        residual: :math:`r`, (N, C, \*), of the dtype of ``input`` and on its device, in any memory format; or None.
-        mask: bool, broadcastable to (N, 1, \*): true at the positions whose values make the statistics. The others are
-            normalized by the same statistics, which do not depend on them. Some ranks may have a mask and others none,
-            and all positions of a rank may be masked. A mask of fewer dimensions is refused if its first dimension has
-            N elements and so may stand for samples.
-        lengths: (N), integers, in place of ``mask``: how many places along the last dimension of ``input``, which has
-            at least 3, make the statistics in each sample, from the first one on. On CUDA, where no host waits to look,
-            one below 0 counts as 0, and one above the dimension as all of it.
-        zero_masked: whether the output is 0 at masked positions, whatever the input is there; their gradient is 0.
+            ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, as in :mod:`torch.nn.functional`; a pair with the slope of
+            ``leaky_relu`` or the alpha of ``elu``, such as ``("leaky_relu", 0.2)``; a torch module such as
+            ``nn.ReLU()``; or None.
+        residual: :math:`r`, (N, C, \*), same dtype and device as ``input``, in any memory format; or None.
+        mask: bool, broadcastable to (N, 1, \*). True for positions that count for the statistics. The other positions
+            are normalized with the same statistics. Ranks may differ in whether they pass a mask, and all positions of
+            a rank may be masked. A mask with fewer dimensions is refused if its first dimension has size N, because it
+            could be samples.
+        lengths: (N), integers, instead of ``mask``: number of positions that count along the last dimension of an
+            ``input`` with at least 3 dimensions. On CUDA, values are not checked but clamped to the dimension.
+        zero_masked: whether output and gradient are 0 at masked positions, even if the input is NaN there.
 
     Returns:
-        (N, C, \*), of the dtype and memory format of ``input``.
+        (N, C, \*), with the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: an argument is of another type or dtype than above; ``input`` or ``residual`` is sparse, nested or in
-            the layout of MKL-DNN; ``input`` is a DTensor, and another tensor is not placed accordingly, or there is a
-            mask; another tensor is a DTensor and ``input`` is not.
+        TypeError: an argument has the wrong type or dtype; ``input`` or ``residual`` is sparse, nested or in MKL-DNN
+            layout; ``input`` is a DTensor, and another tensor is not placed to match or there is a mask; another tensor
+            is a DTensor and ``input`` is not.
         ValueError: ``input`` has fewer than 2 dimensions; only one of ``running_mean`` and ``running_var`` is given, or
-            one tensor as both; a group of one rank has one value per channel in training; ``momentum`` is None without
-            ``num_batches_tracked``; ``eps``, ``momentum`` or the parameter of ``activation`` is not finite, or ``eps``
-            is too small; ``eps_mode`` or ``activation`` is unknown; ``mask`` or ``lengths`` does not fit ``input``, or
-            both are given; this rank is not in ``process_group``, or its ranks do not hold each value of a DTensor
-            once.
-        RuntimeError: a parameter or buffer does not have C elements, ``num_batches_tracked`` not one, ``residual`` is
-            not of the size of ``input``, or one of them is on another device; there is a mask in one of several
-            replicas; :func:`torch.jit.trace` or ``torch.export`` runs in training over several ranks; a checkpoint
-            repeats more than it ran, or repeats under forward-mode differentiation.
+            both are the same tensor; there is one value per channel in training in a group of one; ``momentum`` is None
+            without ``num_batches_tracked``; ``eps``, ``momentum`` or the parameter of ``activation`` is not finite, or
+            ``eps`` is too small; ``eps_mode`` or ``activation`` is unknown; ``mask`` or ``lengths`` does not fit
+            ``input``, or both are given; this rank is not in ``process_group``, or the ranks of the group do not hold
+            each value of a DTensor exactly once.
+        RuntimeError: a parameter or buffer does not have C elements, or ``num_batches_tracked`` more than one;
+            ``residual`` has another size than ``input``; a tensor is on another device; replicas get a mask;
+            :func:`torch.jit.trace` or ``torch.export`` traces training over several ranks; a checkpoint recomputes more
+            calls than it ran, or recomputes under forward-mode differentiation.
 
-    Each of these is raised before this rank waits for another one or writes to a buffer.
+    All errors are raised before this rank waits for another one and before any buffer changes.
     """
     if training is not True:
         check_flag("training", training)
@@ -155,7 +153,7 @@ def sync_batch_norm(
 
 
 def batch_norm(call: Call) -> Tensor:
-    """Computes :func:`sync_batch_norm`. Callers notify their peers of errors."""
+    """Computes :func:`sync_batch_norm`. The caller notifies its peers of errors."""
     input = call.input
     if type(input) not in _PLAIN_CLASSES:
         for compute in special_inputs:
@@ -164,10 +162,10 @@ def batch_norm(call: Call) -> Tensor:
                 return output
         if isinstance(input, Tensor) and not torch.compiler.is_compiling():
             if has_torch_function_unary(input):
-                # The output gets the class, and what the class copies from the input.
+                # The output gets the class of the input, and the attributes that the class copies.
                 compute_plain = lambda plain: batch_norm(call._replace(input=plain))  # noqa: E731
                 return handle_torch_function(compute_plain, (input,), input)
-            # Its class has no say here: either it never has, or torch has disabled it, as within __torch_function__.
+            # __torch_function__ does not apply: the class has none, or torch disabled it inside one.
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
     is_compiling = torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Layers: they hold parameters, buffers and options, and leave computation to :mod:`.functional`."""
+"""Layers hold parameters, buffers and options; :mod:`.functional` computes."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ from .step.call import Call
 
 
 class BatchNorm(_BatchNorm):
-    """Batch normalization over (N, C, \\*) with any number of dimensions, on this process alone.
+    """Local batch normalization over (N, C, \\*), with any number of dimensions.
 
-    :func:`~bagua_syncbn.revert_sync_batchnorm` gives this class to a :class:`SyncBatchNorm`, which torch has no layer
-    for.
+    :func:`~bagua_syncbn.revert_sync_batchnorm` turns a :class:`SyncBatchNorm` into this class, because torch has no
+    such layer.
     """
 
     _check_input_dim = staticmethod(check_dimensions)
@@ -45,44 +45,39 @@ class SyncBatchNorm(_BatchNorm):
 
         y = \mathrm{act}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta + r\right)
 
-    where there is an activation only if one is given, and a residual :math:`r` only if the layer is called with one.
-    In training, mean and variance are taken over the batches of all ranks together, as
-    :func:`~bagua_syncbn.sync_batch_norm` describes. In evaluation each rank is on its own: it normalizes by the running
-    statistics, or by the statistics of its own batch with ``track_running_stats=False``. Parameters, buffers and state
-    dict are as in :class:`torch.nn.BatchNorm2d`.
+    The activation and the residual :math:`r` are optional. In training, mean and variance are computed over the
+    combined batch of all ranks, see :func:`~bagua_syncbn.sync_batch_norm`. In evaluation each rank normalizes with the
+    running statistics, or with the statistics of its batch if ``track_running_stats=False``. Parameters, buffers and
+    state dict are the same as in :class:`torch.nn.BatchNorm2d`.
 
-    Use :class:`SyncBatchNorm1d`, :class:`SyncBatchNorm2d` and :class:`SyncBatchNorm3d` to have the number of dimensions
-    checked, or :func:`~bagua_syncbn.convert_sync_batchnorm` on a model that exists.
+    :class:`SyncBatchNorm1d`, :class:`SyncBatchNorm2d` and :class:`SyncBatchNorm3d` check the number of dimensions. Use
+    :func:`~bagua_syncbn.convert_sync_batchnorm` for an existing model.
 
     Args:
         num_features: C, the number of channels.
         eps: :math:`\epsilon`, added to the variance.
-        momentum: weight of the new statistics in the running ones; None for the average over all batches.
-        affine: whether there are parameters :math:`\gamma` and :math:`\beta`.
-        track_running_stats: whether to keep running statistics.
-        process_group: the ranks to synchronize with, see :func:`~bagua_syncbn.sync_batch_norm`. A copied or loaded
-            layer holds the ranks of its group in place of the group.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
-        bias: with ``affine``, whether there is a :math:`\beta`.
-        eps_mode: ``"plus"`` to divide by :math:`\sqrt{\mathrm{Var}[x] + \epsilon}`, as torch does, or ``"clamp"`` to
-            divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`. Also an attribute, which can be set.
-        skip_nonfinite: whether to leave the running statistics as they are in a step where the batch statistics of all
-            ranks are infinite or not a number. Also an attribute, which can be set.
-        activation: computed by the layer, which then stores its input only for the backward pass; see
-            :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute, ``fused_activation``, which can be set:
-            ``activation`` is what other classes call modules of theirs.
+        momentum: weight of the new batch statistics in the running statistics; None for a cumulative average.
+        affine: whether the layer has :math:`\gamma` and :math:`\beta`.
+        track_running_stats: whether the layer keeps running statistics.
+        process_group: ranks to synchronize with, see :func:`~bagua_syncbn.sync_batch_norm`. A copied or loaded layer
+            holds the ranks of the group instead of the group.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
+        bias: with ``affine``, whether the layer has :math:`\beta`.
+        eps_mode: ``"plus"`` or ``"clamp"``, see :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute.
+        skip_nonfinite: see :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute.
+        activation: activation that the layer computes, see :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute,
+            named ``fused_activation``, because converted classes may have a module named ``activation``.
 
     Shape:
-        - Input: (N, C, \*), of a dtype that :func:`~bagua_syncbn.sync_batch_norm` takes
-        - Residual: as the input, or None
-        - Output: as the input, in its memory format
+        - Input: (N, C, \*), float16, bfloat16, float32 or float64
+        - Residual: same as the input, or None
+        - Output: same as the input, including the memory format
 
     Raises:
-        TypeError, ValueError: ``eps``, ``momentum``, ``eps_mode``, ``skip_nonfinite``, ``activation`` or
-            ``process_group`` is wrong, as for :func:`~bagua_syncbn.sync_batch_norm`. Attributes that are set later are
-            checked in the next call.
-        AttributeError: ``activation`` is set, and not ``fused_activation``.
+        TypeError, ValueError: an argument is invalid, see :func:`~bagua_syncbn.sync_batch_norm`. Attributes that are
+            set later are checked in the next call.
+        AttributeError: ``activation`` is set instead of ``fused_activation``.
 
     Example::
 
@@ -94,19 +89,18 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 64, 14, 14])
     """
 
-    # Options, see sync_batch_norm. Classes that get converted have modules named "activation".
+    # Options, see sync_batch_norm. Not "activation": converted classes may have a module of that name.
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
     fused_activation: str | tuple[str, float] | nn.Module | None = None
 
-    # The converter, under the name that it has in torch and Bagua. Set by bagua_syncbn.conversion, which this module
-    # does not import.
+    # The converter, named as in torch and Bagua. Set by bagua_syncbn.conversion, which this module does not import.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     # True if the class overrides __getattr__, which may return tensors other than the registered ones.
     _has_getattr: ClassVar[bool] = False
 
-    # Class that revert_sync_batchnorm gives the layer. A subclass must name its own.
+    # Class that revert_sync_batchnorm gives the layer. A subclass must define its own.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
 
     def __init__(
@@ -160,7 +154,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> Any:
-        """The ranks to synchronize with. A layer does not keep its :class:`torch.distributed.ProcessGroup` alive."""
+        """Ranks to synchronize with. The layer does not keep its :class:`torch.distributed.ProcessGroup` alive."""
         return spec_of(self._sync_state.group).process_group
 
     @process_group.setter
@@ -170,8 +164,8 @@ class SyncBatchNorm(_BatchNorm):
     def reset_running_stats(self) -> None:
         if self._sync_state.frozen is not None:
             raise RuntimeError(
-                f"reset_running_stats: expected a layer whose statistics move, got a frozen {type(self).__name__}, "
-                "which would normalize by a mean of 0 and a variance of 1 from now on; call unfreeze_statistics first"
+                f"reset_running_stats: this {type(self).__name__} is frozen, and would normalize with mean 0 and "
+                "variance 1 from now on; call unfreeze_statistics first"
             )
         super().reset_running_stats()
 
@@ -233,26 +227,26 @@ class SyncBatchNorm(_BatchNorm):
         return *reduced[:2], {**reduced[2], "_sync_state": copy(self._sync_state)}, *reduced[3:]
 
     def __prepare_scriptable__(self) -> NoReturn:
-        # torch.jit.script replaces the layer in the given model by the result of this method: a layer that can be
+        # torch.jit.script replaces the layer in the given model by the result of this method. Any layer that can be
         # scripted would leave that model unsynchronized.
         raise TypeError(
-            f"torch.jit.script: expected a model without synchronized layers, got {type(self).__name__}; "
-            "script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
+            f"torch.jit.script: cannot script {type(self).__name__}; script "
+            "bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
         )
 
 
-# Functions and not methods, because classes that get converted may have methods of any name.
+# Functions instead of methods, because converted classes may have methods of any name.
 
 
 def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Call:
-    # Looked up where modules hold them: torch's search takes 0.6 us for each. No other attribute can have the name of a
-    # parameter or buffer. A class with a search of its own is asked, because it may give parts of its tensors.
+    # Looked up in the dicts of the module: nn.Module.__getattr__ takes 0.6 us for each. No other attribute can have the
+    # name of a parameter or buffer. A class that overrides __getattr__ may return parts of its tensors.
     parameters, held = layer._parameters, layer._buffers
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
         is_found = not layer._has_getattr
-    except KeyError:  # as in a parametrized layer, or in a replica
+    except KeyError:  # a parametrized layer, or a replica
         is_found = False
     if not is_found:
         weight, bias = layer.weight, layer.bias
@@ -268,7 +262,7 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
-    """Computes a call of ``layer`` with all that is attached to it."""
+    """Computes a call of ``layer`` through its attachments."""
     go = batch_norm
     for attachment in layer._sync_state.attachments:
         go = partial(attachment, go)
@@ -276,21 +270,20 @@ def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
 
 
 def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
-    """Attachment of a replica that knows of no other one: training would not be synchronized."""
+    """Attachment of a replica without callbacks, which would train unsynchronized."""
     if call.synchronizes:
         raise RuntimeError(
-            f"{type(call.layer).__name__}: expected replicas that know of each other, got one of a DataParallel "
-            "model without callbacks; use bagua_syncbn.data_parallel.DataParallelWithCallback, or "
-            "patch_replication_callback on the model"
+            f"{type(call.layer).__name__}: the replicas of this DataParallel model cannot find each other; use "
+            "bagua_syncbn.data_parallel.DataParallelWithCallback, or patch_replication_callback on the model"
         )
     return go(call)
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns one graph node that calls ``layer``, as a tracer makes it for torch's layers; ``proxy`` is in ``args``.
+    """Returns a graph node that calls ``layer``. ``proxy`` is one of its arguments.
 
-    A tracer makes one node of a layer defined in ``torch.nn``, and traces into any other layer. Synchronized layers
-    cannot be traced into: they branch on the input, and their calls depend on the job.
+    torch.fx makes one node of a layer defined in ``torch.nn`` and traces into other layers. It cannot trace into
+    synchronized layers: they branch on the input, and their calls depend on the job.
     """
     tracer: Any = proxy.tracer
     node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), tuple(args), dict(kwargs))
@@ -298,23 +291,23 @@ def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Map
 
 
 def options_of(layer: Any) -> Options:
-    """Returns the options of a layer, with the activation as it was given."""
+    """Returns the options of a layer; the activation is not parsed."""
     return Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
-    """:class:`SyncBatchNorm` for input of 2 or 3 dimensions, (N, C) or (N, C, L)."""
+    """:class:`SyncBatchNorm` for 2-D or 3-D input, (N, C) or (N, C, L)."""
 
     local_class = nn.BatchNorm1d
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
-    """:class:`SyncBatchNorm` for input of 4 dimensions, (N, C, H, W)."""
+    """:class:`SyncBatchNorm` for 4-D input, (N, C, H, W)."""
 
     local_class = nn.BatchNorm2d
 
 
 class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
-    """:class:`SyncBatchNorm` for input of 5 dimensions, (N, C, D, H, W)."""
+    """:class:`SyncBatchNorm` for 5-D input, (N, C, D, H, W)."""
 
     local_class = nn.BatchNorm3d
