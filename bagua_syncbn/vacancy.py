@@ -1,12 +1,12 @@
-"""Names and numbers of Synchronized-BatchNorm-PyTorch: ``from bagua_syncbn.vacancy import …`` for ``sync_batchnorm``.
+"""Drop-in replacement for Synchronized-BatchNorm-PyTorch: ``from bagua_syncbn.vacancy import …``.
 
-All is as in :mod:`bagua_syncbn.data_parallel`, except for the divisor in training in replicas, which is
-:math:`\\sqrt{\\max(\\mathrm{Var}[x], \\epsilon)}`. In evaluation, and without replicas, both divide by
+Equals :mod:`bagua_syncbn.data_parallel`, except for the divisor in training in replicas, which is
+:math:`\\sqrt{\\max(\\mathrm{Var}[x], \\epsilon)}`. In evaluation and without replicas, both divide by
 :math:`\\sqrt{\\mathrm{Var}[x] + \\epsilon}`.
 """
 
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,9 +16,9 @@ from .data_parallel import (  # noqa: F401  # __all__ names them
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
-    layers,
     patch_replication_callback,
 )
+from .data_parallel.layers import CLASSES, convert_to, replace_torchs
 from .sync_batchnorm import SyncBatchNorm
 
 __all__ = [*data_parallel.__all__, "set_sbn_eps_mode"]
@@ -29,7 +29,7 @@ _eps_mode = "clamp"
 
 
 def set_sbn_eps_mode(mode: str) -> None:
-    """Chooses the divisor for all layers of this module, in training in replicas, from the next forward pass on.
+    """Sets the divisor for all layers of this module, in training in replicas, from the next forward pass on.
 
     Args:
         mode: ``"clamp"``, the default, or ``"plus"``, see :class:`bagua_syncbn.SyncBatchNorm`.
@@ -46,38 +46,26 @@ class _ClampsInReplicas(SyncBatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         super().__data_parallel_replicate__(ctx, copy_id)  # type: ignore[misc]
         if self.training:
-            self.eps_mode = _eps_mode  # in this copy, which lives for one forward pass
+            self.eps_mode = _eps_mode  # only in this copy, which lives for one forward pass
 
 
-class SynchronizedBatchNorm1d(_ClampsInReplicas, layers.SynchronizedBatchNorm1d):
-    """:class:`bagua_syncbn.data_parallel.SynchronizedBatchNorm1d` with the divisor of :func:`set_sbn_eps_mode`."""
-
-    local_class = nn.BatchNorm1d
-
-
-class SynchronizedBatchNorm2d(_ClampsInReplicas, layers.SynchronizedBatchNorm2d):
-    """:class:`SynchronizedBatchNorm1d` for input of 4 dimensions, (N, C, H, W)."""
-
-    local_class = nn.BatchNorm2d
+def _clamping(cls: type[SyncBatchNorm]) -> Any:
+    doc = f":class:`bagua_syncbn.data_parallel.{cls.__name__}` with the divisor of :func:`set_sbn_eps_mode`."
+    namespace = {"__module__": __name__, "__doc__": doc, "local_class": cls.local_class}
+    return type(cls.__name__, (_ClampsInReplicas, cls), namespace)
 
 
-class SynchronizedBatchNorm3d(_ClampsInReplicas, layers.SynchronizedBatchNorm3d):
-    """:class:`SynchronizedBatchNorm1d` for input of 5 dimensions, (N, C, D, H, W)."""
-
-    local_class = nn.BatchNorm3d
-
-
-_CLASSES: layers.Classes = SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
+_CLASSES = SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d = (*map(_clamping, CLASSES),)
 
 
 def convert_model(module: _Module) -> _Module:
-    """Works as :func:`bagua_syncbn.data_parallel.convert_model`, and gives the layers the classes of this module.
+    """Works like :func:`bagua_syncbn.data_parallel.convert_model`, with the classes of this module.
 
-    A subclass of ``nn.BatchNorm2d`` keeps its forward and divides by what its ``eps_mode`` says, ``"plus"`` unless set.
+    A subclass of ``nn.BatchNorm2d`` keeps its forward and its ``eps_mode``, which is ``"plus"`` unless set.
     """
-    return layers.convert_to(_CLASSES, module)
+    return convert_to(_CLASSES, module)
 
 
 def patch_sync_batchnorm() -> AbstractContextManager[None]:
-    """Works as :func:`bagua_syncbn.data_parallel.patch_sync_batchnorm`, with the classes of this module."""
-    return layers.stand_for_torchs(_CLASSES)
+    """Works like :func:`bagua_syncbn.data_parallel.patch_sync_batchnorm`, with the classes of this module."""
+    return replace_torchs(_CLASSES)

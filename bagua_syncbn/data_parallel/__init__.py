@@ -1,10 +1,8 @@
-"""Data parallelism within one process, as :class:`torch.nn.DataParallel` offers it, with synchronized layers.
+"""Data parallelism within one process, as in :class:`torch.nn.DataParallel`, with synchronized layers.
 
-Names and behaviour follow the package Synchronized-BatchNorm-PyTorch, so its users change only their imports.
-Replicas may also share a device: ``device_ids=["cpu", "cpu"]`` runs two of them, in threads, on chunks of one batch.
+Names and behavior follow the package Synchronized-BatchNorm-PyTorch, so its users only change their imports.
 """
 
-from .callbacks import execute_replication_callbacks
 from .layers import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -13,7 +11,7 @@ from .layers import (
     patch_sync_batchnorm,
 )
 from .replicas import CallbackContext
-from .wrapper import DataParallelWithCallback, patch_replication_callback
+from .wrapper import DataParallelWithCallback, execute_replication_callbacks, patch_replication_callback
 
 __all__ = [
     "CallbackContext",

@@ -32,36 +32,36 @@ class _SynchronizedBatchNorm(SyncBatchNorm):
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, SyncBatchNorm1d):
     r"""Batch normalization over (N, C) or (N, C, L) with the statistics of all replicas.
 
-    A :class:`~bagua_syncbn.SyncBatchNorm1d` that takes its arguments in the order of :class:`torch.nn.BatchNorm1d`,
-    without ``process_group``.
+    A :class:`~bagua_syncbn.SyncBatchNorm1d` with the arguments of :class:`torch.nn.BatchNorm1d`, in the same order,
+    and no ``process_group``.
     """
 
     local_class = nn.BatchNorm1d
 
 
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, SyncBatchNorm2d):
-    """:class:`SynchronizedBatchNorm1d` for input of 4 dimensions, (N, C, H, W)."""
+    """:class:`SynchronizedBatchNorm1d` for 4-dimensional input, (N, C, H, W)."""
 
     local_class = nn.BatchNorm2d
 
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, SyncBatchNorm3d):
-    """:class:`SynchronizedBatchNorm1d` for input of 5 dimensions, (N, C, D, H, W)."""
+    """:class:`SynchronizedBatchNorm1d` for 5-dimensional input, (N, C, D, H, W)."""
 
     local_class = nn.BatchNorm3d
 
 
 Classes = Sequence[type[SyncBatchNorm]]
 
-_SYNCHRONIZED: Classes = SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
+CLASSES: Classes = SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 
 
 def convert_model(module: _Module) -> _Module:
     """Makes every batch normalization layer of ``module`` a synchronized one, in place.
 
-    Works as :func:`bagua_syncbn.convert_sync_batchnorm`, except that :class:`torch.nn.BatchNorm2d` becomes
-    :class:`SynchronizedBatchNorm2d`, and that each :class:`torch.nn.DataParallel` in ``module`` is patched by
-    :func:`patch_replication_callback`.
+    Works like :func:`bagua_syncbn.convert_sync_batchnorm`, except that :class:`torch.nn.BatchNorm2d` becomes
+    :class:`SynchronizedBatchNorm2d`, and that :func:`patch_replication_callback` patches each
+    :class:`torch.nn.DataParallel` in ``module``.
 
     Args:
         module: the model, wrapped or not.
@@ -74,11 +74,11 @@ def convert_model(module: _Module) -> _Module:
 
     If it raises, ``module`` is unchanged.
     """
-    return convert_to(_SYNCHRONIZED, module)
+    return convert_to(CLASSES, module)
 
 
 def convert_to(classes: Classes, module: _Module) -> _Module:
-    """Works as :func:`convert_model`, with ``classes`` for those that conversion gives to torch's layers."""
+    """Implements :func:`convert_model`; torch's layers become ``classes``."""
     convert_sync_batchnorm(module)
     becomes: dict[Any, Any] = {synchronized_class(cls.local_class): cls for cls in classes}
     for child in module.modules():
@@ -90,23 +90,23 @@ def convert_to(classes: Classes, module: _Module) -> _Module:
 
 
 def patch_sync_batchnorm() -> AbstractContextManager[None]:
-    """Makes ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` stand for the synchronized classes while it is entered.
+    """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` by the synchronized classes inside the context.
 
     Code that builds its layers as ``nn.BatchNorm2d(...)`` then builds synchronized ones. Only these three attributes of
-    the module ``torch.nn`` change, for all threads; a name that was imported before, by
-    ``from torch.nn import BatchNorm2d``, still stands for torch's class.
+    the module ``torch.nn`` change, for all threads. A name imported before, as in ``from torch.nn import BatchNorm2d``,
+    is still torch's class.
 
     Example::
 
         >>> with patch_sync_batchnorm():
         ...     model = torchvision.models.resnet18()
     """
-    return stand_for_torchs(_SYNCHRONIZED)
+    return replace_torchs(CLASSES)
 
 
 @contextmanager
-def stand_for_torchs(classes: Classes) -> Iterator[None]:
-    """Works as :func:`patch_sync_batchnorm`, with the values of ``classes``."""
+def replace_torchs(classes: Classes) -> Iterator[None]:
+    """Implements :func:`patch_sync_batchnorm` for ``classes``."""
     patched = {cls.local_class.__name__: cls for cls in classes}
     saved = {name: getattr(nn, name) for name in patched}
     try:
@@ -114,5 +114,5 @@ def stand_for_torchs(classes: Classes) -> Iterator[None]:
             setattr(nn, name, cls)
         yield
     finally:
-        for name, cls in saved.items():
-            setattr(nn, name, cls)
+        for name, before in saved.items():
+            setattr(nn, name, before)

@@ -1,12 +1,14 @@
-"""Replicas of one model in threads of one process, as torch.nn.DataParallel runs them.
+"""Meetings of the replicas of a model, which torch.nn.DataParallel runs in threads of one process.
 
-Replicas wait for each other in forward only. In backward no thread waits for another one, however many threads autograd
-uses and in whatever order it runs the replicas.
+Replicas wait for each other in forward only. In backward no thread waits for another, however many threads autograd
+uses and in whichever order it runs the replicas.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from threading import Condition
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -18,15 +20,15 @@ TensorSequence: TypeAlias = Sequence[Tensor | None]
 Compute: TypeAlias = Callable[[list[TensorSequence]], Sequence[TensorSequence]]
 
 TIMEOUT = 1800.0
-"""Seconds that a replica waits for one that neither arrives nor ends: gloo's default time-out in torch.distributed."""
+"""Seconds to wait for a replica that neither arrives nor ends: gloo's default time-out in torch.distributed."""
 
 
 class ReplicaError(RuntimeError):
-    """Raised in a replica that waits for another replica which raised an error; that error is the cause."""
+    """Raised in a replica that waits if another replica raises an error, which is the cause."""
 
 
 class _Sent(NamedTuple):
-    """Tensors of one device that are passed to another thread, their CUDA stream, and the event that ends its work."""
+    """Tensors for another thread, the CUDA stream that computes them, and the event after its work."""
 
     tensors: TensorSequence
     stream: torch.cuda.Stream | None
@@ -56,7 +58,7 @@ def stream_of(tensor: Tensor | None) -> torch.cuda.Stream | None:
 
 @contextmanager
 def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
-    """Makes ``streams`` the current ones of their devices; of several for one device, the first."""
+    """Makes ``streams`` current on their devices. The first of several streams on one device wins."""
     with ExitStack() as stack:
         for stream in reversed(streams):
             if stream is not None:
@@ -65,9 +67,9 @@ def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
 
 
 class Replicas:
-    """Replicas of a model: where they meet, and how many passes each has ended.
+    """Meetings of replicas, and the number of passes that each has ended.
 
-    A meeting takes place in one layer, and all replicas come to the same meetings in the same order.
+    A meeting takes place in one layer. All replicas come to the same meetings in the same order.
 
     Args:
         size: number of replicas.
@@ -75,21 +77,21 @@ class Replicas:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.error: BaseException | None = None  # first error that a replica raised; replicas do not meet after it
+        self.error: BaseException | None = None  # first error of a replica; there are no meetings after it
         self._changed = Condition()
-        # The next meeting: its layer, and who has come. A replica does not come to another one before it has results.
+        # The next meeting: its layer, and the replicas that have arrived. A replica waits for its results.
         self._layer = ""
         self._sent: dict[int, _Sent] = {}
         self._results: dict[int, _Sent] = {}
         self._calls: Counter[tuple[int, str]] = Counter()
         self._running: set[int] = set()
-        # Numbers of passes. A replica may begin the next pass before the others have ended theirs.
+        # Passes ended per replica. A replica may begin the next pass before the others have ended theirs.
         self._ended = [0] * size
 
     def watch(self, rank: int, module: nn.Module) -> None:
-        """Makes each call of ``module``, hooks included, a pass of replica ``rank``.
+        """Makes each call of ``module``, including its hooks, a pass of replica ``rank``.
 
-        The end of the pass, or an error in it, frees waiting replicas with an error.
+        If the pass ends or raises, replicas that still wait for it raise.
         """
         reference = ref(module)  # a cycle would keep the copies of the parameters until the next garbage collection
 
@@ -110,8 +112,8 @@ class Replicas:
                     self._ended[rank] += 1
                     self._changed.notify_all()
 
-        # torch calls this attribute, made for Module.compile, in place of all else. Class and forward stay the same.
-        # Compiled code would call the module that the replica is a copy of.
+        # torch calls this attribute of Module.compile instead of forward and hooks, so class and forward stay the same.
+        # Compiled code would call the original module instead of the replica.
         for child in module.modules():
             vars(child).pop("_compiled_call_impl", None)
         module._compiled_call_impl = call
@@ -166,30 +168,27 @@ class Replicas:
             self._changed.notify_all()
 
     def _wait(self, rank: int, layer: str) -> None:
-        """Waits until all have come, as replica 0, or until there are results, as any other."""
-
-        def is_done() -> bool:
-            # After an error, tensors of an earlier meeting may be left.
-            return rank in self._results if rank else self.error is None and len(self._sent) == self.size
-
-        def is_left() -> bool:
-            return max(self._ended) > self._ended[rank]  # a replica has ended this pass
-
-        self._changed.wait_for(lambda: is_done() or self.error is not None or is_left(), TIMEOUT)
-        if is_done():
-            return
-        if self.error is not None:
-            raise ReplicaError(
-                f"{layer}: expected all replicas, got an error in another one: "
-                f"{type(self.error).__name__}: {self.error}"
-            ) from self.error
-        calls = [self._calls[other, layer] for other in range(self.size)]
-        gone = self._ended.index(max(self._ended))
-        reason = f"when replica {gone} ended" if is_left() else f"and no more in {TIMEOUT:g} seconds"
-        raise RuntimeError(
-            f"{layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
-            f"{self.size - 1} {reason}"
-        )
+        """Waits until all replicas have arrived (replica 0), or until there are results (the others)."""
+        deadline = time.monotonic() + TIMEOUT
+        # After an error, tensors of an earlier meeting may be left.
+        while rank not in self._results if rank else self.error is not None or len(self._sent) < self.size:
+            if self.error is not None:
+                raise ReplicaError(
+                    f"{layer}: expected all replicas, got an error in another one: "
+                    f"{type(self.error).__name__}: {self.error}"
+                ) from self.error
+            ended = max(self._ended)
+            if ended > self._ended[rank]:  # this pass
+                reason = f"when replica {self._ended.index(ended)} ended"
+            elif self._changed.wait(deadline - time.monotonic()):
+                continue
+            else:
+                reason = f"and no more in {TIMEOUT:g} seconds"
+            calls = [self._calls[other, layer] for other in range(self.size)]
+            raise RuntimeError(
+                f"{layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
+                f"{self.size - 1} {reason}"
+            )
 
     def _describe_call(self, rank: int, layer: str) -> str:
         return f"replica {rank} in its call {self._calls[rank, layer]} of {layer}"
@@ -201,12 +200,12 @@ class Replicas:
             self._changed.notify_all()
 
 
+@dataclass(eq=False)
 class CallbackContext:
     """Context that all copies of a submodule share in one forward pass. Copies may set any attributes on it.
 
     This package sets two: ``replicas``, and ``layer``, the name of the submodule in messages.
     """
 
-    def __init__(self, replicas: Replicas, layer: str) -> None:
-        self.replicas = replicas
-        self.layer = layer
+    replicas: Replicas
+    layer: str

@@ -48,7 +48,7 @@ class Replica:
                 "bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process alone"
             )
         try:
-            if is_distributed(call.input):
+            if type(call.input) is not Tensor and is_distributed(call.input):
                 raise TypeError(
                     "input: expected a tensor of this process, because the layer is one of several replicas, got "
                     f"{type(call.input).__name__}; use one process for each device"

@@ -23,7 +23,7 @@ Pair = namedtuple("Pair", ["a", "b"])
     ids=str,
 )
 def test_devices_that_are_named_twice(device_ids, shared):
-    assert dp.shared_device.are_shared(device_ids) == shared
+    assert dp.wrapper.are_shared(device_ids) == shared
 
 
 class Does(nn.Module):

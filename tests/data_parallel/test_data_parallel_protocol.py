@@ -92,7 +92,7 @@ class Threads(nn.DataParallel):
         return [(chunk,) for chunk in inputs[0].chunk(len(device_ids))], [{}] * len(device_ids)
 
     def replicate(self, module, device_ids):
-        return [dp.shared_device.replica(module, torch.device("cpu"), rank) for rank in range(len(device_ids))]
+        return [dp.wrapper._replica(module, torch.device("cpu"), rank) for rank in range(len(device_ids))]
 
     def parallel_apply(self, replicas, inputs, kwargs):
         with ThreadPoolExecutor(len(replicas)) as pool:
