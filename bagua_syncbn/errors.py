@@ -11,6 +11,7 @@ import torch
 
 from . import ops
 from .registry import Registry
+from .torch_internals.autograd import NO_ERRORS
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -55,6 +56,8 @@ def notifies_peers(
         def notifying(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
             try:
                 return function(*args, **kwargs)
+            except NO_ERRORS:
+                raise
             except Exception as error:
                 peers = None
                 with suppress(Exception):  # the arguments may be anything

@@ -169,7 +169,8 @@ class Exercise:
         average, square = moments[0].chunk(2)
         square = square + average.square()
         square[7] = 0.9 * average[7] ** 2  # rounding can leave a negative variance
-        sums = torch.cat([300 * average, 300 * square, self._full(1) * 300, self._header(_RANKS)]).double()
+        count, header = self._full(1) * 300, self._header(_RANKS)
+        sums = torch.cat([300 * average, 300 * square, count, header]).double()
         for column, change in ((0, 0.0), (-6, 1.0), (-4, 1.0), (-2, 1.0), (-7, 0.5), (-7, -301.0)):  # header, count
             gathered = sums.clone()
             gathered[column] += change

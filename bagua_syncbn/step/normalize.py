@@ -34,29 +34,11 @@ def normalize(
         output: Tensor = _Normalize.apply(*refuse_second_derivatives(input, weight, bias), None, plain)
         return follow(output, residual, norm.options, norm.masking)
     if not torch.is_grad_enabled():
-        return _normalized(input, weight, bias, residual, norm)
+        return _Normalize.forward(None, input, weight, bias, residual, norm)
     # An ended transform may have left a wrapper around a tensor.
     weight, bias = weight if weight is None else unwrapped(weight), bias if bias is None else unwrapped(bias)
     residual = residual if residual is None else unwrapped(residual)
     return _apply(unwrapped(input), weight, bias, residual, norm)
-
-
-def _normalized(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, norm: Normalization
-) -> Tensor:
-    """Computes :func:`normalize`, outside of autograd."""
-    assert norm.statistics is not None
-    mean, invstd, _ = norm.statistics
-    activation, exchange, masking = norm.options.activation, norm.exchange, norm.masking
-    if activation is None:
-        epilogue: tuple[Any, ...] = () if residual is None else (residual,)
-    else:
-        epilogue = epilogue_args(activation, residual)
-    # torch.compile can fuse the plain definitions of the ops with the code around them.
-    elementwise: Any = ops.reference if exchange is not None and exchange.is_traced else ops
-    output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *epilogue)
-    # Not in place: a selective checkpoint may have kept the output of the op.
-    return output if masking is None else masking.clear_outputs(output)
 
 
 class _Normalize(torch.autograd.Function):
@@ -69,11 +51,23 @@ class _Normalize(torch.autograd.Function):
         residual: Tensor | None,
         norm: Normalization,
     ) -> Tensor:
+        """Returns the output. Without gradients it is called directly, with None as ``ctx``."""
         assert norm.statistics is not None
-        ctx.norm = norm
-        kept = (input, weight, None, None) if norm.options.activation is None else (input, weight, bias, residual)
-        ctx.save_for_backward(*kept, *norm.statistics)
-        return _normalized(input, weight, bias, residual, norm)
+        activation, exchange, masking = norm.options.activation, norm.exchange, norm.masking
+        if ctx is not None:
+            ctx.norm = norm
+            kept = (input, weight, None, None) if activation is None else (input, weight, bias, residual)
+            ctx.save_for_backward(*kept, *norm.statistics)
+        if activation is None:
+            epilogue: tuple[Any, ...] = () if residual is None else (residual,)
+        else:
+            epilogue = epilogue_args(activation, residual)
+        # torch.compile can fuse the plain definitions of the ops with the code around them.
+        elementwise: Any = ops.reference if exchange is not None and exchange.is_traced else ops
+        mean, invstd, _ = norm.statistics
+        output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *epilogue)
+        # Not in place: a selective checkpoint may have kept the output of the op.
+        return output if masking is None else masking.clear_outputs(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
