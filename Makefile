@@ -62,11 +62,11 @@ sanitize: $(VENV)/installed-test ## kernels under AddressSanitizer and Undefined
 
 # Each case in one dtype; of those with activations, which take longest, half.
 sanitize-emulated:
-	$(SANITIZED) tests/ops/test_cuda.py tests/ops/test_values.py tests/ops/test_words.py \
+	$(SANITIZED) tests/ops/test_cuda.py tests/ops/test_values.py tests/ops/test_headers.py \
 		-k 'test_cuda or (emulated and (float32 or (bfloat16 and not activations)))'
 
 sanitize-%:
-	BAGUA_SYNCBN_CPU_CAPABILITY=$* $(SANITIZED) tests/ops/test_native.py tests/ops/test_values.py tests/ops/test_words.py \
+	BAGUA_SYNCBN_CPU_CAPABILITY=$* $(SANITIZED) tests/ops/test_native.py tests/ops/test_values.py tests/ops/test_headers.py \
 		-k 'not emulated and not aten and not instruction_set and not temporaries and not trains_on'
 
 # Ranks that diverge or die: all that is in docs/reliability.md, also with 3 and 4 ranks.

@@ -9,7 +9,6 @@ except ModuleNotFoundError as error:
 
 import sys as _sys
 
-from . import agreement as _agreement  # noqa: F401  # has the ranks of a group compared
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
 from . import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
@@ -22,13 +21,13 @@ from .conversion import (
     register_converter,
     revert_sync_batchnorm,
 )
-from .extras import watch as _watch  # noqa: F401  # looks at each group from its first message on
 from .extras.checkpointing import Repeatable
-from .extras.report import check_ranks, groups_report
 from .functional import sync_batch_norm
 from .masked import masked
 from .memory import fuse_activations, recompute_outputs
 from .over_ranks import mean_over_ranks
+from .reliability.faults import check_ranks
+from .reliability.watch import groups_report
 from .running_statistics import (
     accumulate_statistics,
     freeze_statistics,

@@ -1,4 +1,4 @@
-// Layout of the messages between ranks (see bagua_syncbn/ops/words.py), and checks of received ones.
+// Layout of the messages between ranks (see bagua_syncbn/ops/headers.py), and checks of received ones.
 #pragma once
 
 #include <cmath>

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..ops import reference
 from ..ops.backward_elemt import means_of_sums
 from ..ops.definition import DTYPES, laid_out_as
+from ..ops.headers import WORD, fill, header_of, header_sums_of
 from ..ops.reference import batch_norm_gather_stats
-from ..ops.stats import added_up
-from ..ops.words import WORD, fill, parts_of, words_of_row
+from ..ops.stats import summable_stats
 
 
 def _takes(input: Tensor, *values: Tensor | None) -> bool:
@@ -51,17 +51,17 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, adds_up: bool = False
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
 ) -> Tensor:
     if mask is not None or not _takes(input):
-        return reference.batch_norm_stats(input, caller, call, mask, adds_up)
-    if adds_up:
-        return added_up(batch_norm_stats(input), caller)
+        return reference.batch_norm_stats(input, caller, call, mask, summable)
+    if summable:
+        return summable_stats(batch_norm_stats(input), caller)
     input = input.detach()
     # Same kernels as torch.batch_norm_stats, but returns the variance. Without buffers it updates none.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
-    numbers = [count % WORD, count // WORD, *words_of_row(caller, call)]
+    numbers = [count % WORD, count // WORD, *header_of(caller, call)]
     return torch.cat([mean, var, _tensor_of(numbers, mean)])
 
 
@@ -93,7 +93,7 @@ def batch_norm_backward_reduce(
     sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, None, True, False, False
     )
-    sums = torch.cat([sum_dy, sum_dy_xmu, _tensor_of(parts_of(fingerprint), mean)])
+    sums = torch.cat([sum_dy, sum_dy_xmu, _tensor_of(header_sums_of(fingerprint), mean)])
     dtype = mean.dtype if weight is None else weight.dtype
     return sums, (sum_dy_xmu * invstd).to(dtype), sum_dy.to(dtype)
 

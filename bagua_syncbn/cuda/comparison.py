@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import DTYPES, PARTS, accumulate_dtype, raise_torchs, reduced_dims, reference
+from ..ops import DTYPES, HEADER_SUMS_SIZE, accumulate_dtype, raise_torchs, reduced_dims, reference
 from ..ops.moments import Moments
 from ..torch_internals.autograd import is_capturing, is_transforming, outside_of_modes
 from .exercise import Call, Exercise
@@ -143,7 +143,7 @@ def _outcome(ops: Any, call: Call, replace: Callable[[Tensor], Tensor]) -> list[
     made = getattr(ops, call.op)(*arguments, **options)
     results = [made] if isinstance(made, Tensor) else [*made]
     if call.op == "batch_norm_stats" and call.arguments[-1] is True:  # rounded sums would hide a wrong variance
-        results = [*Moments.of_sums(made[:-PARTS]), made[-PARTS:]]
+        results = [*Moments.of_sums(made[:-HEADER_SUMS_SIZE]), made[-HEADER_SUMS_SIZE:]]
     return [*results, *map(replace, call.written)]
 
 

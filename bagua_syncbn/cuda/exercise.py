@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.activations import ACTIVATIONS
 from ..ops.definition import accumulate_dtype, per_channel
-from ..ops.words import PARTS, parts_of
+from ..ops.headers import HEADER_SUMS_SIZE, header_sums_of
 
 _PRIME = 2**16 + 1
 _CALLER, _CALL, _FINGERPRINT = 7 * 2**24 + 5, 9, 3 + 5 * 2**12 + 7 * 2**24
@@ -120,7 +120,7 @@ class Exercise:
             self._full(5),
             torch.tensor(21, device=self.device),
         )
-        for word in range(0, PARTS, 2):
+        for word in range(0, HEADER_SUMS_SIZE, 2):
             sums = torch.cat([self._full(10), self._of(self._header(2))])
             sums[10 + word] += 1
             record = self._record()
@@ -183,7 +183,7 @@ class Exercise:
         yield Call("batch_norm_gather_stats", arguments, (*buffers, record))
 
     def _header(self, ranks: int) -> Tensor:
-        return torch.tensor(parts_of(_FINGERPRINT), device=self.device).double() * ranks
+        return torch.tensor(header_sums_of(_FINGERPRINT), device=self.device).double() * ranks
 
     def _record(self) -> Tensor:
         return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")

@@ -6,8 +6,8 @@ from torch import Tensor
 from . import activations
 from .definition import defines, like_input, per_channel
 from .elemt import normalized
+from .headers import headers_differ, record_sums
 from .masking import of_positions
-from .words import parts_differ, record_sums
 
 
 def _shapes(grad_output: Tensor, input: Tensor, *_: object, grad_input: Tensor | None = None) -> Tensor:
@@ -19,11 +19,11 @@ def means_of_sums(
 ) -> tuple[Tensor, Tensor]:
     """Returns the means of ``dy`` and of ``dy * xmu``, each (C), over the values of all ranks.
 
-    They are NaN where the words of the ranks differed, which ``fault`` then says.
+    They are NaN if the ranks' headers differed, which ``fault`` then records.
     """
-    sums, said = sums.split([2 * channels, sums.numel() - 2 * channels])
-    if said.numel():
-        differ = parts_differ(said, ranks)
+    sums, header_sums = sums.split([2 * channels, sums.numel() - 2 * channels])
+    if header_sums.numel():
+        differ = headers_differ(header_sums, ranks)
         sums = sums.masked_fill(differ, torch.nan)
         record_sums(fault, differ, call)
     mean_dy, mean_dy_xmu = (sums / count).chunk(2)

@@ -5,7 +5,7 @@ from torch import Tensor
 from . import activations
 from .definition import defines, per_channel, reduced_dims
 from .elemt import normalized
-from .words import PARTS, fill, parts_of
+from .headers import HEADER_SUMS_SIZE, fill, header_sums_of
 
 
 def _shapes(
@@ -17,9 +17,9 @@ def _shapes(
     fingerprint: int | None = None,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    channels, words = input.size(1), 0 if fingerprint is None else PARTS
+    channels, size = input.size(1), 0 if fingerprint is None else HEADER_SUMS_SIZE
     like = mean if weight is None else weight
-    return mean.new_empty(2 * channels + words), like.new_empty(channels), like.new_empty(channels)
+    return mean.new_empty(2 * channels + size), like.new_empty(channels), like.new_empty(channels)
 
 
 @defines(
@@ -42,9 +42,9 @@ def batch_norm_backward_reduce(
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums, grad_weight, grad_bias = _shapes(grad_output, input, mean, invstd, weight, fingerprint)
-    channels, dims, words = input.size(1), reduced_dims(input), parts_of(fingerprint)
-    sum_dy, sum_dy_xmu, said = sums.split([channels, channels, len(words)])
-    fill(said, words)
+    channels, dims, values = input.size(1), reduced_dims(input), header_sums_of(fingerprint)
+    sum_dy, sum_dy_xmu, header_sums = sums.split([channels, channels, len(values)])
+    fill(header_sums, values)
     dy = grad_output.to(mean.dtype)
     if activation:
         dy = activations.gradient(dy, normalized(input, weight, bias, mean, invstd, residual), activation, parameter)

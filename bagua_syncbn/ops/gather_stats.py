@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .definition import defines
+from .headers import HEADER_SUMS_SIZE, WORD, header_size, headers_differ, record, record_sums
 from .moments import Moments, merge_dtype, mixture
-from .words import PARTS, WORD, parts_differ, record, record_sums, words_in
 
 
 class _Thread(threading.local):
@@ -34,25 +34,25 @@ def _is_integer(values: Tensor, most: int) -> Tensor:
     return (values == values.floor()) & (values >= 0) & (values <= most)
 
 
-def _faults_of_rows(low: Tensor, high: Tensor, words: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _faults_of_rows(low: Tensor, high: Tensor, headers: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns whether something is wrong with a row, and what, as ``fault`` has it."""
-    differs = (words != words[0]).any(1)
+    differs = (headers != headers[0]).any(1)
     is_count = _is_integer(low, WORD - 1) & _is_integer(high, _MAX_HIGH)
     wrong = differs | ~is_count.squeeze(1)
     rank = (2 * differs + wrong).argmax().view(1)
     kind = torch.where(differs.any(), 1, 2)
-    return wrong.any(), [kind, rank, *((words[0], words[rank]) if words.size(1) else ())]
+    return wrong.any(), [kind, rank, *((headers[0], headers[rank]) if headers.size(1) else ())]
 
 
 def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean and variance (C), and the number of values per channel, of the rows of all ranks together."""
     # Chan, Golub and LeVeque's merge of W sets at once. Every rank adds the same rows in the same order, so all get the
     # same bits. A rank without samples sends zeros and a count of 0, and so weighs nothing.
-    words = words_in(gathered)
-    channels = (gathered.size(1) - 2 - words) // 2
+    size = header_size(gathered)
+    channels = (gathered.size(1) - 2 - size) // 2
     rows = gathered.to(merge_dtype(gathered.device))
-    means, variances, low, high, said = rows.split([channels, channels, 1, 1, words], dim=1)
-    is_wrong, what = _faults_of_rows(low, high, said)
+    means, variances, low, high, headers = rows.split([channels, channels, 1, 1, size], dim=1)
+    is_wrong, what = _faults_of_rows(low, high, headers)
     record(fault, is_wrong, what)
     counts = (low.to(torch.int64) + high.to(torch.int64) * WORD).masked_fill(is_wrong, 0)
     total = counts.sum()
@@ -63,9 +63,9 @@ def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor,
 
 def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what :func:`_merge_rows` returns, for what ``ranks`` have added up."""
-    sums, said = sums.tensor_split([-PARTS])
+    sums, header_sums = sums.tensor_split([-HEADER_SUMS_SIZE])
     count = sums[-1]
-    differ = parts_differ(said, ranks) | ~_is_integer(count, WORD * _MAX_HIGH)
+    differ = headers_differ(header_sums, ranks) | ~_is_integer(count, WORD * _MAX_HIGH)
     record_sums(fault, differ, call)
     mean, var, _ = Moments.of_sums(sums)
     mean, var = (moment.masked_fill(differ, torch.nan) for moment in (mean, var))
@@ -74,9 +74,9 @@ def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) 
 
 def _shapes(gathered: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     if gathered.dim() == 1:
-        channels, dtype = (gathered.numel() - 1 - PARTS) // 2, torch.float32
+        channels, dtype = (gathered.numel() - 1 - HEADER_SUMS_SIZE) // 2, torch.float32
     else:
-        channels, dtype = (gathered.size(1) - 2 - words_in(gathered)) // 2, gathered.dtype
+        channels, dtype = (gathered.size(1) - 2 - header_size(gathered)) // 2, gathered.dtype
     mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
     return mean, invstd, gathered.new_empty((), dtype=torch.int64)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .words import WORD
+from .headers import WORD
 
 _LEAST = torch.finfo(torch.float64).tiny
 

@@ -4,40 +4,40 @@ import torch
 from torch import Tensor
 
 from .definition import accumulate_dtype, defines, implement, per_channel, reduced_dims
+from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, fill, header_of, header_sums_of
 from .masking import of_positions
 from .moments import Moments
-from .words import PARTS, WORD, WORDS, fill, parts_of, words_of_row
 
 
 def _shapes(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, adds_up: bool = False
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
 ) -> Tensor:
-    if adds_up:
-        return input.new_empty(2 * input.size(1) + 1 + PARTS, dtype=torch.float64)
-    words = 0 if caller is None else WORDS
-    return input.new_empty(2 * input.size(1) + 2 + words, dtype=accumulate_dtype(input.dtype))
+    if summable:
+        return input.new_empty(2 * input.size(1) + 1 + HEADER_SUMS_SIZE, dtype=torch.float64)
+    header = 0 if caller is None else HEADER_SIZE
+    return input.new_empty(2 * input.size(1) + 2 + header, dtype=accumulate_dtype(input.dtype))
 
 
-def added_up(row: Tensor, fingerprint: int | None) -> Tensor:
-    """Returns what adds up over ranks, given the statistics in a ``row`` without words."""
-    words = row.new_empty(PARTS, dtype=torch.float64)
-    fill(words, parts_of(fingerprint or 0))
-    return torch.cat([Moments.of_row(row.double()).as_sums(), words])
+def summable_stats(row: Tensor, fingerprint: int | None) -> Tensor:
+    """Returns the summable form of a ``row`` of statistics without a header."""
+    header_sums = row.new_empty(HEADER_SUMS_SIZE, dtype=torch.float64)
+    fill(header_sums, header_sums_of(fingerprint or 0))
+    return torch.cat([Moments.of_row(row.double()).as_sums(), header_sums])
 
 
 @defines(
-    "batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None, bool adds_up=False) -> Tensor",
+    "batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None, bool summable=False) -> Tensor",
     _shapes,
 )
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, adds_up: bool = False
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
 ) -> Tensor:
-    if adds_up:
-        return added_up(batch_norm_stats(input, mask=mask), caller)
+    if summable:
+        return summable_stats(batch_norm_stats(input, mask=mask), caller)
     input = input.detach()
     packed, channels = _shapes(input, caller).zero_(), input.size(1)
-    mean, var, low, high, said = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])
-    fill(said, words_of_row(caller, call))
+    mean, var, low, high, header = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])
+    fill(header, header_of(caller, call))
     if mask is not None:
         _masked_stats(input, mask, mean, var, low, high)
         return packed

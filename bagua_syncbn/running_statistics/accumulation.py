@@ -13,8 +13,8 @@ from ..conversion.own_forward import restored_counter
 from ..models import check_module
 from ..ops import NO_BUFFERS, Buffers, merge_stats
 from ..ops.gather_stats import this_thread
+from ..ops.headers import HEADER_SUMS_SIZE, WORD, header_size, headers_differ
 from ..ops.moments import Moments, merge_dtype, mixture
-from ..ops.words import PARTS, WORD, parts_differ, words_in
 from ..options import Options
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
@@ -98,11 +98,11 @@ def merged_row(row: Tensor, gathered: Tensor, ranks: int = 1) -> Tensor:
         ranks: number of ranks in a sum.
     """
     if gathered.dim() > 1:
-        rows, header = gathered.tensor_split([gathered.size(1) - words_in(gathered)], 1)
+        rows, header = gathered.tensor_split([gathered.size(1) - header_size(gathered)], 1)
         differ = (header != header[:1]).any()
     else:
-        sums, header = gathered.tensor_split([-PARTS])
-        rows, differ = Moments.of_sums(sums).as_row(), parts_differ(header, ranks)
+        sums, header = gathered.tensor_split([-HEADER_SUMS_SIZE])
+        rows, differ = Moments.of_sums(sums).as_row(), headers_differ(header, ranks)
     rows = rows.to(merge_dtype(rows.device))
     if row.size(1) == rows.size(1):  # otherwise the first batch of a lazy layer
         rows = torch.cat([row.to(rows), rows])

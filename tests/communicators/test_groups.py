@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group
-from bagua_syncbn.agreement.faults import RECORDS
-from bagua_syncbn.agreement.history import history_in
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
+from bagua_syncbn.reliability.faults import RECORDS
+from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.torch_internals.groups import GATHER_METHOD
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives

@@ -34,7 +34,7 @@ def sums_of(row):
     """Returns the sums that a rank sends instead of ``row``, by definition."""
     mean, var, (low, high) = row.double().split(2)
     count = low + high * 2**24
-    return torch.cat([count * mean, count * (var + mean.square()), count.view(1), torch.tensor(ops.parts_of(7))])
+    return torch.cat([count * mean, count * (var + mean.square()), count.view(1), torch.tensor(ops.header_sums_of(7))])
 
 
 def merged(gathered, ranks):

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_syncbn import SyncBatchNorm1d, check_ranks, convert_sync_batchnorm, mean_over_ranks, over_ranks, with_bagua
-from bagua_syncbn.agreement import faults
-from bagua_syncbn.agreement.history import history_in
-from bagua_syncbn.agreement.protocol import RankExchange
 from bagua_syncbn.communicators import LOCAL
+from bagua_syncbn.reliability import faults
+from bagua_syncbn.reliability.history import history_in
+from bagua_syncbn.reliability.protocol import RankExchange
 from tests.faults.programs import is_odd, message_of, own_group
 from tests.helpers.observed import collectives
 from tests.helpers.tolerances import assert_close
@@ -270,6 +270,7 @@ class OnDevice(RankExchange):
         try:
             return super().total(values)
         except RuntimeError:
+            self._history.add(self._signature)  # on a device the message was sent
             return torch.full_like(values, torch.nan)
 
 
@@ -279,7 +280,8 @@ def test_the_host_does_not_wait_for_a_device(monkeypatch, differ):
     with own_group(20.0) as communicator, monkeypatch.context() as patched:
         values = torch.randn(4)
         mean_over_ranks(values, None, communicator)
-        record = faults.RECORDS[history_in(communicator).name, "cpu"] = faults.FaultRecord("cpu")
+        history = history_in(communicator)
+        record = faults.RECORDS[history.name, "cpu"] = faults.FaultRecord("cpu", history.recent)
         record.is_on_cpu = False
         patched.setattr(over_ranks, "RankExchange", OnDevice)
         patched.setattr(torch.Tensor, "item", None)

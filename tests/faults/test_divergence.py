@@ -15,16 +15,16 @@ from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from bagua_syncbn.agreement import faults
-from bagua_syncbn.agreement.history import CallHistory, history_in
-from bagua_syncbn.agreement.signatures import RAISED, describe
 from bagua_syncbn.communicators import LOCAL, shared
+from bagua_syncbn.reliability import faults
+from bagua_syncbn.reliability.history import CallHistory, history_in
+from bagua_syncbn.reliability.signatures import RAISED, describe
 from tests.faults.programs import REFUSED, STEP, Model, Row, is_odd, message_of, own_group, own_model, set_in
 from tests.helpers.observed import collectives
 from tests.helpers.replicated import parallel
 
 DIFFER = "expected all ranks of a group to call the same layers"
-FAILED_BEFORE = "got one that failed before"
+FAILED_BEFORE = "this group failed before"
 
 
 def swap(first, second):
@@ -223,7 +223,8 @@ def run_without_looking(name, late, seconds):
     later = []
 
     def begin(model):
-        record = faults.RECORDS[history_in(model.a.process_group).name, "cpu"] = faults.FaultRecord("cpu")
+        history = history_in(model.a.process_group)
+        record = faults.RECORDS[history.name, "cpu"] = faults.FaultRecord("cpu", history.recent)
         record.is_on_cpu, record.kind = False, Late(record.kind, late)
 
     def end(model):
@@ -407,7 +408,7 @@ def test_a_failed_group_refuses_further_calls():
     with own_model() as model:
         first, second = (message_of(lambda: model.call("b" if is_odd() else "a")) for _ in range(2))
     assert not Row(layers="ab").missing_in(first)
-    assert "process_group: expected one that works, got one that failed before, in the forward of" in second
+    assert "process_group: this group failed before, in the forward of" in second
 
 
 @pytest.mark.ranks(2)
@@ -543,7 +544,7 @@ def test_long_descriptions_keep_their_ends():
 
 
 def test_a_rank_that_raised_is_described_from_its_header():
-    assert describe([0, RAISED, 5]) == "an error of its own, which it shows, call 5"
+    assert describe([0, RAISED, 5]) == "an error, which that rank reports, call 5"
 
 
 # Probes.
@@ -594,7 +595,7 @@ for mode in (torch.device("meta"), FakeTensorMode(), torch.inference_mode()):
             bagua_syncbn.check_ranks()
             assert bagua_syncbn.groups_report() == "no calls of synchronized layers over several ranks"
         from bagua_syncbn import ops
-        from bagua_syncbn.agreement.faults import record_of
+        from bagua_syncbn.reliability.faults import record_of
         record = record_of("any", "cpu")
         rows = torch.stack([ops.batch_norm_stats(torch.ones(4, 2), 5, call) for call in (1, 2)])
         ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, record.tensor)

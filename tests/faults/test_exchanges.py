@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from bagua_syncbn import check_ranks, convert_sync_batchnorm, ops
-from bagua_syncbn.agreement import faults
 from bagua_syncbn.errors import notify_peers
 from bagua_syncbn.options import Options
+from bagua_syncbn.reliability import faults
 from bagua_syncbn.step.call import Call
 from bagua_syncbn.step.exchange import exchange_of
 from tests.helpers.threads import run_threads

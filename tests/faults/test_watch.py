@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from bagua_syncbn.agreement.history import history_in
-from bagua_syncbn.extras import watch
+from bagua_syncbn.reliability import watch
+from bagua_syncbn.reliability.history import history_in
 from tests.faults.programs import STEP, message_of, own_model
 
 SECONDS = 6.0  # time-out of the group; its half is far above what a call takes on a busy machine
@@ -53,8 +53,8 @@ def test_a_long_wait_is_logged_with_call_and_group(pool):
 def look_with(monkeypatch, history, enqueued, completed):
     """Checks once after half of the time-out, with these numbers of NCCL collectives."""
     monkeypatch.setattr(watch, "nccl_progress", lambda _: (enqueued, completed))
-    (watched,) = (watched for held, watched in watch._watches if held() is history)
-    watched.seconds, watched.has_told, watched.seen = 0.0, False, None
+    (watched,) = (watched for watched in watch._watches if watched.history() is history)
+    watched.seconds, watched.has_logged, watched.seen = 0.0, False, None
     with logged() as messages:
         watched.look(history)
     watched.seconds = 300.0

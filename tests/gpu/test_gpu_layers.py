@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_syncbn
-from bagua_syncbn.agreement.history import history_in
 from bagua_syncbn.communicators import TorchCommunicator, jobs
 from bagua_syncbn.groups import spec_of
+from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
 from benchmarks.one_rank import OneRankGroup
 from tests.helpers.cases import laid_out

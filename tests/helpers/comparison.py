@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, parts_of, per_channel, reduced_dims, reference
+from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
+from bagua_syncbn.ops.headers import header_sums_of
 from tests.helpers.cases import laid_out
 from tests.helpers.tolerances import TOLERANCES, assert_close
 
@@ -90,7 +91,7 @@ def check_sums(sums: Tensor, row: Tensor, near: Tensor) -> None:
     """Compares statistics that add up over ranks with those in ``row``, both of the same values."""
     channels, count = len(near) // 2, row[len(near)] + row[len(near) + 1] * 2**24
     assert sums.dtype == torch.float64
-    assert sums[2 * channels :].tolist() == [count, *parts_of(FINGERPRINT)]
+    assert sums[2 * channels :].tolist() == [count, *header_sums_of(FINGERPRINT)]
     mean, square = (sums[: 2 * channels] / max(count, 1)).chunk(2)
     var = square - mean.square()
     allowed = TOLERANCES[torch.float32][0] * near + 1e-14 * torch.cat([mean, mean]).square()

@@ -1,7 +1,4 @@
-"""History of calls: from the messages of a group so far, all its ranks predict the same next one.
-
-A rank that has another next message sends a probe instead.
-"""
+"""History of calls: from the messages of a group so far, all its ranks predict the same next one."""
 
 from __future__ import annotations
 
@@ -13,21 +10,19 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
-from ..communicators.c10d import AsyncCollective, TorchCommunicator
 from ..groups import FORKED, Communicator
 from ..registry import Registry
-from ..torch_internals.autograd import is_capturing, untraced
+from ..torch_internals.autograd import untraced
 from ..torch_internals.groups import group_named
 from .faults import forget_records, record_of
 from .signatures import CallSignature, checksum, describe_compiled, exact_bits, word_of
 
 
 class CallHistory:
-    """The calls of one group, from which each rank knows what its peers expect next: the same on all of them.
+    """The calls of one group, from which each rank predicts the next one: the same on all of them.
 
     A step begins with the first forward after a backward.
     """
@@ -35,44 +30,44 @@ class CallHistory:
     most = 2**14  # predictions; all ranks forget them at the same call
 
     def __init__(self, compiled: set[int], name: str) -> None:
-        self.name = name  # under which its fault records are kept; another one for each history
-        self.rank = self.size = 0  # this rank's number in the group; both 0 before the first eager call
+        self.name = name  # unique; key of the fault records
+        self.rank = self.size = 0  # both 0 before the first eager call
+        self.exact_bits = 0  # of a fingerprint, in this group
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, which stands for compiled code
         self.device: torch.device | None = None  # device of the messages; None before the first one
-        self.failure: str | None = None  # the call after which this rank does not know what others expect
-        # The call that has begun to send and is not known to have ended well: another thread is in it, or an exception
-        # has ended it.
+        self.failure: str | None = None  # the call after which ranks no longer agree on the next one
+        # The call that has begun to send and has not finished: another thread is in it, or an exception ended it.
         self.sending: CallSignature | None = None
-        self.pending: Any = None  # PendingError, in case the failure is an error that others may have raised too
-        # Kinds that made compiled calls here: their eager calls too send only their options, as compiled code does.
+        self.pending: Any = None  # the Probe of this rank's error, if all other ranks may have raised one too
+        # Kinds compiled here. Their eager calls too send only their options, as compiled code does.
         self.compiled = compiled
         self.last: CallSignature | None = None
-        self.recent: deque[CallSignature] = deque(maxlen=2**12)
-        self.probes = 0  # that this rank has sent
+        self.recent: deque[tuple[int, CallSignature]] = deque(maxlen=2**12)  # numbers of calls, and the calls
+        self.probes = 0  # number of probes sent
         self.step = 0  # checksum of the calls of this step
-        self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the checksum with it
+        self.after_step: dict[int, tuple[CallSignature, int]] = {}  # the next call, and the checksum that includes it
         self.next: tuple[CallSignature, int] | None = None  # entry of after_step for this place of a step
-        self._after_call: dict[tuple[int, int], CallSignature] = {}
+        self._after_call: dict[int, CallSignature] = {}  # by caller
         self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 
     def expected(self) -> CallSignature | None:
         """Predicts the next call: from the calls of this step, else from the last call."""
-        known, last = self.next, self.last  # read once: reports read while the group goes on
+        known, last = self.next, self.last  # read once: reports read them while the group goes on
         if known is not None:
             return known[0]
-        return None if last is None else self._after_call.get(last.key)
+        return None if last is None else self._after_call.get(last.caller)
 
     def add(self, signature: CallSignature) -> None:
         """Adds a call that all ranks have made, and expects it next in this place of a step."""
         known = self.next
-        if known is None or (known[0] is not signature and known[0].key != signature.key):
+        if known is None or known[0] is not signature:
             known = self._learn(signature)
         self.step, self.last = known[1], signature
         self.next = self.after_step.get(self.step)
-        self.recent.append(signature)
         self.calls += 1
+        self.recent.append((self.calls, signature))
         self.number = self.calls % (ops.WORD - 1) + 1
 
     def _learn(self, signature: CallSignature) -> tuple[CallSignature, int]:
@@ -81,17 +76,16 @@ class CallHistory:
             self.after_step.clear()
             self._after_call.clear()
         if last is not None:
-            self._after_call[last.key] = signature
+            self._after_call[last.caller] = signature
             if last.is_backward and not signature.is_backward:
                 step = 0
-        known = self.after_step[self.step] = signature, checksum(step, *signature.key)
+        known = self.after_step[self.step] = signature, checksum(step, signature.caller, 0)
         return known
 
     def number_of(self, caller: object, kind: str) -> int:
-        """Returns the number of a model, or of a layer by itself, among all of its ``kind`` that call in this group.
+        """Returns the number of a model, or of a layer outside of a model, among all of its ``kind``.
 
-        They are counted at their first calls, which all ranks make in the same order. Models that never call here do
-        not count.
+        They are numbered at their first calls in this group, which all ranks make in the same order.
         """
         number: int | None = self._numbers.get(caller)
         if number is None:
@@ -100,42 +94,7 @@ class CallHistory:
         return number
 
 
-def can_probe(device: torch.device) -> bool:
-    return not (device.type == "cuda" and is_capturing())
-
-
-class Probe:
-    """A message as all ranks of a group expect it, that holds only the header of what this rank comes with."""
-
-    def __init__(
-        self, expected: CallSignature | None, caller: int, call: int, communicator: Communicator, device: torch.device
-    ) -> None:
-        self._is_sum, numel, dtype = (False, ops.WORDS, torch.float32) if expected is None else expected.message
-        self._size = communicator.size
-        fingerprint = checksum(caller, call, 0) & exact_bits(self._size)
-        self._said = ops.parts_of(fingerprint) if self._is_sum else [*divmod(caller, ops.WORD), call]
-        packed = torch.zeros(numel, dtype=dtype, device="cpu")
-        packed[-len(self._said) :] = torch.tensor(self._said, dtype=dtype, device="cpu")
-        self.packed = packed.to(device)
-        self.collective = communicator.all_reduce if self._is_sum else communicator.all_gather
-
-    def headers_in(self, answer: Tensor) -> list[list[float]]:
-        """Returns the header of each rank, where they can be told apart."""
-        return [] if self._is_sum else answer[:, -ops.WORDS :].tolist()
-
-    def is_unanimous(self, answer: Tensor) -> bool:
-        """Whether all ranks came with the same header."""
-        if self._is_sum:
-            return bool(answer[-ops.PARTS :].tolist() == [self._size * word for word in self._said])
-        return all(header == self._said for header in self.headers_in(answer))
-
-    def begin(self, communicator: TorchCommunicator) -> AsyncCollective:
-        """Sends it without waiting for the other ranks."""
-        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
-        return begin(self.packed)
-
-
-# By the group, or by a communicator that has none. Compared by identity: communicators may define equality.
+# By group, or by communicator without a group. Compared by identity, because communicators may define equality.
 _histories = WeakIdKeyDictionary()
 _lasting: list[tuple[Any, CallHistory]] = []  # histories of communicators that allow no weak reference
 _compiled_unnamed: set[int] = set()  # compiled kinds of all communicators without a group
@@ -149,6 +108,7 @@ def history_in(communicator: Communicator) -> CallHistory:
     """Returns the history of the group of ``communicator``."""
     history = _history_of(getattr(communicator, "group", communicator))
     history.rank, history.size = communicator.rank, communicator.size
+    history.exact_bits = exact_bits(history.size)
     return history
 
 
@@ -173,7 +133,7 @@ def _history_of(group: Any) -> CallHistory:
 
 
 def _fail_after_fork() -> None:
-    """Fails all groups in a child of this process, since only the parent has the threads that their backends run."""
+    """Fails all groups in a child process: only the parent has the threads of their backends."""
     for history in histories():
         history.failure, history.pending = FORKED, None
 
@@ -186,12 +146,11 @@ if hasattr(os, "register_at_fork"):
 def note_compilation(group_name: str | None, kind: str, device_type: str, *shared: Any) -> str:
     """Notes that a call with these shared options is compiled, by a layer of this kind, in the group of that name.
 
-    Without a name it says so of all groups that have none. Returns the name under which the fault record is kept.
+    Without a name this holds for all groups without one. Returns the name under which the fault record is kept.
     """
-    word = word_of(kind)
-    describe_compiled(word, kind, shared)
+    describe_compiled(kind, shared)
     history = None if group_name is None else _history_of(group_named(group_name))
-    (_compiled_unnamed if history is None else history.compiled).add(word)
+    (_compiled_unnamed if history is None else history.compiled).add(word_of(kind))
     name = "" if history is None else history.name
-    record_of(name, device_type)
+    record_of(name, device_type, () if history is None else history.recent)
     return name

@@ -1,4 +1,4 @@
-"""Exchanges that compare the ranks: of eager calls, and of a graph of torch.compile."""
+"""Makes the exchanges that compare the ranks: for eager calls, and for graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..groups import Communicator
 from ..names import kind_of
 from ..options import Options
 from ..step.call import Call
-from ..step.exchange import Exchange, Received
+from ..step.exchange import Exchange, Received, exchange_makers
 from .faults import RECORDS, record_of
 from .history import history_in, note_compilation
-from .protocol import Agreement, RankExchange
+from .protocol import RankExchange
 from .signatures import (
     ALL_BITS,
     checksum,
@@ -30,7 +30,7 @@ from .signatures import (
 
 
 class CompiledExchange(Exchange):
-    """Exchange in a graph of torch.compile: no sizes are agreed upon, and headers are constants."""
+    """Exchange in a graph of torch.compile: without probes, and with constant headers."""
 
     def __init__(self, call: Call, options: Options, communicator: Communicator) -> None:
         super().__init__(communicator, True)
@@ -53,11 +53,12 @@ class CompiledExchange(Exchange):
         return self._fingerprint
 
     def sum(self, sums: Tensor) -> Received:
-        # Sums of other calls become NaN, with no note of it: a graph that keeps for backward what each forward may
-        # write to could not run two forwards before the backward of the first.
+        # Mismatched sums become NaN and are not recorded: a graph that saves for backward what each forward may write
+        # to could not run two forwards before the backward of the first.
         return Received(self.communicator.all_reduce(sums), self.communicator.size)
 
 
+@exchange_makers.register
 def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
     """Returns a function that makes the exchange of ``call``, and of later calls with the same cache key."""
     if torch.compiler.is_compiling():
@@ -66,5 +67,5 @@ def compared_exchange(call: Call, options: Options, communicator: Communicator) 
     history = history_in(communicator)
     signature, input = signature_of(call, options, communicator, history.number_of), call.input
     # A tensor without values has no record.
-    record = record_of(history.name, input.device.type) if type(input) is Tensor else None
-    return partial(RankExchange, Agreement(signature, record, communicator, history, exact_bits(communicator.size)))
+    record = record_of(history.name, input.device.type, history.recent) if type(input) is Tensor else None
+    return partial(RankExchange, signature, record, communicator, history)

@@ -1,0 +1,85 @@
+"""Messages between ranks: their layout, and headers, which show whether all ranks make the same call.
+
+Forward, one row per rank: ``[mean (C) | var (C) | low | high | header]``, with the biased variance. The number of
+values per channel is ``low + high * 2**24``, because float32 holds every integer only up to ``2**24``. The header is
+``layer, options, call``, of 24 bits each, where ``caller = layer * 2**24 + options``. A row without a caller has no
+header, and an even size.
+
+Backward, sums over ranks: ``[sum_g (C) | sum_g_xmu (C) | header_sums]``. The header sums are ``a, a**2, b, b**2, c,
+c**2`` for ``fingerprint = a + b * 2**12 + c * 2**24``; there are none without a fingerprint. The mean of the squares
+equals the square of the mean only if all ranks have the same value.
+
+Large groups also send sums forward, in float64: ``[n * mean (C) | n * (var + mean**2) (C) | n | header_sums]``. These
+always have header sums.
+
+``csrc/packed_stats.h`` has the same layout.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+HEADER_SIZE = 3
+HEADER_SUMS_SIZE = 6
+WORD = 2**24  # bound of each value in a header: float32 holds every integer up to it
+PART = 2**12  # bound of each part of a fingerprint: float32 holds its square
+
+
+def header_size(gathered: Tensor) -> int:
+    """Returns the size of the headers in the rows of ``gathered``; 0 without headers."""
+    return HEADER_SIZE if gathered.size(1) % 2 else 0
+
+
+def header_of(caller: int | None, call: int) -> list[int]:
+    """Returns the header of a row of statistics."""
+    return [] if caller is None else [*divmod(caller, WORD), call]
+
+
+def header_sums_of(fingerprint: int | None) -> list[int]:
+    """Returns the values that a rank adds to the header sums."""
+    parts = () if fingerprint is None else (fingerprint % PART, fingerprint // PART % PART, fingerprint // PART**2)
+    return [value for part in parts for value in (part, part * part)]
+
+
+def headers_differ(header_sums: Tensor, ranks: int) -> Tensor:
+    """Returns whether the ``ranks`` had different fingerprints."""
+    totals, squares = header_sums.to(torch.int64).view(-1, 2).unbind(1)
+    return (squares * ranks != totals.square()).any()
+
+
+def add_to_header(number: Tensor, row: Tensor, summable: bool) -> None:
+    """Adds ``number``, an integer on the device, to the header of ``row``, so that ranks compare it too.
+
+    Args:
+        summable: whether ``row`` ends in header sums instead of a header.
+    """
+    if not summable:
+        row[-1:].add_(number)
+        return
+    for value, square, part in ((row[-6], row[-5], number), (row[-4], row[-3], number // PART)):
+        value.add_(part).remainder_(PART)
+        square.copy_(value.square())
+
+
+def fill(values: Tensor, numbers: Iterable[int]) -> None:
+    """Sets ``values`` to ``numbers`` without a copy from the host, which would synchronize."""
+    for value, number in zip(values, numbers, strict=True):
+        value.fill_(number)
+
+
+def record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> None:
+    """Writes ``values`` to the fault record if a fault ``happened`` and the record is empty.
+
+    On CUDA the read and the write are separate: a fault that the host clears in between is written again.
+    """
+    if fault is None:
+        return
+    written = torch.cat([value.reshape(-1) for value in values]).to(torch.int64)
+    before = fault[: written.numel()].to(written.device, non_blocking=True)  # pinned memory: in the stream's order
+    fault[: written.numel()].copy_(torch.where(happened & (before[0] == 0), written, before), non_blocking=True)
+
+
+def record_sums(fault: Tensor | None, differ: Tensor, call: int) -> None:
+    """Writes to the fault record that the headers in the sums of ``call`` differed between ranks."""
+    record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
