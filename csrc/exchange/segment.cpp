@@ -227,6 +227,7 @@ void Segment::collect(void* target) {
     }
     throw std::runtime_error(sent);
   }
+  if (own.numel == 0) return;  // `target` may be null
   for (int rank = 0; rank < ranks(); ++rank) {
     const void* payload = states_[rank].slot(sequence).payload;
     if (own.kind == kSum && rank > 0) {
