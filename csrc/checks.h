@@ -64,6 +64,7 @@ inline void check_channels(std::initializer_list<Named> arguments, int64_t chann
 }
 
 inline void check_activation(int64_t activation) {
+  static_assert(kActivations == 11, "the number in the message");
   check(activation >= 0 && activation < kActivations, "activation", "a code from 0 to 10", activation);
 }
 

@@ -24,13 +24,13 @@ inline bool is_dense(const Tensor& tensor, int64_t innermost) {
   return true;
 }
 
-struct Laid {
+struct DenseInput {
   Tensor tensor;
   Geometry geometry;
 };
 
 // Returns `input` (N, C, *), copied if it has neither layout.
-inline Laid lay_out(const Tensor& input) {
+inline DenseInput to_dense(const Tensor& input) {
   const int64_t batch = input.size(0), channels = input.size(1);
   int64_t inner = 1;
   for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
@@ -40,7 +40,7 @@ inline Laid lay_out(const Tensor& input) {
 }
 
 // Returns `tensor`, copied if its layout differs from that of `like`, which has the same sizes.
-inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
+inline Tensor with_layout_of(const Tensor& tensor, const DenseInput& like) {
   const bool matches = like.geometry.interleaved && like.geometry.inner > 1 ? is_dense(tensor, 1) : is_dense(tensor, 0);
   if (matches) return tensor;
   Tensor copy = allocate_like(like.tensor);
@@ -48,13 +48,13 @@ inline Tensor laid_out_like(const Tensor& tensor, const Laid& like) {
   return copy;
 }
 
-inline OptionalTensor laid_out_like(const OptionalTensor& tensor, const Laid& like) {
-  return tensor ? std::optional(laid_out_like(*tensor, like)) : std::nullopt;
+inline OptionalTensor with_layout_of(const OptionalTensor& tensor, const DenseInput& like) {
+  return tensor ? std::optional(with_layout_of(*tensor, like)) : std::nullopt;
 }
 
-// Returns `result`, which has the layout of `laid`, with the strides of `empty_like(input)`.
-inline Tensor with_strides_of(const Tensor& result, const Laid& laid, const Tensor& input) {
-  if (laid.tensor.get() == input.get()) return result;
+// Returns `result`, which has the layout of `dense`, with the strides of `empty_like(input)`.
+inline Tensor with_strides_of(const Tensor& result, const DenseInput& dense, const Tensor& input) {
+  if (dense.tensor.get() == input.get()) return result;
   Tensor output = allocate_as_torch(input);
   torch::stable::copy_(output, result);
   return output;

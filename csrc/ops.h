@@ -1,4 +1,4 @@
-// The ops as torch calls them, templated over `Device`: arguments are checked, laid out and unpacked here, then the
+// The ops as torch calls them, templated over `Device`: arguments are checked, dense out and unpacked here, then the
 // functions in the namespace of the device compute on plain memory (cpu/kernels.h, cuda/kernels.h).
 #pragma once
 
@@ -61,17 +61,17 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int6
   const std::optional<Mask> where = mask_of(mask, input);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const Header header = uses_sums ? sums_header(caller.value_or(0)) : row_header(caller, call);
-  const Laid laid = lay_out(input);
+  const DenseInput dense = to_dense(input);
   const int64_t size =
-      uses_sums ? sums_size_of(laid.geometry.channels) : row_size_of(laid.geometry.channels, header.size);
+      uses_sums ? sums_size_of(dense.geometry.channels) : row_size_of(dense.geometry.channels, header.size);
   Tensor packed = allocate_vector(size, uses_sums ? ScalarType::Double : accumulate, input);
   void* out = packed.mutable_data_ptr();
   Device device(input);
   if (input.numel() == 0) {  // a count of 0
     write_zeros_and_header(header, out, size - header.size, dtype_of(packed, "packed"), device);
   } else {
-    stats(laid.tensor.const_data_ptr(), dtype_of(input, "input"), laid.geometry, where ? &*where : nullptr, out, header,
-          device);
+    stats(dense.tensor.const_data_ptr(), dtype_of(input, "input"), dense.geometry, where ? &*where : nullptr, out,
+          header, device);
   }
   return packed;
 }
@@ -130,16 +130,16 @@ Tensor batch_norm_elemt(const Tensor& input, const OptionalTensor& weight, const
   check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
   check_like_input({{"residual", residual}}, input);
   check_activation(activation);
-  const Laid laid = lay_out(input);
-  const OptionalTensor added = laid_out_like(residual, laid);
-  Tensor output = allocate_like(laid.tensor);
+  const DenseInput dense = to_dense(input);
+  const OptionalTensor added = with_layout_of(residual, dense);
+  Tensor output = allocate_like(dense.tensor);
   if (input.numel() > 0) {
     const FactorTensors factors{mean, invstd, weight, bias};
     Device device(input);
-    elemt(laid.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"), laid.geometry, factors,
+    elemt(dense.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"), dense.geometry, factors,
           Epilogue{data_of(added), {activation, parameter}}, device);
   }
-  return with_strides_of(output, laid, input);
+  return with_strides_of(output, dense, input);
 }
 
 template <typename Device>
@@ -152,8 +152,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   check_channels({{"mean", mean}, {"invstd", invstd}, {"weight", weight}, {"bias", bias}}, input.size(1), input);
   check_activation(activation);
   const Header header = sums_header(fingerprint);
-  const Laid laid = lay_out(input);
-  const Geometry& g = laid.geometry;
+  const DenseInput dense = to_dense(input);
+  const Geometry& g = dense.geometry;
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
   Tensor sums = allocate_vector(2 * g.channels + header.size, accumulate, input);
@@ -164,12 +164,12 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     return {sums, torch::stable::new_zeros(input, {&g.channels, 1}, parameters),
             torch::stable::new_zeros(input, {&g.channels, 1}, parameters)};
   }
-  const Tensor dy = laid_out_like(grad_output, laid);
-  const OptionalTensor added = laid_out_like(residual, laid), grad_buffer = laid_out_like(grad, laid);
+  const Tensor dy = with_layout_of(grad_output, dense);
+  const OptionalTensor added = with_layout_of(residual, dense), grad_buffer = with_layout_of(grad, dense);
   Tensor grad_weight = allocate_vector(g.channels, parameters, input);
   Tensor grad_bias = allocate_vector(g.channels, parameters, input);
   const FactorTensors factors{mean, invstd, weight, bias};
-  backward_reduce(dy.const_data_ptr(), laid.tensor.const_data_ptr(),
+  backward_reduce(dy.const_data_ptr(), dense.tensor.const_data_ptr(),
                   grad_buffer ? grad_buffer->mutable_data_ptr() : nullptr, dtype_of(input, "input"), g,
                   BackwardReduceArguments{factors, out, mutable_per_channel_of(grad_weight),
                                           mutable_per_channel_of(grad_bias), header},
@@ -196,20 +196,20 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   check_counter(count, "count", input);
   check(!mask || activation == 0, "mask", "None with an activation", "a tensor");
   const std::optional<Mask> where = mask_of(mask, input);
-  const Laid laid = lay_out(input);
-  const Tensor dy = laid_out_like(grad_output, laid);
-  Tensor dx = grad_input ? laid_out_like(*grad_input, laid) : allocate_like(laid.tensor);
+  const DenseInput dense = to_dense(input);
+  const Tensor dy = with_layout_of(grad_output, dense);
+  Tensor dx = grad_input ? with_layout_of(*grad_input, dense) : allocate_like(dense.tensor);
   if (input.numel() > 0) {
     const FactorTensors factors{mean, invstd, weight, bias};
     const PerChannelTensor totals(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
-    backward_elemt(dy.const_data_ptr(), laid.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
-                   laid.geometry,
+    backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
+                   dense.geometry,
                    BackwardElemtArguments{factors, totals, number, header_size, ranks, call, record_of(fault)},
                    where ? &*where : nullptr, Epilogue{nullptr, {activation, parameter}}, device);
   }
-  if (!grad_input) return with_strides_of(dx, laid, input);
+  if (!grad_input) return with_strides_of(dx, dense, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);
   return allocate_vector(0, scalar_type(input), input);
 }
