@@ -311,7 +311,7 @@ def test_after_a_failure_new_groups_work_and_old_ones_say_so(kind):
     if kind in NEW_GROUPS:
         model(torch.full((2, 1), float(rank)))
         return
-    what_works = r"convert the model again on all ranks, with a group that torch\.distributed\.new_group\(\) has made"
+    what_works = r"convert the model again on all ranks with a new group from torch\.distributed\.new_group\(\)"
     with pytest.raises(RuntimeError, match=what_works):
         model(torch.full((2, 1), float(rank)))
     forget_groups()

@@ -214,7 +214,7 @@ def test_scripting_a_converted_model_raises(cls):
     """torch would replace the synchronized layer in the given model."""
     model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(cls(3))))
     layer = model[1][0]
-    message = f"got {type(layer).__name__}; script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
+    message = f"cannot script {type(layer).__name__}; script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
     for module in (model, layer):
         with pytest.raises(TypeError, match=re.escape(message)):
             torch.jit.script(module)

@@ -150,7 +150,7 @@ def test_a_second_thread_in_a_group_raises(way):
                 time.sleep(0.01)
             message = call(layers[1])
             assert NAMED.search(message), message
-            assert "forward of SyncBatchNorm (5 channels, float32, eps=1e-05, momentum=0.1) is not finished" in message
+            assert "forward of SyncBatchNorm (5 channels, float32, eps=1e-05, momentum=0.1) has not finished" in message
         dist.barrier()
         if is_odd():
             call(layers[0])
