@@ -1,9 +1,11 @@
 """The layers for replicas of one process, and conversion to them."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import bagua_syncbn
@@ -89,3 +91,29 @@ def test_replicas_and_a_job_exclude_each_other():
     layer.process_group = LOCAL
     model(torch.randn(4, 3))
     assert layer.num_batches_tracked == 1
+
+
+class FixedStatistics(nn.BatchNorm1d):
+    """Normalizes with its running statistics, whatever its mode."""
+
+    def forward(self, input):
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_layers_that_evaluate_in_training_work_in_replicas(eps_mode, recomputes):
+    plain = nn.Sequential(FixedStatistics(3), nn.BatchNorm1d(3)).double()
+    plain[0].running_var.fill_(2.0)
+    model = convert_model(copy.deepcopy(plain))
+    model[0].eps_mode = eps_mode
+    plain[0].eps = plain[0].eps if eps_mode == "plus" else 1e-30  # the variance is above eps
+    input, grad_output = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    results = []
+    for each in (plain, parallel(bagua_syncbn.recompute_outputs(model, enabled=recomputes), "cpu", 2)):
+        leaf = input.clone().requires_grad_()
+        output = each(leaf)
+        output.backward(grad_output)
+        results.append((output, leaf.grad))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
