@@ -119,11 +119,23 @@ def masked(layer, x):
 
 # Distinct functions of this package that each way of a call runs, forward and backward, from the layer to the wait for
 # the answer of each collective: at most.
+def after_evaluation(layer, x):
+    layer.eval()(x)
+    return layer.train()(x)
+
+
+def without_a_layer(layer, x):
+    buffers = layer.running_mean, layer.running_var
+    return bagua_syncbn.sync_batch_norm(x, *buffers, layer.weight, layer.bias)
+
+
 WAYS = {
     "a first call": (lambda layer, x: layer(x), 84, 20),
     "a later call": (lambda layer, x: layer(x), 20, 10),
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
-    "masked": (masked, 42, 10),
+    "after an evaluation": (after_evaluation, 26, 10),
+    "without a layer": (without_a_layer, 22, 10),
+    "masked": (masked, 40, 10),
     "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 40, 44),
 }
 
