@@ -218,6 +218,13 @@ def test_statistics_survive_data_that_drifts_and_has_outliers(ops, shape):
         torch.testing.assert_close(packed.double(), expected, rtol=2e-5, atol=0)
 
 
+def test_statistics_survive_a_mask_that_starts_with_an_outlier(ops):
+    input, mask = torch.randn(2, 2, 30000), torch.ones(2, 30000, dtype=torch.bool)
+    mask[:, :1024], mask[:, 5], input[..., 5] = False, True, 1e5
+    expected = reference.batch_norm_stats(input.double(), mask=mask)
+    torch.testing.assert_close(ops.batch_norm_stats(input, mask=mask).double(), expected, rtol=2e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(20, 3, 1003), (2, 3, 30000), (5000, 16)])  # rows of the first end in empty slots
 def test_statistics_survive_a_large_mean(ops, shape):
     input = torch.randn(shape) * 1e-2 + 1e3
