@@ -47,8 +47,9 @@ class _ModelMask:
         key = input.shape, input.device, given._version
         if key not in self._maskings:
             masking = masking_of(input, self._masks_for(input))
-            if masking is not None and type(masking.positions) is not Tensor:  # such as a fake tensor
-                return masking
+            positions = None if masking is None else masking.positions
+            if positions is not None and (type(positions) is not Tensor or positions.is_inference()):
+                return masking  # a fake tensor, or one that autograd cannot save in a later call
             self._maskings[key] = masking
         return self._maskings[key]
 

@@ -238,3 +238,19 @@ def test_ambiguous_masks_raise(size, shape, is_clear):
     _, *ways = str(caught.value).split("mask.view(")
     for way in ways:
         layer(input, mask=mask.view([int(number) for number in way[1 : way.index("]")].split(", ")]))
+
+
+def test_a_model_mask_has_second_derivatives_after_a_forward_in_inference_mode():
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    input = torch.randn(4, 3, 5)
+    grads = []
+    for evaluates_first in (False, True):
+        with masked(model, torch.arange(5) < 3):
+            if evaluates_first:
+                with torch.inference_mode():
+                    model(input)
+            leaf = input.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(model(leaf).sin().sum(), leaf, create_graph=True)
+            grad.square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0])
