@@ -34,7 +34,7 @@ class _Input(NamedTuple):
     offset: int = 0  # values between a 16-byte boundary and the first value
     lengths: bool = False  # mask by lengths instead of positions
     interleaved: bool = False  # (N, C, H, W) as channels_last
-    scale: float = 1.0  # of grad_output
+    scale: float = 1.0  # multiplies grad_output
 
 
 def _inputs(vector: int) -> list[_Input]:

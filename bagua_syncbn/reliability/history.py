@@ -32,7 +32,7 @@ class CallHistory:
     def __init__(self, compiled: set[int], name: str) -> None:
         self.name = name  # unique; key of the fault records
         self.rank = self.size = 0  # both 0 before the first eager call
-        self.exact_bits = 0  # of a fingerprint, in this group
+        self.exact_bits = 0  # bits of a fingerprint that are exact in sums of this group
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, which stands for compiled code
         self.device: torch.device | None = None  # device of the messages; None before the first one

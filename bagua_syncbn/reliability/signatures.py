@@ -30,7 +30,7 @@ SharedOptions: TypeAlias = tuple[Any, ...]
 # Stands for the options of a rank that raised an error instead of making a call.
 RAISED = 0
 
-# What happens to running statistics in a call, and how errors describe it.
+# Updates of running statistics in a call, and their description in errors.
 _TRACKING = {"moves": (), "untracked": ("untracked",), "accumulates": ("in accumulate_statistics",)}
 
 _DIRECTIONS = ("forward", "backward", "double backward")
@@ -55,7 +55,7 @@ def word_of(text: str) -> int:
     return zlib.crc32(text.encode()) % (ops.WORD - 1) + 1
 
 
-ALL_BITS = 2**36 - 1  # of a fingerprint: its header sums are exact in float64, in any job
+ALL_BITS = 2**36 - 1  # a whole fingerprint: its header sums are exact in float64, in any job
 
 
 def exact_bits(ranks: int) -> int:
@@ -124,7 +124,7 @@ class CallSignature:
         self.derivative: CallSignature = self
 
 
-_texts: dict[int, CallText] = {}  # of the calls of this rank, by caller
+_texts: dict[int, CallText] = {}  # texts for the calls of this rank, by caller
 
 
 def signature_of(
