@@ -21,10 +21,9 @@ from .conversion import (
     register_converter,
     revert_sync_batchnorm,
 )
-from .extras.checkpointing import Repeatable
 from .functional import sync_batch_norm
 from .masked import masked
-from .memory import fuse_activations, recompute_outputs
+from .memory import Repeatable, fuse_activations, recompute_outputs
 from .over_ranks import mean_over_ranks
 from .reliability.faults import check_ranks
 from .reliability.watch import groups_report

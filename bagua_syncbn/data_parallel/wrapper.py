@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..extras.checkpointing import refuse_to_recompute_replicas
+from ..memory.checkpointing import refuse_to_recompute_replicas
 from ..names import name_of
 from ..step.call import this_thread
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone

@@ -9,21 +9,18 @@ import torch
 from torch.utils import checkpoint
 
 
-def _knows_checkpoints() -> bool:
-    """Whether torch.utils.checkpoint has the structure of torch 2.10 to 2.14, which this file relies on."""
-    parts = (
-        ("_checkpoint_hook", "__init__", ["self", "frame"]),
-        ("_CheckpointFrame", "__init__", ["self", "recompute_fn"]),
-        ("CheckpointFunction", "forward", ["ctx", "run_function", "preserve_rng_state"]),
-    )
-    for cls, method, expected in parts:
-        function = getattr(getattr(checkpoint, cls, None), method, None)
-        if function is None or list(inspect.signature(function).parameters)[: len(expected)] != expected:
-            return False
-    return True
+def _begins_with(cls: str, method: str, *names: str) -> bool:
+    """Whether the arguments of ``method`` in torch's class ``cls`` begin with ``names``."""
+    function = getattr(getattr(checkpoint, cls, None), method, None)
+    return function is not None and tuple(inspect.signature(function).parameters)[: len(names)] == names
 
 
-has_known_checkpoints = _knows_checkpoints()
+# Whether torch.utils.checkpoint has the structure of torch 2.10 to 2.14, which this module relies on.
+has_known_checkpoints = (
+    _begins_with("_checkpoint_hook", "__init__", "self", "frame")
+    and _begins_with("_CheckpointFrame", "__init__", "self", "recompute_fn")
+    and _begins_with("CheckpointFunction", "forward", "ctx", "run_function", "preserve_rng_state")
+)
 
 
 def observe_checkpoints(region: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ from tests.helpers.steps import draw, step
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Attached to the core and to conversion from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = (
-    *("reliability", "cuda", "extras", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked"),
+    *("reliability", "cuda", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked"),
     *(
         "running_statistics",
         "sharded",

@@ -1,1 +1,0 @@
-"""Extras, which attach to layers and calls from outside. No module that the layer imports imports one of them."""
