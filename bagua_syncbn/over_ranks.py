@@ -14,10 +14,10 @@ from .errors import notifies_peers
 from .groups import Communicator, spec_of
 from .masks import check_mask
 from .ops.headers import record_sums
-from .reliability.faults import differ_text, record_of
+from .reliability.faults import differ_text
 from .reliability.history import history_in
 from .reliability.protocol import RankExchange
-from .reliability.signatures import CallSignature, CallText, checksum, exact_bits, word_of
+from .reliability.signatures import CallSignature, exact_bits, word_of
 from .torch_internals.autograd import is_transforming
 
 _NAME = "mean_over_ranks"
@@ -151,21 +151,20 @@ def sum_over_ranks(
         return packed
     size, counted = communicator.size, torch.cat([packed, packed.new_ones(1)])
     if is_compiling():  # compared only on the device, like the sums of compiled layers
-        header = ops.header_sums_of(checksum(word_of(f"{what} ({details})"), 0, 0) & exact_bits(size))
+        header = ops.header_sums_of(word_of(f"{what} ({details})") & exact_bits(size))
         total = communicator.all_reduce(torch.cat([counted, packed.new_tensor(header)]))
         is_same = (total[-ops.HEADER_SUMS_SIZE :] == total.new_tensor(header) * size).all()
         return total[: packed.numel()].where(is_same, torch.nan)
     history = history_in(communicator)
     if module is not None:
         what = f"{what} of {type(module).__name__}"
-        number = history.number_of(module, what)
-        what = f"{what} #{number}" if number > 1 else what
-    kind, text, numel = word_of(what), CallText(what, details), counted.numel() + ops.HEADER_SUMS_SIZE
-    signature = CallSignature(kind * ops.WORD + word_of(str(text)), kind, text, (True, numel, torch.float64), False)
-    record = record_of(history.name, packed.device.type, history.recent) if type(packed) is Tensor else None
+        what = history.numbered(what, module, what)
+    kind, text, numel = word_of(what), f"{what} ({details})", counted.numel() + ops.HEADER_SUMS_SIZE
+    signature = CallSignature(kind * ops.WORD + word_of(text), kind, text, (True, numel, torch.float64))
+    record = history.record_of(packed.device.type) if type(packed) is Tensor else None
     total = RankExchange(signature, record, communicator, history).total(counted)
     total, ranks = total.tensor_split([-1])  # NaN if no host has compared the headers and they differ
-    if module is None and record is not None and not record.is_on_cpu:
+    if module is None and record is not None and not record.is_checked_at_once:
         record_sums(record.tensor, (ranks != size).squeeze(0), history.calls)
     elif ranks.item() != size:
         raise RuntimeError(differ_text(what))

@@ -1,5 +1,4 @@
-"""Costs of synchronization on this machine, and of the alternatives: ``python -m benchmarks``.
+"""Measures synchronization and its alternatives on this machine: ``python -m benchmarks``.
 
-``sections`` has a file for each section, ``timing.py`` how all are timed, ``results`` what was recorded for
-docs/benchmarks.md.
+``sections`` has one file per section, ``timing.py`` times them, and ``results`` holds the data of docs/benchmarks.md.
 """

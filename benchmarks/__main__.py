@@ -1,17 +1,17 @@
-"""Costs of synchronization on this machine, and of the alternatives.
+"""Measures synchronization and its alternatives on this machine.
 
-    python -m benchmarks                       # everything: build/bench/results.json, and tables
-    python -m benchmarks --quick               # a first impression, in two minutes
+    python -m benchmarks                       # everything; writes build/bench/results.json and prints tables
+    python -m benchmarks --quick               # rough results in two minutes
     python -m benchmarks --sections layers --ranks 2 --shapes 8x64x56x56
     python -m benchmarks --default-malloc --sections local
     python -m benchmarks --sections gpu --device cuda
     python -m benchmarks.report FILE...        # tables and charts of recorded results
 
-docs/benchmarks.md says what is measured and how. Every case has its own line in results.json, with every sample.
+docs/benchmarks.md describes the measurements. results.json has one line per case, with all samples.
 
-By default malloc keeps the memory that is freed, as allocators made for training jobs do (jemalloc, tcmalloc; torch's
-own on GPUs): a step then finds the memory of the step before. glibc returns large blocks to the system, and every step
-pays for mapping its output and gradient again, whoever computes them. ``--default-malloc`` measures that.
+By default malloc keeps freed memory, like the allocators of training jobs (jemalloc, tcmalloc, torch's on GPUs), so a
+step reuses the memory of the previous step. glibc returns large blocks to the system, and each step maps its output and
+gradient again, in any implementation. ``--default-malloc`` measures that.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .sections import IN_ONE_PROCESS, ON_RANKS, SECTIONS
 
 OUTPUT = recorded.ROOT / "build" / "bench" / "results.json"
 
-# One input whose step is mostly messages, and one whose step is mostly computing.
+# The step of the first is mostly messages, that of the second mostly computation.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
 
 
@@ -42,15 +42,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=on_cpu, help="(default: all but gpu)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
     parser.add_argument("--shapes", nargs="+", type=batches.parse_shape, metavar="8x64x56x56")
-    parser.add_argument("--quick", action="store_true", help="few shapes and rounds")
-    parser.add_argument("--seconds", type=float, help="for the rounds of a case (default: 1.5, --quick: 0.2)")
+    parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
+    parser.add_argument("--seconds", type=float, help="per case (default: 1.5, --quick: 0.2)")
     parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ranks, and gpu (default: cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ranks and gpu (default: cpu)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
     arguments = parser.parse_args()
     on_ranks = any(name in ON_RANKS for name in arguments.sections)
     if on_ranks and arguments.device == "cuda" and max(arguments.ranks) > torch.cuda.device_count():
-        parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, one for each device, with --device cuda")
+        parser.error(
+            f"--ranks: expected at most {torch.cuda.device_count()} (one per device), got {max(arguments.ranks)}"
+        )
     return arguments
 
 
@@ -79,7 +81,7 @@ def measure_all(job: dict[str, Any]) -> Iterator[Case]:
 
 
 def run(job: dict[str, Any]) -> Results:
-    """Measures what the job asks for, and prints a line for each case."""
+    """Measures the sections of a job and prints a line for each case."""
     start = time.monotonic()
     measured = []
     for case in measure_all(job):

@@ -1,4 +1,4 @@
-"""Inputs: shapes as text, memory layouts, batches of random values."""
+"""Input shapes, memory layouts and random batches."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def layouts(shape: Shape) -> list[str]:
-    """Returns the layouts that a shape can have: the rows of (N, C) are interleaved whatever the memory format."""
+    """Returns the possible layouts of a shape. (N, C) is interleaved in any memory format."""
     return ["planar", "interleaved"] if len(shape) in _MEMORY_FORMATS else ["interleaved"]
 
 

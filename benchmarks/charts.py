@@ -28,7 +28,7 @@ _VARIANTS = {
 
 
 def peers(results: Results, path: Path, source: str) -> bool:
-    """Draws the step of each peer over two ranks, in steps of the layer that does not synchronize."""
+    """Draws the step time of each peer over two ranks, relative to the unsynchronized layer."""
     names, measured = synchronized(results)
     chosen = [case for case in measured if case["ranks"] == 2 and case["layout"] == layouts(case["shape"])[0]]
     if not chosen:
@@ -57,7 +57,7 @@ def peers(results: Results, path: Path, source: str) -> bool:
 
 
 def stored(results: Results, path: Path, source: str) -> bool:
-    """Draws what is stored of each network, as shares of what is stored with torch's layers."""
+    """Draws the memory stored for backward, relative to torch's layers, for each network."""
     measured = [case for case in of_section(results, "stored") if "bytes" in case]
     if not measured:
         return False
@@ -75,7 +75,7 @@ def stored(results: Results, path: Path, source: str) -> bool:
 
 
 def large(results: Results, path: Path, source: str) -> bool:
-    """Draws what a layer takes as its group grows, by each rule: of the host as measured, on the wire by arithmetic."""
+    """Draws the time of a layer's step over group sizes, for each rule: measured on the host, computed for the wire."""
     measured = of_section(results, "large")
     if not measured:
         return False
@@ -103,7 +103,7 @@ CHARTS = {"peers": peers, "stored": stored, "large": large}
 
 
 def draw_all(results: Results, directory: Path) -> list[Path]:
-    """Draws each chart that there are data for, which names them by their digest; returns the paths of the files."""
+    """Draws each chart whose data is in ``results``. Returns the paths; each file contains a digest of the results."""
     directory.mkdir(parents=True, exist_ok=True)
     source = f"results {hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]}"
     paths = {directory / f"{name}.svg": draw for name, draw in CHARTS.items()}

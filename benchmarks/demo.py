@@ -1,4 +1,4 @@
-"""Losses of ``make demo``, for the first page of the documentation:
+"""Draws the losses of ``make demo`` for README:
 
 make demo && python -m benchmarks.demo build/demo/results.json docs/pictures/demo.svg
 """

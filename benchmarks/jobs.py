@@ -1,4 +1,4 @@
-"""Jobs of several ranks on this machine, which run the sections of ``sections.ON_RANKS``."""
+"""Runs the sections in ``sections.ON_RANKS`` on several ranks of this machine."""
 
 import os
 import tempfile
@@ -16,8 +16,8 @@ from .recorded import Case
 
 
 def launch(world_size: int, job: dict[str, Any]) -> Iterator[Case]:
-    """Runs the job's sections on so many ranks and yields the cases as they are measured."""
-    # Ranks end without cleaning up, which would leak the semaphores of inductor's compile workers.
+    """Runs the job's sections on ``world_size`` ranks and yields each case when it is measured."""
+    # Ranks end without cleanup, which would leak the semaphores of inductor's compile workers.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     measured = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="bagua_syncbn_bench_") as directory:
@@ -49,6 +49,5 @@ def _run_rank(rank: int, world_size: int, store: str, job: dict[str, Any], measu
         module = sections.ON_RANKS[name]
         for case in module.cases(job, world_size):
             tell(name, module.measure(*case, job, makers, device))
-    # Without ending the job in order: with fairscale's layer in it, a rank now and then aborted while doing that. All
-    # results are out.
+    # Skips the job's regular end, in which ranks sometimes aborted after fairscale's layer. All results are sent.
     os._exit(0)

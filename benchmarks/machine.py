@@ -1,4 +1,4 @@
-"""The machine, its software and its allocator."""
+"""Describes the machine and its software; sets up malloc."""
 
 import contextlib
 import importlib.metadata
@@ -16,8 +16,8 @@ from bagua_syncbn.communicators import shared
 
 from .recorded import find_commit
 
-# glibc refuses a threshold above 32 MiB from which blocks are mapped one by one, so that mapping is turned off; freed
-# memory at the end of the heap is then kept up to 16 GiB.
+# Turns off mapped blocks, because glibc limits their threshold to 32 MiB, and keeps up to 16 GiB of freed memory at the
+# end of the heap.
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
@@ -26,7 +26,7 @@ KEEP_MEMORY = {
 
 
 def keep_memory() -> None:
-    """Starts this program again with a malloc that keeps memory, unless it has been: glibc reads this once."""
+    """Restarts the program with a malloc that keeps memory: glibc reads the variables at start. No-op if set."""
     if not all(os.environ.get(name) == value for name, value in KEEP_MEMORY.items()):
         os.execve(sys.executable, sys.orig_argv, os.environ | KEEP_MEMORY)
 
@@ -36,7 +36,7 @@ def count_cores() -> int:
 
 
 def thread_counts(processes: int) -> list[int]:
-    """One, and as many as there are cores for each of so many processes."""
+    """Returns 1 and the number of cores per process."""
     return sorted({1, max(1, count_cores() // processes)})
 
 
@@ -55,7 +55,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_exchange() -> str:
-    """Returns how ranks of this host exchange small messages."""
+    """Returns the transport of small messages on this host."""
     return "by collectives" if shared.problem() else "through shared memory"
 
 

@@ -1,4 +1,4 @@
-"""Batch noise of the network of ``make demo``, and the error of its gradient, for docs/verification.md:
+"""Measures the batch noise and gradient error of the network in ``make demo``, for docs/verification.md:
 
 python -m benchmarks.noise docs/pictures/noise.svg
 """
@@ -24,7 +24,7 @@ STEPS = 537  # as in the demo
 
 
 def trained(steps: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Returns the network after ``steps`` steps of the reference run of the demo, and its training data."""
+    """Returns the demo's network after ``steps`` steps in one process, and its training data."""
     images, _, labels, _ = load_data(0, torch.float64, torch.device("cpu"))
     torch.manual_seed(0)
     model = build_model().double()
@@ -41,9 +41,9 @@ def noise(model: nn.Module, images: Tensor) -> BatchNoise:
 
 
 def gradient_errors(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], steps: int = 60) -> list[float]:
-    """Returns the systematic error of the gradient, as a share of the mean gradient.
+    """Returns the systematic error of the gradient relative to the mean gradient, for each of ``sizes``.
 
-    For each size, parts of this size of 64 samples are normalized by themselves, in place of all together.
+    The error comes from normalizing parts of this size separately, instead of all 64 samples together.
     """
 
     def gradient(batch: Tensor, size: int) -> Tensor:
@@ -56,17 +56,17 @@ def gradient_errors(model: nn.Module, images: Tensor, labels: Tensor, sizes: lis
     errors = []
     for size in sizes:
         error = torch.stack([gradient(batch, size) for batch in batches]) - together
-        systematic = error.mean(0).square().sum() - error.var(0).sum() / steps  # less what chance leaves in the mean
+        systematic = error.mean(0).square().sum() - error.var(0).sum() / steps  # minus sampling noise
         errors.append((systematic.clamp(min=0).sqrt() / together.mean(0).norm()).item())
     return errors
 
 
 def draw(found: BatchNoise, path: Path) -> None:
-    """Draws the noise of each layer at several numbers of samples per rank, and the limit."""
+    """Draws each layer's noise for several numbers of samples per rank, and the limit."""
     names = [layer.name for layer in found.layers]
     title = "Batch noise, as a share of the standard deviation"
     with chart(path, title, "layers of the demo", "make demo", 66, 40) as axes:
-        for size, color in {2: "sky", 8: "blue", 32: "text"}.items():  # the longest first, so that the others lie on it
+        for size, color in {2: "sky", 8: "blue", 32: "text"}.items():  # longest bars first, shorter ones on top
             noise = [layer.at(size) for layer in found.layers]
             bars = axes.barh(names, noise, 0.7, color=COLORS[color], label=f"{size} samples per rank")
             if size == 2:

@@ -1,4 +1,4 @@
-"""Synchronization with nobody there: all that a layer does over several ranks, in one process."""
+"""Communicators with a simulated second rank, to run a layer's synchronized path in one process."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -7,10 +7,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Twin:
-    """A communicator of two ranks. The second one does not exist, and always sends what the first one sends.
+    """A communicator of two ranks, the second of which is simulated and sends the same messages as the first.
 
-    Given to a layer as ``process_group`` it makes it take the path of several ranks, which a group of one never does.
-    Mean, variance and gradients are those of this rank alone; what is counted is counted twice.
+    A layer with this ``process_group`` takes the path of several ranks, unlike in a group of one. Mean, variance and
+    gradients equal the local ones; counts are doubled.
     """
 
     size = 2
@@ -24,9 +24,9 @@ class Twin:
 
 
 class OneRankGroup(Twin):
-    """A twin that makes the real collectives of a group of one rank, the default one: for a machine with one device.
+    """A twin that also runs real collectives in a group of one rank (default: torch's default group).
 
-    The missing rank costs one copy forward and one launch backward besides.
+    For machines with one device. Simulating the second rank costs an extra copy in forward and a launch in backward.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The layers that are compared."""
+"""The compared layers."""
 
 import warnings
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import bagua_syncbn
 
 from .recorded import Results, of_section, table
 
-# Makes a layer for so many channels and input of so many dimensions; may fail to import it.
+# Makes a layer for this number of channels and input dimensions; may raise ImportError.
 Maker = Callable[[int, int], nn.Module]
 
 _LOCAL = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -33,20 +33,20 @@ class _AllReduce(torch.autograd.Function):
 
 
 class NaiveSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """As one writes it in an afternoon: sums and counts through a differentiable all-reduce, autograd does the rest.
+    """A straightforward implementation: sums and counts through a differentiable all-reduce; autograd does the rest.
 
-    Two things are wrong with it on purpose, as in what is found in the field: the variance is E[x^2] - E[x]^2, which
-    cancels, and autograd keeps every intermediate tensor.
+    It has two flaws on purpose, common in the field: the variance is E[x^2] - E[x]^2, which cancels, and autograd saves
+    each intermediate tensor.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
 
     def forward(self, input: Tensor) -> Tensor:
-        others = [dim for dim in range(input.dim()) if dim != 1]
+        reduced = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         count = input.new_full((1,), input.numel() / input.size(1))
-        sums = torch.cat([input.sum(others), input.square().sum(others), count])
+        sums = torch.cat([input.sum(reduced), input.square().sum(reduced), count])
         total = _AllReduce.apply(sums) if dist.is_initialized() else sums
         mean, square, count = total.split([input.size(1), input.size(1), 1])
         mean, square = mean / count, square / count
@@ -67,19 +67,17 @@ def _fairscale(channels: int, dimensions: int) -> nn.Module:
 
 
 MAKERS: dict[str, Maker] = {
-    # As users make it: by conversion.
     "ours": lambda channels, dimensions: bagua_syncbn.convert_sync_batchnorm(_LOCAL[dimensions](channels)),
-    # Does not synchronize: the least that one has to pay.
+    # Unsynchronized: the lower bound.
     "local": lambda channels, dimensions: _LOCAL[dimensions](channels),
     "naive": lambda channels, dimensions: NaiveSyncBatchNorm(channels),
     "fairscale": _fairscale,
-    # Refuses input on CPU.
-    "torch_sync": lambda channels, dimensions: nn.SyncBatchNorm(channels),
+    "torch_sync": lambda channels, dimensions: nn.SyncBatchNorm(channels),  # refuses CPU input
 }
 
 
 def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Tries each on a small batch; returns those that train on ``device`` in this job, and why any other does not.
+    """Tries all layers on a small batch. Returns those that train on ``device``, and the errors of the rest.
 
     All ranks of the job must call it.
     """
@@ -91,7 +89,7 @@ def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
                 warnings.simplefilter("ignore")
                 x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
                 torch.autograd.grad(make(4, 4).to(device)(x).square().sum(), x)
-        except Exception as error:  # whatever it is, this is the reason, and the next layer is tried
+        except Exception as error:  # any error is the reason to skip the layer
             text = str(error).strip().splitlines() or [""]
             skipped[name] = f"{type(error).__name__}: {text[0]}"
         else:
@@ -100,7 +98,7 @@ def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
 
 
 def peers_table(results: Results) -> str:
-    """Which peers were measured with how many ranks, and why any was not: torch_sync is torch.nn.SyncBatchNorm."""
+    """The peers measured with each number of ranks, and why peers were skipped. torch_sync: torch.nn.SyncBatchNorm."""
     jobs = of_section(results, "peers")
 
     def row(name: str) -> list[str]:

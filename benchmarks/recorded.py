@@ -1,7 +1,4 @@
-"""Recorded results: their file, the commit that they are of, ratios within a round, and tables in Markdown.
-
-Needs nothing but Python.
-"""
+"""Recorded results: files, the measured commit, ratios within a round, and Markdown tables. Needs only Python."""
 
 import json
 import math
@@ -18,7 +15,7 @@ Case = dict[str, Any]
 
 
 def write(results: Results, path: Path) -> None:
-    """Writes the results with one case to a line."""
+    """Writes the results, one case per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {name: value for name, value in results.items() if name != "cases"}
     lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in results["cases"])
@@ -26,7 +23,7 @@ def write(results: Results, path: Path) -> None:
 
 
 def find_commit() -> str | None:
-    """Returns the commit that is checked out, and whether the package was changed since; None without a checkout."""
+    """Returns the checked-out commit, with a note if the package has changes; None without a checkout."""
 
     def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]
@@ -59,7 +56,7 @@ def input_of(case: Case) -> list[str]:
 
 
 def ratios(case: Case, name: str, other: str, factor: float = 1.0) -> list[float]:
-    """Returns the ratio of two times in each round."""
+    """Returns the ratio of two functions' times in each round."""
     times = case["microseconds"]
     return [factor * a / b for a, b in zip(times[name], times[other], strict=True)]
 
@@ -69,12 +66,12 @@ def milliseconds(case: Case, name: str) -> str:
 
 
 def marked(ranks: int, results: Results) -> str:
-    """Marks jobs with less than a core for each rank."""
+    """Returns ``ranks``, marked if there are fewer cores than ranks."""
     return f"{ranks}{'*' if ranks > results['machine']['cores'] else ''}"
 
 
 def where(results: Results) -> str:
-    """Returns machine, version and date in one line."""
+    """Returns machine, torch version and date in one line."""
     machine = results["machine"]
     return f"{machine['processor']}, {machine['cores']} cores, torch {results['versions']['torch']}, {results['date']}"
 

@@ -1,9 +1,9 @@
-"""Tables and charts of recorded results; measures nothing.
+"""Makes tables and charts of recorded results.
 
     python -m benchmarks.report build/bench/results.json
     python -m benchmarks.report benchmarks/results/*.json --into docs/benchmarks.md README.md --charts docs/charts
 
-All figures that a run can change are made here, for the end of a run and for these pages.
+All measured figures on these pages come from here.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"(<!-- begin (?P<file>\S+) (?P<table>\S+) -->\n).*?(<!-- en
 
 
 def machine_line(results: Results) -> str:
-    """The machine, its software and its settings."""
+    """The machine, its software and settings."""
     machine, versions, settings = results["machine"], results["versions"], results["settings"]
     devices = [
         f"{machine['processor']}, {machine['cores']} cores{', virtual' * machine['virtual']}",
@@ -33,7 +33,7 @@ def machine_line(results: Results) -> str:
 
 
 def tables(results: Results) -> dict[str, Callable[[Results], str]]:
-    """Returns the tables that these results have data for, those of the sections in their order."""
+    """Returns the tables for which ``results`` has data, in the order of the sections."""
     measured = {case["section"] for case in results["cases"]}
     found = {"machine": machine_line} | ({"peers": peers_table} if "peers" in measured else {})
     for section in filter(measured.__contains__, SECTIONS):
@@ -42,14 +42,14 @@ def tables(results: Results) -> dict[str, Callable[[Results], str]]:
 
 
 def report(results: Results) -> str:
-    """Returns the tables, each under its name and what it shows."""
+    """Returns the tables, each with its name and description."""
     return "".join(
         f"## {name}\n\n{inspect.getdoc(make)}\n\n{make(results)}\n\n" for name, make in tables(results).items()
     )
 
 
 def update_page(text: str, results: dict[str, Results]) -> str:
-    """Replaces what stands between ``<!-- begin FILE TABLE -->`` and ``<!-- end -->``, for the files in ``results``."""
+    """Fills the blocks from ``<!-- begin FILE TABLE -->`` to ``<!-- end -->`` of each FILE in ``results``."""
 
     def replace(block: re.Match[str]) -> str:
         if block["file"] not in results:
@@ -64,8 +64,10 @@ def main() -> None:
         prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--into", nargs="+", type=Path, metavar="PAGE", help="write the tables into these, print none")
-    parser.add_argument("--charts", type=Path, metavar="DIRECTORY", help="draw the charts there")
+    parser.add_argument(
+        "--into", nargs="+", type=Path, metavar="PAGE", help="fill in the tables here instead of printing"
+    )
+    parser.add_argument("--charts", type=Path, metavar="DIRECTORY", help="draw the charts here")
     arguments = parser.parse_args()
     results = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in arguments.files}
     for page in arguments.into or ():
@@ -74,7 +76,7 @@ def main() -> None:
         for name, recorded in results.items():
             print(f"# {name}\n\n{report(recorded)}")
     if arguments.charts is not None:
-        from .charts import draw_all  # needs matplotlib, which machines that only measure may lack
+        from .charts import draw_all  # needs matplotlib
 
         for recorded in results.values():
             draw_all(recorded, arguments.charts)

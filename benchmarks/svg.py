@@ -1,6 +1,6 @@
-"""Charts as small SVG files whose text stays text and whose colors follow the reader's light or dark mode.
+"""Charts as small SVG files, with selectable text and colors for light and dark mode.
 
-Needs matplotlib, which what measures does not: import it only to draw.
+Imports matplotlib, which measurements do not need.
 """
 
 import re
@@ -14,10 +14,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 520  # such that text can be read on a phone
-_ABOVE, _BELOW = 84, 34  # title and legend; the names of the ticks
+WIDTH = 520  # readable on a phone
+_ABOVE, _BELOW = 84, 34  # title and legend; tick labels
 
-# Okabe and Ito's colors, which can be told apart with any kind of color vision; the second of each is for dark mode.
+# Okabe and Ito's colors, distinguishable with any color vision: (light mode, dark mode).
 _COLORS = {
     "paper": ("#ffffff", "#14171c"),
     "text": ("#1f2328", "#e6edf3"),
@@ -29,7 +29,7 @@ _COLORS = {
     "red": ("#c2410c", "#f2784b"),
 }
 COLORS = {name: light for name, (light, _) in _COLORS.items()}
-_FONT = "DejaVu Sans"  # by whose metrics matplotlib places text
+_FONT = "DejaVu Sans"  # matplotlib places text by the metrics of this font
 _STYLE = {
     "font.sans-serif": [_FONT],
     "font.size": 11,
@@ -50,15 +50,15 @@ _STYLE = {
 
 
 def _round(tag: re.Match[str]) -> str:
-    """Rounds the places in a tag, whose further digits differ between versions of matplotlib."""
+    """Rounds the coordinates in a tag, because more digits differ between versions of matplotlib."""
     return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", tag[0])
 
 
 @contextmanager
 def chart(path: Path, title: str, note: str, source: str, height: float, left: float) -> Iterator[Axes]:
-    """Yields axes of this ``height``, this far from the left, and writes the file once they are filled.
+    """Yields axes with this ``height`` and ``left`` margin, and writes the file at the end.
 
-    ``note`` stands below the title; ``source`` says in the file what it shows the data of.
+    ``note`` is the line below the title; ``source`` identifies the data in the file's description.
     """
     full = height + _ABOVE + _BELOW
     with rc_context(_STYLE):

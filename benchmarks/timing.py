@@ -1,4 +1,4 @@
-"""Timing in rounds: every function of a workload in turn, so that what disturbs one disturbs all alike."""
+"""Timing in rounds: each round runs all functions of a workload in turn, so that disturbances affect all alike."""
 
 import time
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from bagua_syncbn.groups import spec_of
 
 Function = Callable[[], object]
 Workload = dict[str, Function]
-Timer = Callable[[Function, int], float]  # seconds for one of so many calls
+Timer = Callable[[Function, int], float]  # seconds per call, from the function and the number of calls
 
-# A sample is made of as many calls as take this long, so that the clock and the loop weigh little.
+# A sample has enough calls to take this long, so that the clock and the loop are negligible.
 _SAMPLE_SECONDS = 2e-4
 _MAX_CALLS = 50
 
-Round = dict[str, float]  # seconds for one call of each function
+Round = dict[str, float]  # seconds per call, by function
 
 
 class Plan(NamedTuple):
-    """How often to run a workload; the ranks of a job must agree on it."""
+    """How often to run a workload; equal on all ranks of a job."""
 
-    calls: dict[str, int]  # in one sample
+    calls: dict[str, int]  # per sample
     rounds: int
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the values of all ranks; of a process without ranks its own."""
+    """Returns the values of all ranks; without a job, this process's value."""
     if not dist.is_initialized():
         return [value]
     gathered = [None] * dist.get_world_size()
@@ -38,7 +38,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def start_together() -> None:
-    """Waits for all ranks. A barrier of gloo lets them go some 100 µs apart, shared memory less than one."""
+    """Waits for all ranks. They leave gloo's barrier some 100 µs apart, shared memory within 1 µs."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
         communicator = spec_of(None).communicator()
@@ -64,7 +64,7 @@ def run_round(workload: Workload, names: list[str], calls: dict[str, int], timer
 
 
 def plan(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -> Plan:
-    """Warms up and plans rounds that take about the job's seconds together, at least and at most so many."""
+    """Warms up and plans rounds that take about the job's seconds in total, within its limits."""
     names = list(workload)
     for _ in range(2):
         run_round(workload, names, {}, timer)
@@ -75,7 +75,7 @@ def plan(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -
 
 
 def run(workload: Workload, chosen: Plan, timer: Timer = host_seconds) -> list[Round]:
-    """Runs the rounds, every other one backwards: no function always finds the cache as one other leaves it."""
+    """Runs the rounds, every second one in reverse order, so that a function's predecessor in the cache changes."""
     names = list(workload)
     for order in (names, names[::-1]):
         run_round(workload, order, chosen.calls, timer)
@@ -83,7 +83,7 @@ def run(workload: Workload, chosen: Plan, timer: Timer = host_seconds) -> list[R
 
 
 def record(ranks: list[list[Round]]) -> dict[str, Any]:
-    """Returns what is kept of the rounds: microseconds of each function, the means over ranks."""
+    """Returns the microseconds of each function in each round, as means over ranks."""
     rounds = list(zip(*ranks, strict=True))
     means = {name: [sum(part[name] for part in parts) / len(parts) for parts in rounds] for name in ranks[0][0]}
     return {"microseconds": {name: [digits(1e6 * seconds) for seconds in means[name]] for name in means}}
@@ -94,7 +94,7 @@ def digits(value: float) -> float:
 
 
 def time_workload(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -> dict[str, Any]:
-    """Times a workload in this process, or on all ranks together; returns what is recorded, the means over ranks."""
+    """Times a workload in this process, or on all ranks of a job. Returns the record."""
     chosen = gather(plan(workload, job, timer))[0]
     start_together()
     return record(gather(run(workload, chosen, timer)))

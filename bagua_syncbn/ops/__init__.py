@@ -56,7 +56,7 @@ from . import reference
 from .activations import IDENTITY, Activation, activation_of
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .failures import raise_torchs
-from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, add_to_header, header_of, header_sums_of
+from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, header_of, header_sums_of
 from .masking import Masking, of_positions
 from .moments import Moments
 from .native import KERNELS, hold_buffers

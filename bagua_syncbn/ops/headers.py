@@ -48,20 +48,6 @@ def headers_differ(header_sums: Tensor, ranks: int) -> Tensor:
     return (squares * ranks != totals.square()).any()
 
 
-def add_to_header(number: Tensor, row: Tensor, summable: bool) -> None:
-    """Adds ``number``, an integer on the device, to the header of ``row``, so that ranks compare it too.
-
-    Args:
-        summable: whether ``row`` ends in header sums instead of a header.
-    """
-    if not summable:
-        row[-1:].add_(number)
-        return
-    for value, square, part in ((row[-6], row[-5], number), (row[-4], row[-3], number // PART)):
-        value.add_(part).remainder_(PART)
-        square.copy_(value.square())
-
-
 def fill(values: Tensor, numbers: Iterable[int]) -> None:
     """Sets ``values`` to ``numbers`` without a copy from the host, which would synchronize."""
     for value, number in zip(values, numbers, strict=True):

@@ -1,128 +1,105 @@
-"""Fault records, in which ops note that the headers of ranks differ, and the errors raised for them."""
+"""Fault records, where ops note mismatched headers, and the errors raised for them."""
 
 import ctypes
 from collections.abc import Collection, Iterable, Sequence
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakSet
 
 import torch
 
 from .. import ops
 from ..groups import ranks_by_text
-from ..torch_internals.autograd import outside_of_modes
-from .signatures import CallSignature, describe
+from .signatures import RAISED, CallSignature
+
+CHECKED_AT_ONCE = ("cpu",)  # devices whose hosts check the record after each op: all ranks raise in the same call
 
 
 class FaultRecord:
-    """Host memory that the ops of one group write to, on one type of device; see ``docs/design.md``."""
+    """Host memory where ops of a group on one type of device record faults; see ``docs/design.md``.
 
-    def __init__(self, device_type: str, recent: Collection[tuple[int, CallSignature]] = ()) -> None:
-        self.is_on_cpu, self._recent = device_type == "cpu", recent
-        made: list[torch.Tensor] = []
+    Args:
+        recent: numbers and signatures of calls, for errors.
+    """
 
-        def make() -> None:
+    def __init__(self, device_type: str, recent: Collection[tuple[int, CallSignature]]) -> None:
+        self.is_checked_at_once, self._recent = device_type in CHECKED_AT_ONCE, recent
+
+        def make() -> torch.Tensor:
             try:
-                made.append(torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=not self.is_on_cpu))
+                return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=device_type != "cpu")
             except RuntimeError:
-                if device_type == "cuda":  # whose kernels take the address
+                if device_type == "cuda":  # kernels write to the address
                     raise
-                made.append(torch.zeros(8, dtype=torch.int64, device="cpu"))  # this device cannot pin memory
+                return torch.zeros(8, dtype=torch.int64, device="cpu")  # this device cannot pin memory
 
-        # A new thread has no active mode, transform or default device: the tensor is real, and ops may write to it.
-        thread = Thread(target=make)
-        thread.start()
-        thread.join()
-        (self.tensor,) = made
-        self.is_reported = False
-        self.kind = ctypes.c_int64.from_address(self.tensor.data_ptr())  # each call reads it, without an op
-
-    def take(self) -> list[int]:
-        """Returns the recorded fault. On CPU it also clears the record; elsewhere each further call raises too.
-
-        Clears only the kind. An op writes it last and does not overwrite an earlier fault. A fault in between is not
-        recorded, but its results are NaN too.
-        """
-        with outside_of_modes():
-            record: list[int] = self.tensor.tolist()
-        if self.is_on_cpu:
-            self.kind.value = 0
-        return record
+        # A new thread has no active mode, transform or default device: ops can write to the tensor.
+        with ThreadPoolExecutor(1) as thread:
+            self.tensor = thread.submit(make).result()
+        address = self.tensor.data_ptr()  # read directly: faster than ops, and modes do not interfere
+        self.kind, self._values = ctypes.c_int64.from_address(address), (ctypes.c_int64 * 8).from_address(address)
+        _records.add(self)
 
     def raise_if_found(self) -> None:
-        """Raises RuntimeError if an op has recorded a fault. Does not wait for a device."""
-        if self.kind.value:
-            record, self.is_reported = self.take(), True
-            own = [f"{signature.text}, call {call}" for call, signature in self._recent if call == record[1]]
-            if record[1] < 0:  # calls without a number pass their caller, negated
-                own = [describe((*divmod(-record[1], ops.WORD), 0))]
-            raise RuntimeError(fault_text(record, own[0] if own else "an earlier call"))
+        """Raises RuntimeError if an op has recorded a fault. Does not wait for a device.
+
+        Clears the kind if it is checked at once; else later calls raise too. Ops write the kind last and never
+        overwrite a fault: a second fault is not recorded, but its results are NaN.
+        """
+        kind, first, *headers = self._values
+        if not kind:
+            return
+        if self.is_checked_at_once:
+            self.kind.value = 0
+        if kind == 3:
+            texts = {call: f"{signature.text}, call {call}" for call, signature in tuple(self._recent)}
+            raise RuntimeError(differ_text(texts.get(first, "an earlier call")))
+        one, other = describe(headers[:3], self._recent), describe(headers[3:], self._recent)
+        if kind == 2:
+            raise RuntimeError(
+                f"sync_batch_norm: rank {first} sent a count of values outside 0 to 2**53, in the {other}"
+            )
+        raise RuntimeError(differ_text(one, [(0, one), (first, other)]))
 
 
-# By history and type of device, as long as the history lives, so that a fault in one group raises in no other. Compiled
-# code looks its record up here.
-RECORDS: dict[tuple[str, str], FaultRecord] = {}
-
-
-def record_of(history: str, device_type: str, recent: Collection[tuple[int, CallSignature]] = ()) -> FaultRecord | None:
-    """Returns the record of a history for ops on ``device_type``; None for tensors without values.
-
-    ``recent`` calls are those that errors can name.
-    """
-    key = history, device_type
-    if key not in RECORDS and device_type != "meta":
-        return RECORDS.setdefault(key, FaultRecord(device_type, recent))
-    return RECORDS.get(key)
-
-
-def is_checked_at_once(record: FaultRecord | None, device: torch.device) -> bool:
-    """Whether the host checks ``record`` after each op, so that all ranks notice a difference in the same call."""
-    return device.type == "cpu" if record is None else record.is_on_cpu
-
-
-def forget_records(history: str) -> None:
-    for key in list(RECORDS):
-        if key[0] == history:
-            RECORDS.pop(key, None)
+_records: WeakSet[FaultRecord] = WeakSet()  # of all histories that live
 
 
 def check_ranks() -> None:
-    """Waits for the devices, and raises if ranks made different calls without an error so far.
+    """Waits for the devices, and raises if ranks have made different calls.
 
-    In eager mode on CPU such calls raise at once. On other devices no host waits: where ranks differ the output or
-    gradient is NaN, running statistics stay as they are, and a later call raises. This function finds every difference,
-    for example at the end of an epoch. It also finds those of compiled calls on CPU; compiled calls on other devices
-    give NaN and are not named.
+    On CPU such calls raise immediately. On devices the host does not wait: the output or gradient is NaN, running
+    statistics do not change, and a later call raises. Call this function, for example after each epoch, to find all
+    such calls. Compiled calls are not found; their results are NaN.
 
     Raises:
-        RuntimeError: ranks made different calls. It names them.
+        RuntimeError: ranks made different calls, which the error names.
 
     Example::
 
         >>> bagua_syncbn.check_ranks()
     """
-    for device_type in {device_type for _, device_type in list(RECORDS)} - {"cpu"}:
-        synchronize = getattr(getattr(torch, device_type, None), "synchronize", None)
-        if synchronize is not None:
-            synchronize()
-    for record in list(RECORDS.values()):
-        if record.is_on_cpu or not record.is_reported:
-            record.raise_if_found()
+    records = list(_records)
+    if torch.accelerator.is_available() and not all(record.is_checked_at_once for record in records):
+        torch.accelerator.synchronize()
+    for record in records:
+        record.raise_if_found()
 
 
-def differ_text(own: str, calls: Iterable[tuple[int, str]] = (), other: str = "another call") -> str:
-    """Returns the message for ranks that made different ``calls``, by rank; without them, for this rank's ``own``."""
-    by_text = ranks_by_text(calls) or [("this rank", own), ("another rank", other)]
+def describe(header: Sequence[float], recent: Collection[tuple[int, CallSignature]]) -> str:
+    """Returns a description of the call with this header, by name if this rank has made the same call."""
+    layer, options, number = map(int, header)
+    caller = layer * ops.WORD + options
+    text = "an error that this rank raised" if caller == RAISED else "a call unknown to this rank"
+    for _, signature in tuple(recent):
+        if caller in (signature.caller, signature.compiled_caller):
+            text = signature.text
+    return f"{text}, call {number}" if number else f"{text}, in compiled code"
+
+
+def differ_text(own: str, calls: Iterable[tuple[int, str]] = ()) -> str:
+    """Returns the error for ranks that made different ``calls``, by rank. If unknown, it names this rank's ``own``."""
+    by_text = ranks_by_text(calls) or [("this rank", own), ("another rank", "another call")]
     return (
-        "sync_batch_norm: expected all ranks of a group to call the same layers in the same order with the same "
-        f"options, got {'; '.join(f'{ranks}: {call}' for ranks, call in by_text)}"
+        f"sync_batch_norm: ranks made different calls: {'; '.join(f'{ranks}: {call}' for ranks, call in by_text)}; "
+        "all ranks of a group must make the same calls, in the same order and with the same options"
     )
-
-
-def fault_text(record: Sequence[int], own_sums: str = "") -> str:
-    """Returns the message for a recorded fault. ``own_sums`` describes the call of this rank, for sums."""
-    kind, rank, *headers = record
-    if kind == 3:
-        return differ_text(own_sums)
-    first, other = describe(headers[:3]), describe(headers[3:])
-    if kind == 1:
-        return differ_text(first, [(0, first), (rank, other)])
-    return f"sync_batch_norm: rank {rank} sent an invalid count of values, in the {other}; expected 0 to 2**53"

@@ -1,32 +1,42 @@
-"""The protocol between ranks, which detect a mismatched collective before they send it.
+"""Protocol between ranks that detects mismatched collectives before they are sent.
 
-A rank sends only the message that its peers expect, as predicted from the ``history`` of the group, and a probe instead
-of any other. Each message carries a header for its call (``signatures``). The ops that read it record differences
-between ranks (``faults``). See "On the wire" in ``docs/design.md``.
+A rank sends only the message that peers expect, predicted from the group's ``history``, and otherwise a probe. Messages
+carry headers that identify the call (``signatures``). Ops that read a message record mismatched headers (``faults``).
+See "On the wire" in ``docs/design.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..groups import Communicator
-from ..step.exchange import Exchange, Received
-from .faults import FaultRecord, differ_text, fault_text, is_checked_at_once
-from .history import CallHistory, first_message_hooks
-from .probes import Probe, can_probe, decode, encode, leave, resume
-from .signatures import ALL_BITS, CallSignature, checksum, describe
+from ..names import kind_of, name_of, origin_of
+from ..ops.headers import headers_differ
+from ..options import Options
+from ..step.call import Call
+from ..step.exchange import Exchange, Received, exchange_makers
+from ..torch_internals.autograd import is_capturing, untraced
+from ..torch_internals.groups import group_named
+from . import faults
+from .faults import FaultRecord, describe, differ_text
+from .history import CallHistory, history_in, history_of
+from .probes import Probe, decode, encode, leave, resume
+from .signatures import CallSignature, exact_bits, shared_options, signature_of, uses_sums
+from .watch import watch
 
 
 class RankExchange(Exchange):
-    """The messages of one call over several ranks, and the arguments with which the ops compare the headers.
+    """Messages of a call, with headers that the ops compare.
 
-    A call's number is the sequence number of its forward in the group; 0 if peers may run compiled code, which counts
-    no calls.
+    ``_number`` is the sequence number of the forward in the group; 0 if peers may run compiled code, which does not
+    count calls.
     """
 
     is_traced = False
@@ -42,11 +52,11 @@ class RankExchange(Exchange):
         else:
             self._number, caller = history.number, signature.caller
         self.uses_sums = signature.message[0]
-        self.header = (checksum(caller, self._number, 0) & ALL_BITS, 0) if self.uses_sums else (caller, self._number)
+        self.header = caller, self._number
+        if self.uses_sums:
+            self.header = hash((caller, self._number)) & history.exact_bits, 0
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> Received:
-        if counter is not None and self._number:  # must be equal on all ranks too; compared on the device
-            ops.add_to_header(counter, row, self.uses_sums)
+    def gather(self, row: Tensor) -> Received:
         if self.uses_sums:
             return self.sum(row, self._signature)
         rows, record = self._send(self.communicator.all_gather, row, self._signature), self._record
@@ -54,58 +64,62 @@ class RankExchange(Exchange):
 
     def fingerprint(self, signature: CallSignature | None = None) -> int:
         """Returns the fingerprint for the sums of the backward pass, or of the call with this ``signature``."""
-        signature, bits = signature or self._signature.backward, self._history.exact_bits
+        signature, history = signature or self._signature.backward, self._history
         if not self._number:
-            return checksum(signature.compiled_caller, 0, 0) & bits
-        return checksum(signature.caller, self._history.number, self._number) & bits
+            return hash((signature.compiled_caller, 0)) & history.exact_bits
+        return hash((signature.caller, history.number, self._number)) & history.exact_bits
 
     def sum(self, sums: Tensor, signature: CallSignature | None = None) -> Received:
-        signature, record, size = signature or self._signature.backward, self._record, self.communicator.size
-        sums = self._send(self.communicator.all_reduce, sums, signature)
-        if record is None:
-            return Received(sums, size)
-        return Received(sums, size, record.tensor, self._history.calls if self._number else -signature.compiled_caller)
+        sums = self._send(self.communicator.all_reduce, sums, signature or self._signature.backward)
+        record, call = self._record, self._history.calls if self._number else 0
+        return Received(sums, self.communicator.size, None if record is None else record.tensor, call)
 
-    def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
-        record = self._record
-        if record is not None and record.is_on_cpu and record.kind.value:
-            self._raise_found(record.take(), rows, counter)
-        self._history.sending = None
+    def check(self, rows: Tensor | None = None) -> None:
+        history, record = self._history, self._record
+        if record is not None and record.is_checked_at_once and record.kind.value:
+            own = self._describe(self._signature if rows is not None else self._signature.backward, history.calls)
+            if record.kind.value == 2:  # an invalid count, which all ranks have read
+                history.failure = own
+                record.raise_if_found()
+            record.kind.value = 0
+            headers = () if rows is None or self.uses_sums else rows[:, -ops.HEADER_SIZE :].tolist()
+            self._disagree(own, torch.device("cpu"), headers)
+        history.sending = None
 
     def total(self, values: Tensor) -> Tensor:
         signature = self._signature.derivative
-        header = ops.header_sums_of(self.fingerprint(signature))
-        packed = torch.cat([values, values.new_tensor(header)])
+        header = values.new_tensor(ops.header_sums_of(self.fingerprint(signature)))
+        packed = torch.cat([values, header])
         total = self._send(self.communicator.all_reduce, packed, signature)
         total, header_sums = total.tensor_split([-ops.HEADER_SUMS_SIZE])
-        expected = [self.communicator.size * value for value in header]
+        differ = headers_differ(header_sums, self.communicator.size)
         if packed.device.type != "cpu" or type(packed) is not Tensor:
-            total = total.where((header_sums == packed.new_tensor(expected)).all(), torch.nan)
-        elif header_sums.tolist() != expected:
+            total = total.where(~differ, torch.nan)
+        elif differ:
             self._disagree(self._describe(signature, self._history.calls), packed.device)
         self._history.sending = None
         return total
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature) -> Tensor:
-        """Runs ``collective`` on the message ``packed``, once all ranks are known to send the same kind of message.
+        """Runs ``collective`` on the message ``packed`` once all ranks are known to send such a message.
 
-        The call counts as unfinished from before its first collective until the ranks are known to agree. If an
-        exception ends it in between, the message that other ranks expect is unknown, so the group has failed.
+        ``history.sending`` is set until the ranks are known to agree. If an exception interrupts this, the next message
+        that peers expect is unknown, so the group has failed.
         """
         history, record, number = self._history, self._record, self._number
         if history.failure is not None:
             resume(history)
         if record is not None and record.kind.value:
             record.raise_if_found()
-        # Read and written without a call or a jump in between, where another thread could run.
+        # No call or jump between the read and the write, so that threads cannot switch.
         unfinished, history.sending = history.sending, signature
         try:
             if unfinished is not None:
                 raise RuntimeError(
-                    f"{unfinished.text} has not finished in this group: another thread is using it, or an "
+                    f"{unfinished.text} has not finished in this group: another thread is in the call, or an "
                     "exception interrupted it"
                 )
-            if number and (history.next is None or history.next[0] is not signature):
+            if number and history.next is not signature:
                 self._agree_on(signature, packed)
             result = collective(packed)
             if number:
@@ -121,68 +135,96 @@ class RankExchange(Exchange):
                 raise
             raise RuntimeError(
                 f"sync_batch_norm: collective failed in the {failure}, on rank {communicator.rank} of "
-                f"{communicator.size}: {type(error).__name__}: {error}. Another rank has ended, raised an error, is in "
-                "other code until the time-out, or was late; the group can no longer be used"
+                f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
+                "different code until the time-out; this group can no longer be used"
             ) from error
 
     def _agree_on(self, signature: CallSignature, packed: Tensor) -> None:
-        """Sends a probe unless all ranks expect the message ``packed``.
-
-        On CPU a message of the expected kind and size is enough. On other devices the call must be the expected one,
-        because ranks with different calls would go on and then expect different messages.
-        """
+        """Sends a probe unless all ranks expect this call. Raises RuntimeError on all ranks if their probes differ."""
         history, device, expected = self._history, packed.device, self._history.expected()
-        is_expected = expected is not None and expected.message == signature.message
-        if expected is not None and is_expected and expected.caller != signature.caller:
-            is_expected = is_checked_at_once(self._record, device)
-        if is_expected or type(packed) is not Tensor or not can_probe(device):
+        is_expected = expected is not None and expected.caller == signature.caller
+        if is_expected or type(packed) is not Tensor or is_capturing():
             return
         if history.device is None:  # the first message in the group
-            for hook in first_message_hooks:
-                hook(history, self.communicator)
+            watch(history, self.communicator)
         history.probes += 1
         headers = Probe(history, signature.caller, self.communicator, device).send()
         if headers is not None:
             self._disagree(self._describe(signature, history.calls + 1), device, headers)
         history.device = device
 
-    def _raise_found(self, record: list[int], rows: Tensor | None, counter: Tensor | None) -> NoReturn:
-        """Raises RuntimeError for a fault that an op on CPU recorded."""
-        signature = self._signature if rows is not None else self._signature.backward
-        own = self._describe(signature, self._history.calls)
-        if record[0] == 2:
-            self._history.failure = own
-            raise RuntimeError(fault_text(record))
-        if counter is not None:
-            own = f"{own}, num_batches_tracked={counter.item():.0f}"
-        headers = () if rows is None or self.uses_sums else rows[:, -ops.HEADER_SIZE :].tolist()
-        self._disagree(own, torch.device("cpu"), headers)
-
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
-        """Raises RuntimeError because ranks made different calls; ``own`` describes this rank's.
+        """Raises RuntimeError for ranks that made different calls; ``own`` describes this rank's call.
 
-        On CPU all ranks come here and exchange descriptions, except those in compiled code. On other devices some may
-        not come.
+        On CPU all ranks in eager code call this and exchange descriptions. On devices some ranks may not notice.
         """
-        self._history.failure = own
-        all_come = all(header[-1] for header in headers) if headers else not self._history.compiled
-        texts, other = [], "another call"
-        if is_checked_at_once(self._record, device) and all_come:
-            try:
-                texts = decode(self.communicator.all_gather(encode(own)))
-            except BaseException as error:
-                leave(self.communicator, own, error)
-                if not isinstance(error, RuntimeError):
-                    raise
-                other = f"unknown: {error}"
-        elif headers:
-            texts = [describe(header) for header in headers]
-            texts[self.communicator.rank] = own
-        raise RuntimeError(differ_text(own, enumerate(texts), other))
+        history, communicator = self._history, self.communicator
+        history.failure = own
+        texts = [describe(header, history.recent) for header in headers]
+        if texts:
+            texts[communicator.rank] = own
+        all_call_this = all(header[-1] for header in headers) if headers else not history.compiled
+        if device.type in faults.CHECKED_AT_ONCE and all_call_this:
+            with suppress(RuntimeError):  # a peer died
+                texts = decode(communicator.all_gather(encode(own)))
+        raise RuntimeError(differ_text(own, enumerate(texts)))
 
     def _describe(self, signature: CallSignature, call: int) -> str:
-        """Returns a description of a call of this rank."""
+        """Returns a description of this rank's call."""
         if not self._number:
             return f"{signature.text}, of a model that was compiled"
         of_forward = f", of the forward in call {self._number}" if signature.is_backward else ""
         return f"{signature.text}, call {call}{of_forward}"
+
+
+class CompiledExchange(Exchange):
+    """Exchange in a torch.compile graph, with constant headers. Results of mismatched calls are NaN.
+
+    There is no fault record: a graph that saved a tensor for backward while each forward may write to it could not run
+    two forwards before a backward.
+    """
+
+    def __init__(self, call: Call, options: Options, communicator: Communicator) -> None:
+        super().__init__(communicator, True)
+        self.uses_sums = uses_sums(call.input, communicator)
+        name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
+        header, self._fingerprint = note_compilation(name, communicator.size, kind, self.uses_sums, *shared)
+        self.header = header, 0
+
+    def gather(self, row: Tensor) -> Received:
+        return self.sum(row) if self.uses_sums else Received(self.communicator.all_gather(row))
+
+    def fingerprint(self) -> int:
+        return self._fingerprint
+
+    def sum(self, sums: Tensor) -> Received:
+        return Received(self.communicator.all_reduce(sums), self.communicator.size)
+
+
+@untraced  # compiled checkpoints refuse traced changes of outside state
+def note_compilation(group_name: str | None, ranks: int, kind: str, sums: bool, *shared: Any) -> tuple[int, int]:
+    """Notes that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
+    signature = signature_of(kind, kind, shared, sums)
+    if group_name is not None:
+        history_of(group_named(group_name)).compiled.add(signature.kind)
+    caller, backward = signature.compiled_caller, signature.backward.compiled_caller
+    header = hash((caller, 0)) & exact_bits(ranks) if sums else caller
+    return header, hash((backward, 0)) & exact_bits(ranks)
+
+
+@exchange_makers.register
+def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
+    """Returns a function that makes exchanges for ``call`` and later calls with the same cache key."""
+    if torch.compiler.is_compiling():
+        exchange = CompiledExchange(call, options, communicator)
+        return lambda: exchange
+    history, layer, kind, name = history_in(communicator), call.layer, kind_of(call.layer), name_of(call.layer)
+    origin = origin_of(layer)
+    if origin is not None:
+        name = history.numbered(f"{name} of {kind}", origin.model, kind)
+    elif layer is not None:
+        name = history.numbered(name, layer, kind)
+    signature = signature_of(name, kind, shared_options(call, options), uses_sums(call.input, communicator))
+    # Tensors without values have no record.
+    record = history.record_of(call.input.device.type) if type(call.input) is Tensor else None
+    return partial(RankExchange, signature, record, communicator, history)

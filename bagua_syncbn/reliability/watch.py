@@ -1,109 +1,76 @@
-"""Watches the groups: logs a rank that waits too long, and reports what this rank does in each group.
-
-One thread looks at the histories of all groups. Calls do nothing for it.
-"""
+"""Logs long waits, and reports this rank's calls in each group. Adds no work to calls."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from weakref import ref
+from threading import Event, Thread
+from weakref import finalize, ref
 
 from ..communicators import TorchCommunicator
+from ..groups import Communicator
 from ..torch_internals.groups import timeout_of
 from ..torch_internals.nccl import nccl_id, nccl_progress
-from .history import CallHistory, first_message_hooks, histories
+from .history import CallHistory, histories
 
 _log = logging.getLogger("bagua_syncbn")
 
-_LOOKS = 8  # in a time-out
-_LONGEST_PAUSE = 60.0
+
+def watch(history: CallHistory, communicator: Communicator) -> None:
+    """Starts a thread that watches the group of ``communicator`` until it ends; no-op for groups without a time-out."""
+    if isinstance(communicator, TorchCommunicator):
+        ended = Event()
+        finalize(history, ended.set)
+        seconds, nccl = timeout_of(communicator.group).total_seconds(), nccl_id(communicator.group)
+        arguments = ref(history), ended, seconds, communicator.name, nccl
+        Thread(target=_watch, args=arguments, name="bagua_syncbn watch", daemon=True).start()
 
 
-class _Watch:
-    """State of the watch over one group."""
-
-    def __init__(self, history: CallHistory, communicator: TorchCommunicator) -> None:
-        self.history, self.name = ref(history), communicator.name
-        self.seconds = timeout_of(communicator.group).total_seconds()
-        self.nccl = nccl_id(communicator.group)
-        self.seen: tuple[int, object] | None = None
-        self.since = 0.0  # when the history was first seen as it is
-        self.has_logged = False
-
-    def look(self, history: CallHistory) -> None:
-        """Logs the call in which this rank waits, once, if it has waited for half of the time-out."""
-        now, state = time.monotonic(), (history.calls, history.sending)
-        if state != self.seen:
-            self.seen, self.since, self.has_logged = state, now, False
-        if self.has_logged or history.failure is not None or now - self.since < self.seconds / 2:
+def _watch(history_of: ref[CallHistory], ended: Event, seconds: float, group: str, nccl: str) -> None:
+    """Logs calls in which this rank has waited for half of the time-out."""
+    seen: object = None
+    since = time.monotonic()
+    has_logged = False
+    while not ended.wait(seconds / 8):
+        history = history_of()
+        if history is None:
             return
-        call = self._unfinished(history)
-        if call:
-            self.has_logged = True
+        now, state = time.monotonic(), (history.calls, history.sending)
+        if state != seen:
+            seen, since, has_logged = state, now, False
+        call = unfinished_call(history, nccl) if not has_logged and now - since >= seconds / 2 else ""
+        if call and history.failure is None:
+            has_logged = True
             _log.warning(
                 "sync_batch_norm: rank %d of %d has waited for %.3g s, half of its group's time-out, in the %s. "
-                "Another rank has ended, raised an error, is in other code, or is late (group %s)",
-                history.rank, history.size, now - self.since, call, self.name,
+                "A peer died, raised an error, runs different code, or is late (group %s)",
+                history.rank, history.size, now - since, call, group,
             )  # fmt: skip
-
-    def _unfinished(self, history: CallHistory) -> str:
-        """Returns the call that this rank is in, or else the one that its device is in; "" without one."""
-        if history.sending is not None:
-            return f"{history.sending.text}, call {history.calls + 1}"
-        enqueued, completed = nccl_progress(self.nccl)
-        pending = enqueued - completed
-        # Other collectives in the group, as from compiled code, make the numbers differ.
-        if not 0 < pending <= len(history.recent) or enqueued != history.calls + history.probes:
-            return ""
-        call, signature = history.recent[-pending]
-        return f"{signature.text}, call {call}, which is on the device"
+        del history  # may end during the wait
 
 
-_watches: list[_Watch] = []
-_changed = threading.Event()
-_thread: threading.Thread | None = None
-
-
-@first_message_hooks.register
-def watch(history: CallHistory, communicator: object) -> None:
-    """Begins to watch the group of ``communicator``."""
-    global _thread
-    if not isinstance(communicator, TorchCommunicator):
-        return  # has no time-out
-    _watches.append(_Watch(history, communicator))
-    _changed.set()
-    if _thread is None or not _thread.is_alive():  # none yet, or none in a forked child
-        _thread = threading.Thread(target=_look_on, name="bagua_syncbn watch", daemon=True)
-        _thread.start()
-
-
-def _look_on() -> None:
-    while True:
-        pause = _LONGEST_PAUSE
-        for watched in _watches[:]:
-            history = watched.history()
-            if history is None:
-                _watches.remove(watched)
-            else:
-                watched.look(history)
-                pause = min(pause, watched.seconds / _LOOKS)
-        history = None  # does not keep it alive during the pause
-        _changed.wait(pause)
-        _changed.clear()
+def unfinished_call(history: CallHistory, nccl: str) -> str:
+    """Returns the current call of this rank, or else of its device; "" if there is none."""
+    if history.sending is not None:
+        return f"{history.sending.text}, call {history.calls + 1}"
+    enqueued, completed = nccl_progress(nccl)
+    pending = enqueued - completed
+    # The numbers differ if compiled or user code sends collectives through the group.
+    if not 0 < pending <= len(history.recent) or enqueued != history.calls + history.probes:
+        return ""
+    call, signature = history.recent[-pending]
+    return f"{signature.text}, call {call}, which is on the device"
 
 
 def groups_report() -> str:
-    """Returns a text that shows what this rank does in each group of synchronized layers.
+    """Returns a report of this rank's calls in all groups of synchronized layers.
 
-    For each group: the number of calls so far, counting forward and backward passes separately; the last call; the
-    current call, if one is unfinished; the call that all ranks expect next; and the call that failed. Compare the texts
-    of two ranks to see in which layer one waits and where the other is. On CUDA the host does not wait, so its calls
-    are ahead of the device.
+    It shows the number of calls so far (forward and backward separately), the last call, the unfinished call, the call
+    that all ranks expect next, and the failed call. Compare the reports of two ranks to find the layer where they
+    differ. On CUDA the host does not wait, so its calls are ahead of the device.
 
-    Sends no messages and never blocks, so it may be called in any thread. While a job runs, the facts are read one
-    after another; in a job that hangs they are consistent. Compiled calls are not counted.
+    Sends no messages and never blocks, so any thread may call it. Values may be inconsistent while a job runs, but not
+    while it hangs. Compiled calls are not counted.
 
     Example::
 

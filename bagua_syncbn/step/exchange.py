@@ -50,11 +50,8 @@ class Exchange:
         self.communicator = communicator
         self.is_traced = is_traced
 
-    def gather(self, row: Tensor, counter: Tensor | None = None) -> Received:
-        """Returns the rows of all ranks, or their sum in a large group.
-
-        ``counter`` must be equal on all ranks too. Call :meth:`check` after the op.
-        """
+    def gather(self, row: Tensor) -> Received:
+        """Returns the rows of all ranks, or their sum in a large group. Call :meth:`check` after the op."""
         return Received(self.communicator.all_gather(row))
 
     def fingerprint(self) -> int | None:
@@ -65,7 +62,7 @@ class Exchange:
         """Returns the sums of all ranks. Call :meth:`check` after the op."""
         return Received(self.communicator.all_reduce(sums))
 
-    def check(self, rows: Tensor | None = None, counter: Tensor | None = None) -> None:
+    def check(self, rows: Tensor | None = None) -> None:
         """Raises RuntimeError if the op before it found different headers, in ``rows`` or else in sums."""
 
     def total(self, values: Tensor) -> Tensor:

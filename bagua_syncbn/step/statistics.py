@@ -21,9 +21,7 @@ def batch_statistics(
     else:
         row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.uses_sums)
     buffers = call.buffers if call.buffers.running_mean is not None else ops.NO_BUFFERS  # call.tracked_buffers
-    # Averages over all batches need as many batches on all ranks.
-    counter = buffers.num_batches_tracked if options.momentum is None else None
-    rows, ranks, fault, number = exchange.gather(row, counter)
+    rows, ranks, fault, number = exchange.gather(row)
     if call.accumulate is not None:
         call.accumulate(rows, ranks, buffers, options)
         buffers = ops.NO_BUFFERS
@@ -33,5 +31,5 @@ def batch_statistics(
         ops.merge_stats(rows, buffers, options, ranks, fault, number)
     else:
         statistics = ops.merge_stats(rows, buffers, options, ranks, fault, number)
-        exchange.check(rows, counter)
+        exchange.check(rows)
     return statistics

@@ -7,7 +7,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
-from bagua_syncbn.reliability.faults import RECORDS
 from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.torch_internals.groups import GATHER_METHOD
 from tests.helpers.cases import Case, compare, run_rank
@@ -305,7 +303,7 @@ OLD_GROUPS = {"None": lambda: None, "number": lambda: 2, "lists": lambda: [[0, 1
 def test_after_a_failure_new_groups_work_and_old_ones_say_so(kind):
     rank = dist.get_rank()
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=1.0)))
-    with pytest.raises(RuntimeError, match="expected all ranks of a group to call the same layers"):
+    with pytest.raises(RuntimeError, match="ranks made different calls"):
         model[rank](torch.randn(2, 1))
     convert_sync_batchnorm(model, (NEW_GROUPS | OLD_GROUPS)[kind]())
     if kind in NEW_GROUPS:
@@ -366,17 +364,8 @@ class Equal:
         return 2 * packed
 
 
-class Pair(NamedTuple):
-    """A communicator without weak references."""
-
-    size: int = 2
-    rank: int = 0
-    all_gather, all_reduce = Equal.all_gather, Equal.all_reduce
-
-
-@pytest.mark.parametrize("make", [Equal, Pair])
-def test_equal_communicators_count_their_calls_separately(make):
-    first, second = make(), make()
+def test_equal_communicators_count_their_calls_separately():
+    first, second = Equal(), Equal()
     assert first == second
     assert isinstance(first, Communicator)
     for communicator, calls in ((first, 1), (second, 2), (first, 3)):
@@ -394,12 +383,10 @@ def test_a_communicator_keeps_no_layer_alive_and_frees_its_history():
     del layer
     gc.collect()
     assert alive() is None
-    name, alive = history.name, weakref.ref(history)
-    assert (name, "cpu") in RECORDS
+    alive = weakref.ref(history)
     del communicator, history
     gc.collect()
     assert alive() is None
-    assert (name, "cpu") not in RECORDS
 
 
 class DeviceGroup:

@@ -114,5 +114,5 @@ def test_the_message_stays_short_if_many_ranks_diverge(size):
 
     message = told(size, change, STEP, lambda rank: True)[size - 1][0][0]
     assert [f"rank {rank}: " in message for rank in range(size)] == [rank < 7 for rank in range(size)]
-    assert message.endswith(f"; ranks 7-{size - 1}: others")
+    assert f"; ranks 7-{size - 1}: others; " in message
     assert len(message) < 1500

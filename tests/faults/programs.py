@@ -2,12 +2,12 @@
 
 A step is a line of words, such as "a b c backward":
 
-    a, b, c                    forward pass of a layer on new data; a and b have 8 channels, c has 12
-    backward                   one backward pass for all outputs since the previous backward
-    backward-in-order          one backward pass per output, first to last
-    differentiable-in-order    one backward pass per output with create_graph=True, first to last
-    differentiable-in-reverse  one backward pass per output with create_graph=True, last to first
-    error                      an exception that ends the step; the training loop catches it
+    a, b, c                  forward pass of a layer on new data; a and b have 8 channels, c has 12
+    backward                 one backward pass for all outputs since the previous backward
+    backward-in-order        one backward pass per output, first to last
+    differentiable           one backward pass per output with create_graph=True, first to last
+    differentiable-reversed  one backward pass per output with create_graph=True, last to first
+    error                    an exception that ends the step; the training loop catches it
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 import bagua_syncbn
 from bagua_syncbn.communicators.c10d import communicator_of
+from tests.helpers.told import message_of
 
 STEPS = 3
 STEP = "a b c backward"
@@ -42,8 +43,8 @@ def _backward(outputs: Sequence[Tensor], create_graph: bool = False) -> None:
 BACKWARD: dict[str, Callable[[list[Tensor]], Any]] = {
     "backward": _backward,
     "backward-in-order": lambda outputs: [_backward([each]) for each in outputs],
-    "differentiable-in-order": lambda outputs: [_backward([each], True) for each in outputs],
-    "differentiable-in-reverse": lambda outputs: [_backward([each], True) for each in reversed(outputs)],
+    "differentiable": lambda outputs: [_backward([each], True) for each in outputs],
+    "differentiable-reversed": lambda outputs: [_backward([each], True) for each in reversed(outputs)],
 }
 
 
@@ -51,8 +52,8 @@ class Model(nn.Module):
     """Three layers, and the attributes that a rank can change.
 
     Attributes:
-        no_gradient_for: name of a layer; its input does not require a gradient.
-        raises_in_backward: name of a layer; its backward pass raises.
+        no_gradient_for: name of a layer whose input does not require a gradient.
+        raises_in_backward: name of a layer whose backward pass raises.
         has_grad: whether layers are called with gradients enabled.
         calls: replacements for calls of layers: functions of the layer and its input, by name.
     """
@@ -96,6 +97,15 @@ def _raise_caught(_: Any) -> None:
     raise CaughtError
 
 
+def forward(layer: str) -> str:
+    """Returns how errors name the forward pass of a layer of :class:`Model`."""
+    return f"forward of SyncBatchNorm1d '{layer}' of Model ({12 if layer == 'c' else 8} channels"
+
+
+def backward(layer: str) -> str:
+    return forward(layer).replace("forward", "backward")
+
+
 @contextmanager
 def own_group(seconds: float = 300.0) -> Iterator[Any]:
     """Yields a communicator for a new group of all ranks."""
@@ -117,42 +127,30 @@ def is_odd() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def message_of(function: Callable[[], Any]) -> str:
-    """Returns the message of the error that ends ``function``, or "finished"."""
-    try:
-        function()
-    except Exception as error:
-        return str(error)
-    return "finished"
-
-
 @dataclass(frozen=True)
-class Row:
-    """A divergence of the last rank, and the error that all ranks raise.
+class Program:
+    """Three steps in which the last rank diverges from its peers.
 
     Attributes:
-        step: the step that the last rank runs once it diverges.
-        change: called on the last rank when it diverges.
-        layers: names of the layers in each error.
-        says: other parts of each error.
-        others: the step of the other ranks, and of the last rank before it diverges.
-        prepare: called on all ranks at the beginning.
+        last_rank: the step of the last rank once it diverges.
+        change: called with the model of the last rank when it diverges.
+        named: parts of the error on each rank.
+        step: the step of all ranks before.
+        prepare: called with the model of each rank at the beginning.
     """
 
-    step: str = STEP
+    last_rank: str = STEP
     change: Change | None = None
-    layers: str = ""
-    says: tuple[str, ...] = ()
-    others: str = STEP
+    named: tuple[str, ...] = ()
+    step: str = STEP
     prepare: Change | None = None
 
     def missing_in(self, message: str) -> list[str]:
         """Returns the expected parts that are not in ``message``."""
-        names = [f"'{name}' of Model ({12 if name == 'c' else 8} channels" for name in self.layers]
-        return [part for part in (*names, *self.says) if part not in message]
+        return [part for part in self.named if part not in message]
 
-    def run(self, when: int, seconds: float = 300.0, begin: Change | None = None, end: Change | None = None) -> str:
-        """Runs three steps; the last rank diverges from step ``when`` on. Returns the message."""
+    def run(self, when: int, seconds: float = 300.0, end: Change | None = None) -> str:
+        """Runs the steps; the last rank diverges from step ``when`` on. Returns the message."""
         torch.manual_seed(dist.get_rank())
 
         def take_steps() -> None:
@@ -161,12 +159,11 @@ class Row:
                 if differs and number == when and self.change is not None:
                     self.change(model)
                 with suppress(CaughtError):
-                    model.run(self.step if differs else self.others)
+                    model.run(self.last_rank if differs else self.step)
 
         with own_model(seconds) as model:
-            for prepare in (self.prepare, begin):
-                if prepare is not None:
-                    prepare(model)
+            if self.prepare is not None:
+                self.prepare(model)
             message = message_of(take_steps)
             if end is not None:
                 end(model)
@@ -181,41 +178,14 @@ def set_in(layer: str, **values: Any) -> Change:
 # Invalid calls, by a part of their error.
 
 
-def _with(**values: Any) -> Callable[[Any, Tensor], Tensor]:
-    """Returns a call of a layer with these attributes."""
-
-    def call(layer: Any, x: Tensor) -> Tensor:
-        before = {name: getattr(layer, name) for name in values}
-        try:
-            for name, value in values.items():
-                setattr(layer, name, value)
-            return layer(x)  # type: ignore[no-any-return]
-        finally:
-            for name, value in before.items():
-                setattr(layer, name, value)
-
-    return call
+def _function_with_wrong_weight(layer: Any, x: Tensor) -> Tensor:
+    tensors = layer.running_mean, layer.running_var, 1.0
+    return bagua_syncbn.sync_batch_norm(x, *tensors, process_group=layer.process_group, layer=layer)
 
 
-def _by_function(**options: Any) -> Callable[[Any, Tensor], Tensor]:
-    """Returns a call of the function on behalf of a layer."""
-
-    def call(layer: Any, x: Tensor) -> Tensor:
-        given = {"process_group": layer.process_group, "layer": layer, **options}
-        return bagua_syncbn.sync_batch_norm(x, layer.running_mean, layer.running_var, **given)
-
-    return call
-
-
-def _placed(placement: Any, on_all: bool) -> Callable[[Any, Tensor], Tensor]:
-    """Returns a call of a layer with a DTensor on a mesh of all ranks, or only of this rank."""
-
-    def call(layer: Any, x: Tensor) -> Tensor:
-        ranks = torch.arange(dist.get_world_size()) if on_all else torch.tensor([dist.get_rank()])
-        mesh = DeviceMesh("cpu", ranks, _init_backend=False)
-        return layer(DTensor.from_local(x, mesh, [placement], run_check=False))  # type: ignore[no-any-return]
-
-    return call
+def _on_this_rank_only(layer: Any, x: Tensor) -> Tensor:
+    mesh = DeviceMesh("cpu", torch.tensor([dist.get_rank()]), _init_backend=False)
+    return layer(DTensor.from_local(x, mesh, [Partial()], run_check=False))  # type: ignore[no-any-return]
 
 
 def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
@@ -230,26 +200,16 @@ class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
     """A class with a forward that raises."""
 
     def forward(self, input: Tensor) -> Tensor:
-        raise KeyError("a forward of its own")
+        raise KeyError("a custom forward")
 
 
 REFUSED = {
     "int64": lambda layer, x: layer(x.long()),
-    "2D or 3D input": lambda layer, x: layer(x[0]),
-    "running_var: expected 8 elements": _with(running_var=torch.ones(9)),
-    "DTensor": _placed(Partial(), on_all=False),
-    "process_group: expected ranks": _placed(Replicate(), on_all=True),
+    "expected 8 channels": lambda layer, x: layer(x[:, 1:]),
+    "DTensor": _on_this_rank_only,
     "no more often than the first run": _repeated_too_often,
     "got NoneType": lambda layer, x: layer(None),
-    "got list": lambda layer, x: layer(x.tolist()),
-    "got ndarray": lambda layer, x: layer(x.detach().numpy()),
-    "got str": lambda layer, x: layer("x"),
     "missing 1 required positional argument: 'input'": lambda layer, x: layer(),
-    "unexpected keyword argument 'wat'": lambda layer, x: layer.forward(x, wat=1),
-    "a forward of its own": _with(__class__=SyncBatchNorm1d),
-    "momentum: expected": _with(momentum=torch.ones(2)),
-    "skip_nonfinite: expected": _with(skip_nonfinite=torch.ones(2)),
-    "got float": _by_function(weight=1.0),
-    "got int": _by_function(num_batches_tracked=3),
-    "unexpected keyword argument 'what'": _by_function(what=1),
+    "a custom forward": SyncBatchNorm1d.forward,
+    "got float": _function_with_wrong_weight,
 }

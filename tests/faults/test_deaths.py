@@ -23,7 +23,7 @@ from tests.faults.programs import message_of, own_group
 SECONDS = 300.0  # the time-out of the group; peers must notice a death long before
 
 
-def die(how):
+def end_process(how):
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
@@ -31,39 +31,25 @@ def die(how):
     raise ValueError("on this rank only")
 
 
-class Dying(nn.Module):
-    """Ends the process between two layers."""
-
-    how = ""
-
-    def forward(self, input):
-        if self.how:
-            die(self.how)
-        return input
-
-
-def rank_of_job(rank: int, size: int, store: str, how: str, where: str, answers: Any) -> None:
+def train_until_a_death(rank: int, size: int, store: str, how: str, where: str, answers: Any) -> None:
+    """Trains a rank of a job; the last rank ends in the second step. Peers answer with their errors."""
     join_job(rank, size, store)
-    dying = Dying()
-    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), dying, nn.BatchNorm1d(4)))
+    middle = nn.Identity()
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), middle, nn.BatchNorm1d(4)))
     x = torch.randn(3, 4, requires_grad=True)
-    model(x).sum().backward()  # a step that works
-    is_dying = rank == size - 1
+    model(x).sum().backward()
+    if rank == size - 1 and where == "forward":
+        middle.register_forward_hook(lambda *_: end_process(how))
+    if rank == size - 1 and where == "backward":
+        middle.register_full_backward_hook(lambda *_: end_process(how))
     try:
-        if is_dying and where == "forward":
-            dying.how = how
-        if is_dying and where == "backward":
-            dying.register_full_backward_hook(lambda *_: die(how))
         output = model(x)
-        if is_dying and where == "between":
-            die(how)
+        if rank == size - 1 and where == "between":
+            end_process(how)
         output.square().sum().backward()
-        answers.put((rank, "finished", ""))
+        answers.put(("finished", ""))
     except RuntimeError as error:
-        try:
-            model(x)
-        except RuntimeError as again:
-            answers.put((rank, str(error), str(again)))
+        answers.put((str(error), message_of(model, x)))
 
 
 @pytest.fixture(scope="module")
@@ -92,36 +78,24 @@ def join_job(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
 
 
-EXIT_CODES = {"killed": -signal.SIGKILL, "exit": 3, "exception": 1}
-PLACES = {
-    "forward": "forward of SyncBatchNorm1d '2'",
-    "between": "backward of SyncBatchNorm1d '2'",
-    "backward": "backward of SyncBatchNorm1d '0'",
-}
-QUICK = ("killed", "forward"), ("exit", "between"), ("exception", "backward")
-ALL = [
-    pytest.param(how, where, marks=() if (how, where) in QUICK else pytest.mark.slow)
-    for how in EXIT_CODES
-    for where in PLACES
-]
-
-
-@pytest.mark.parametrize(("how", "where"), ALL)
-def test_peers_of_a_dead_rank_name_their_layer(context, tmp_path, how, where):
-    size = 3 if (how, where) == ("killed", "backward") else 2
-    ranks, answers = start(context, tmp_path, rank_of_job, size, how, where)
+@pytest.mark.parametrize(("how", "where", "layer", "size", "exit_code"), [
+    ("killed", "forward", "forward of SyncBatchNorm1d '2'", 2, -signal.SIGKILL),
+    ("exit", "between", "backward of SyncBatchNorm1d '2'", 2, 3),
+    ("exception", "backward", "backward of SyncBatchNorm1d '0'", 3, 1),
+])  # fmt: skip
+def test_peers_of_a_dead_rank_name_their_layer(context, tmp_path, how, where, layer, size, exit_code):
+    ranks, answers = start(context, tmp_path, train_until_a_death, size, how, where)
     begin = time.monotonic()
     for process in ranks:
         process.join(2 * SECONDS)
         if process.is_alive():
             process.kill()
     assert time.monotonic() - begin < SECONDS
-    assert [process.exitcode for process in ranks] == [0] * (size - 1) + [EXIT_CODES[how]]
+    assert [process.exitcode for process in ranks] == [0] * (size - 1) + [exit_code]
     for _ in range(size - 1):
-        _, message, again = answers.get()
-        assert f"sync_batch_norm: collective failed in the {PLACES[where]}" in message
+        message, again = answers.get()
+        assert f"sync_batch_norm: collective failed in the {layer}" in message
         assert f" of {size}: RuntimeError: " in message
-        assert "Another rank has ended" in message
         assert "process_group: this group failed before" in again
 
 
@@ -135,7 +109,7 @@ def rank_in_compiled_code(rank: int, size: int, store: str, end: str, answers: A
     output = step(x)
     if rank == 1:
         if end == "killed":
-            die(end)
+            end_process(end)
         time.sleep(2 * SECONDS)
     messages = []
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))

@@ -1,4 +1,4 @@
-"""groups_report on ranks that wait, that are waited for, and that have failed."""
+"""groups_report on a waiting rank, on the rank that it waits for, and after a failure."""
 
 import sys
 import time
@@ -41,7 +41,7 @@ def test_the_report_shows_current_and_expected_calls():
             looker.join()
         assert expected in seen[0]
         assert expected not in groups_report()
-        assert "expected all ranks" in message_of(lambda: model.run("a" if is_odd() else "b"))
+        assert "ranks made different calls" in message_of(lambda: model.run("a" if is_odd() else "b"))
         assert f"\n    failed in: forward {A if is_odd() else B}, call 10" in groups_report()
 
 

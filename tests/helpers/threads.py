@@ -130,7 +130,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> lis
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     # The watch needs torch's time-out, which these groups don't have.
-    with patch("bagua_syncbn.reliability.protocol.first_message_hooks", []):
+    with patch("bagua_syncbn.reliability.protocol.watch"):
         for thread in threads:
             thread.start()
         for thread in threads:

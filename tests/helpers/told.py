@@ -1,10 +1,10 @@
-"""Texts of errors."""
+"""Error messages."""
 
 
 def message_of(function, *arguments):
-    """Returns the text of the RuntimeError in which ``function`` ends, or "none"."""
+    """Returns the message of the error that ends ``function``, or "finished"."""
     try:
         function(*arguments)
-    except RuntimeError as error:
+    except Exception as error:
         return str(error)
-    return "none"
+    return "finished"
