@@ -1,4 +1,4 @@
-"""Checks of a call, made before its rank waits for another rank."""
+"""Checks of a call, before this rank waits for other ranks."""
 
 import sys
 from math import inf
@@ -15,99 +15,14 @@ from .names import name_of
 from .options import EPS_MODES, Options, Tensors
 from .torch_internals.autograd import is_exporting
 
-_LOCAL_CLASSES = (Tensor, nn.Parameter)
 _Error = TypeVar("_Error", bound=Exception)
 
 
-def check_dimensions(input: Tensor) -> None:
-    """Raises ValueError unless ``input`` has a dimension of samples and one of channels."""
-    if input.dim() < 2:
-        raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
-
-
-def check_eps_mode(eps_mode: str) -> None:
-    """Raises ValueError unless ``eps_mode`` is "plus" or "clamp"."""
-    if not isinstance(eps_mode, str) or eps_mode not in EPS_MODES:
-        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
-
-
-def checked_options(options: Options, training: bool) -> Options:
-    """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
-
-    Raises:
-        TypeError, ValueError: an option is wrong, see :func:`~bagua_syncbn.sync_batch_norm`.
-    """
-    eps, momentum, eps_mode, skip_nonfinite, given = options  # right ones are recognized without a call
-    if type(eps_mode) is not str or eps_mode not in EPS_MODES:
-        check_eps_mode(eps_mode)
-    if type(eps) is not float:
-        check_number("eps", eps)
-    is_positive = training and eps_mode == "plus"
-    if not 0 <= eps < inf or (is_positive and eps == 0):  # NaN is in no interval
-        bound = "above 0 in training" if is_positive else "of at least 0"
-        raise ValueError(f"eps: expected a finite number {bound}, got {eps}")
-    if momentum is not None:
-        if type(momentum) is not float:
-            check_number("momentum", momentum, "a number or None")
-        if not -inf < momentum < inf:
-            raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
-    if skip_nonfinite is not False:
-        check_flag("skip_nonfinite", skip_nonfinite)
-    activation = None if given is None else ops.activation_of(given)
-    return options if activation is given else options._replace(activation=activation)
-
-
 def named(error: _Error, layer: nn.Module | None) -> _Error:
-    """Returns ``error`` of a check, with the name of ``layer`` before its text."""
+    """Returns ``error``, of a check, with the name of ``layer`` in front."""
     if layer is None or type(error) not in (TypeError, ValueError, RuntimeError):
         return error
     return type(error)(f"{name_of(layer)}: {error}").with_traceback(error.__traceback__)
-
-
-def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer: nn.Module | None) -> None:
-    """Raises for wrong tensors of a call of ``layer``."""
-    input, weight, bias, residual = tensors
-    running_mean, running_var, num_batches_tracked = buffers
-    check_is_tensor("input", input)
-    check_is_dense("input", input)
-    if input.dtype not in ops.DTYPES:
-        *names, last = (str(dtype).removeprefix("torch.") for dtype in ops.DTYPES)
-        raise TypeError(f"input: expected a {', '.join(names)} or {last} tensor, got {input.dtype}")
-    check_dimensions(input)
-    is_traced = is_tracing()  # comparisons would become part of the trace
-    vectors = ("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias)
-    for name, tensor in vectors:
-        if tensor is not None:
-            _check_vector(name, tensor, input, layer, is_traced)
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean, running_var: expected both or neither, got one of them")
-    if running_mean is running_var is not None:
-        raise ValueError("running_mean, running_var: expected two tensors, got one as both")
-    if training and not is_traced:
-        for name, tensor in vectors[:2]:
-            if tensor is not None and tensor.stride(0) == 0 and tensor.size(0) > 1:
-                raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
-    if num_batches_tracked is not None:
-        _check_is_beside("num_batches_tracked", num_batches_tracked, input)
-        dtype = num_batches_tracked.dtype
-        if dtype.is_complex or dtype == torch.bool:
-            raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {dtype}")
-        if not is_traced and num_batches_tracked.numel() != 1:
-            raise RuntimeError(f"num_batches_tracked: expected one element, got {list(num_batches_tracked.size())}")
-    if residual is not None:
-        _check_is_beside("residual", residual, input)
-        check_is_dense("residual", residual)
-        if residual.dtype != input.dtype:
-            raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
-        if not is_traced and residual.size() != input.size():
-            size = list(residual.size())
-            raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {size}")
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor, without the import of torch.distributed.tensor, which takes a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # absent before the first DTensor
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def check_number(name: str, value: Any, expected: str = "a number") -> None:
@@ -117,8 +32,8 @@ def check_number(name: str, value: Any, expected: str = "a number") -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises TypeError unless ``value``, of the argument ``name``, is True or False."""
-    if value is not True and value is not False:
+    """Raises TypeError unless ``value``, of the argument ``name``, is a bool."""
+    if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
@@ -141,38 +56,110 @@ def check_is_dense(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense (strided) tensor, got {got}")
 
 
+def check_dimensions(input: Tensor) -> None:
+    """Raises ValueError unless ``input`` has samples and channels."""
+    if input.dim() < 2:
+        raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
+
+
+def check_eps_mode(eps_mode: str) -> None:
+    """Raises ValueError unless ``eps_mode`` is "plus" or "clamp"."""
+    if not isinstance(eps_mode, str) or eps_mode not in EPS_MODES:
+        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
+
+
+def checked_options(options: Options, training: bool) -> Options:
+    """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
+
+    Raises:
+        TypeError, ValueError: an option is wrong, see :func:`~bagua_syncbn.sync_batch_norm`.
+    """
+    eps, momentum, eps_mode, skip_nonfinite, given = options
+    check_eps_mode(eps_mode)
+    check_number("eps", eps)
+    is_positive = training and eps_mode == "plus"
+    if not 0 <= eps < inf or (is_positive and eps == 0):  # NaN is in no interval
+        bound = "above 0 in training" if is_positive else "of at least 0"
+        raise ValueError(f"eps: expected a finite number {bound}, got {eps}")
+    if momentum is not None:
+        check_number("momentum", momentum, "a number or None")
+        if not -inf < momentum < inf:
+            raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
+    check_flag("skip_nonfinite", skip_nonfinite)
+    activation = ops.activation_of(given)
+    return options if activation is given else options._replace(activation=activation)
+
+
+def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer: nn.Module | None) -> None:
+    """Raises for wrong tensors of a call of ``layer``."""
+    input, weight, bias, residual = tensors
+    running_mean, running_var, counter = buffers
+    check_is_tensor("input", input)
+    check_is_dense("input", input)
+    if input.dtype not in ops.DTYPES:
+        raise TypeError(f"input: expected a float16, bfloat16, float32 or float64 tensor, got {input.dtype}")
+    check_dimensions(input)
+    is_traced = is_tracing()  # comparisons would become part of the trace
+    for name, tensor in zip(
+        ("running_mean", "running_var", "weight", "bias"), (*buffers[:2], weight, bias), strict=True
+    ):
+        if tensor is None:
+            continue
+        _check_device(name, tensor, input)
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
+        if is_traced:
+            continue
+        if tensor.size() != input.shape[1:2]:
+            if tensor.size() == (getattr(layer, "num_features", None),):
+                raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
+            raise RuntimeError(f"{name}: expected {input.size(1)} elements, as channels, got {list(tensor.size())}")
+        if training and name.startswith("running") and tensor.stride(0) == 0 and tensor.size(0) > 1:
+            raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean, running_var: expected both or neither, got one of them")
+    if running_mean is running_var is not None:
+        raise ValueError("running_mean, running_var: expected two tensors, got one as both")
+    if counter is not None:
+        _check_device("num_batches_tracked", counter, input)
+        if counter.dtype.is_complex or counter.dtype == torch.bool:
+            raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {counter.dtype}")
+        if not is_traced and counter.numel() != 1:
+            raise RuntimeError(f"num_batches_tracked: expected one element, got {list(counter.size())}")
+    if residual is not None:
+        _check_device("residual", residual, input)
+        check_is_dense("residual", residual)
+        if residual.dtype != input.dtype:
+            raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
+        if not is_traced and residual.size() != input.size():
+            size = list(residual.size())
+            raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {size}")
+
+
+def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
+    """Raises unless ``tensor`` is a tensor of this rank on the device of ``input``."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        check_is_tensor(name, tensor)
+        if is_distributed(tensor):
+            raise TypeError(f"{name}: expected a tensor of this rank, like input, got {type(tensor).__name__}")
+    if tensor.device != input.device:
+        raise RuntimeError(f"{name}: expected a tensor on {input.device}, like input, got one on {tensor.device}")
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` is a DTensor, without importing torch.distributed.tensor, which takes a second."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # absent before the first DTensor
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 def check_tracer(process_group: Any) -> None:
-    """Raises RuntimeError under a tracer that a group of several ranks does not accept, before it is made."""
+    """Raises RuntimeError under a tracer that cannot record communication, before the group is created."""
     tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
-    if tracer is None or spec_of(process_group).size() == 1:
-        return
-    raise RuntimeError(f"input: expected no {tracer} in training over several ranks; call model.eval() first")
+    if tracer is not None and spec_of(process_group).size() != 1:
+        raise RuntimeError(f"{tracer} cannot record training over several ranks; call model.eval() first")
 
 
 def check_local_count(input: Tensor) -> None:
-    """Raises ValueError if ``input``, of a group of one in training, has one value per channel."""
+    """Raises ValueError for a single value per channel, in training in a group of one."""
     if not is_tracing() and input.numel() == input.size(1) > 0:
         raise ValueError(f"input: expected more than 1 value per channel when training, got input size {input.size()}")
-
-
-def _check_vector(name: str, tensor: Tensor, input: Tensor, layer: nn.Module | None, is_traced: bool) -> None:
-    """Raises unless ``tensor`` holds one floating point number for each channel of ``input``."""
-    _check_is_beside(name, tensor, input)
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
-    if not is_traced and tensor.size() != input.shape[1:2]:
-        if tensor.size() == (getattr(layer, "num_features", None),):
-            raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
-        raise RuntimeError(
-            f"{name}: expected {input.size(1)} elements, one for each channel of input, got {list(tensor.size())}"
-        )
-
-
-def _check_is_beside(name: str, tensor: Tensor, input: Tensor) -> None:
-    """Raises unless ``tensor`` is a tensor of this rank on the device of ``input``."""
-    if type(tensor) not in _LOCAL_CLASSES:
-        check_is_tensor(name, tensor)
-        if is_distributed(tensor):
-            raise TypeError(f"{name}: expected a tensor of this rank, as input is, got {type(tensor).__name__}")
-    if tensor.device != input.device:
-        raise RuntimeError(f"{name}: expected it on {input.device}, where input is, got {tensor.device}")

@@ -1,20 +1,24 @@
-"""Errors of a call on one rank, which its peers raise too."""
+"""Errors of a call on one rank: its peers raise too, and errors of kernels get torch's classes."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import ops
 from .registry import Registry
+from .threads import this_thread
 from .torch_internals.autograd import NO_ERRORS
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
+
+_NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
+_FAILED = re.compile(r"bagua_syncbn_fallback::\w+: expected success")  # csrc/cuda/torch/register.cpp
 
 error_handlers: Registry[Callable[[Any, Any, Exception], None]] = Registry()
 """Called with the process group of a call, its layer or model, and the error that it raises."""
@@ -30,13 +34,13 @@ def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
     """Notifies ``peers``, a process group and a layer or model, of the ``error`` of a call. The caller re-raises it.
 
     Raises:
-        Exception: torch's own error instead of ``error``, if that is an out-of-memory error of a kernel.
+        Exception: torch's own error instead of ``error``, see :func:`raise_torchs`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(error, NO_ERRORS):
         return
     if peers is not None:
         notify_peers(*peers, error)
-    ops.raise_torchs(error)
+    raise_torchs(error)
 
 
 def notifies_peers(
@@ -56,8 +60,6 @@ def notifies_peers(
         def notifying(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
             try:
                 return function(*args, **kwargs)
-            except NO_ERRORS:
-                raise
             except Exception as error:
                 peers = None
                 with suppress(Exception):  # the arguments may be anything
@@ -68,3 +70,23 @@ def notifies_peers(
         return notifying
 
     return decorate
+
+
+def raise_torchs(error: Exception) -> None:
+    """Raises torch's own error instead of ``error``, if a kernel got no memory or ATen's kernels failed.
+
+    It repeats the allocation. If that succeeds, the error has torch's class for the device.
+    """
+    failure, this_thread.fallback_error = this_thread.fallback_error, None
+    if failure is not None and _FAILED.match(str(error)):
+        raise failure from None
+    found = _NO_MEMORY.match(str(error))
+    if found is None:
+        return
+    values, itemsize, device = found.groups()
+    try:
+        torch.empty(int(values), int(itemsize), dtype=torch.uint8, device=device)
+    except RuntimeError as torchs:
+        raise torchs from None
+    if device != "cpu":
+        raise torch.OutOfMemoryError(str(error)) from None

@@ -19,7 +19,7 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def collect_info() -> dict[str, Any]:
-    """Returns what ``python -m bagua_syncbn --json`` prints. Compares native CUDA kernels with plain torch first."""
+    """Returns the output of ``python -m bagua_syncbn --json``. First compares native CUDA kernels with plain torch."""
     devices = range(torch.cuda.device_count())
     for index, dtype in product(devices, DTYPES):
         check_kernels_on(torch.device("cuda", index), dtype)

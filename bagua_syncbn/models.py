@@ -1,4 +1,4 @@
-"""Modules of a model: their names, which of them a filter leaves out, and whether they are data parallel."""
+"""Modules of a model: names, filters, data parallel wrappers."""
 
 from collections.abc import Callable
 
@@ -17,18 +17,12 @@ def check_module(module: object, name: str = "module") -> None:
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(module).__name__}")
 
 
-def check_filter(filter: object) -> None:
-    """Raises TypeError unless ``filter`` is a filter or None."""
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter: expected a function of a name and a module, or None, got {type(filter).__name__}")
-
-
 def modules_with_names(
     root: nn.Module, is_closed: Callable[[nn.Module, str], bool] = lambda module, name: False
 ) -> dict[nn.Module, list[str]]:
-    """Returns all modules in the order of ``named_modules``, each with all its names; shared modules have several.
+    """Returns all modules with all their names, in the order of ``named_modules``.
 
-    Children of modules for which ``is_closed`` is True are left out.
+    It skips the children of modules for which ``is_closed`` is True.
     """
     found: dict[nn.Module, list[str]] = {}
 
@@ -47,11 +41,11 @@ def modules_with_names(
 
 
 def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
-    """Whether ``filter`` returns False for all ``names`` of ``module``."""
+    """Returns whether ``filter`` is False for all ``names`` of ``module``."""
     return filter is not None and not any(filter(name, module) for name in names)
 
 
 def is_data_parallel(module: nn.Module) -> bool:
-    """Whether ``module`` itself was wrapped, by ``with_bagua``, by Bagua's method or by DistributedDataParallel."""
+    """Returns whether ``module`` itself was wrapped by ``with_bagua``, Bagua's method or DistributedDataParallel."""
     is_wrapped = isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module)
     return is_wrapped or is_replicated_in_place(module)

@@ -1,4 +1,4 @@
-"""Names of layers and of the models that they are in, for messages."""
+"""Names of layers and models, for messages."""
 
 from __future__ import annotations
 
@@ -8,40 +8,36 @@ from torch import nn
 
 
 class ConvertedModel:
-    """Identity of a converted model, shared by its synchronized layers; each copy of the model has another one."""
+    """Identity of a converted model, shared by the synchronized layers. Each copy of the model gets a new identity."""
 
     def __init__(self, name: str) -> None:
         self.name = name  # name of the model's class
 
 
 class Origin(NamedTuple):
-    """Place of a layer in a converted model, for messages."""
+    """Place of a layer in a converted model."""
 
     name: str  # the layer's first name in the model
     model: ConvertedModel
 
 
 def origin_of(layer: nn.Module | None) -> Origin | None:
-    """Returns the place that conversion gave ``layer``; None for other modules."""
+    """Returns the place that conversion recorded for ``layer``; None for other modules."""
     state = getattr(layer, "_sync_state", None)
     return None if state is None else state.origin
 
 
 def kind_of(layer: nn.Module | None) -> str:
-    """Returns the class of the model that a layer is in, or that of a layer by itself."""
+    """Returns the class name of the layer's model, or of the layer itself outside of models."""
     origin = origin_of(layer)
-    kind = type(layer).__name__ if origin is None else origin.model.name
-    return "sync_batch_norm" if layer is None else kind
+    return name_of(layer, "") if origin is None else origin.model.name
 
 
 def name_of(module: nn.Module | None, name: str | None = None) -> str:
-    """Returns the class of ``module`` and its ``name`` in the model, for messages.
-
-    Without ``name`` it takes the one that conversion gave a layer; None stands for a call without a layer.
-    """
+    """Returns the class of ``module`` and its ``name`` in the model, by default the name that conversion recorded."""
+    if module is None:
+        return "sync_batch_norm"
     origin = origin_of(module)
     if name is None and origin is not None:
         name = origin.name
-    if name is None:
-        return kind_of(module)
     return f"{type(module).__name__} {name!r}" if name else type(module).__name__

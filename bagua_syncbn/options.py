@@ -1,8 +1,7 @@
-"""Options of a call, in one record.
+"""Call options.
 
-A layer holds its options as attributes, ranks compare all but the activation, and cached calls have them in their key.
-A new option is a field here, an attribute and an argument of the layer, and an argument of
-:func:`~bagua_syncbn.sync_batch_norm`.
+Layers store options as attributes, ranks compare all but the activation, and cache keys contain them. A new option is a
+field here, an attribute and argument of the layer, and an argument of :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
 from collections.abc import Callable
@@ -21,17 +20,16 @@ NO_MASKS: Masks = None, None, False
 
 
 class Options(NamedTuple):
-    """Options of a call, beside its tensors. :func:`~bagua_syncbn.sync_batch_norm` explains each."""
+    """Options except tensors, see :func:`~bagua_syncbn.sync_batch_norm`."""
 
     eps: float = 1e-5
     momentum: float | None = 0.1
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
-    activation: Any = None  # an Activation after the checks of a call; before them, a name or module for one
+    activation: Any = None  # an Activation once the call is checked
 
 
 EPS_MODES = ("plus", "clamp")
 
-# The activation has a name of its own, since a converted layer may have a module named "activation".
 ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
-"""Names of the attributes of a layer that hold its options, in the order of the fields."""
+"""Layer attributes of the options, in the order of the fields."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NoReturn
 
-from torch import Tensor, nn, strided
+from torch import Tensor, nn
 from torch.fx.proxy import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .checks import check_dimensions, check_is_dense, check_is_tensor, checked_options, named
+from .checks import check_dimensions, checked_options, named
 from .errors import notifies_peers
 from .functional import batch_norm
 from .groups import ALONE, EVERYONE, spec_of
@@ -33,9 +33,8 @@ class BatchNorm(_BatchNorm):
 
 
 def _peers_of(layer: "SyncBatchNorm", *_: Any, **__: Any) -> tuple[Any, Any] | None:
-    # Replicas run in threads, where no process group may be used.
-    synchronizes = layer.training and "_is_replica" not in vars(layer)
-    return (layer._sync_state.group, layer) if synchronizes else None
+    # Replicas run in threads, which cannot use process groups.
+    return (layer._sync_state.group, layer) if layer.training and "_is_replica" not in vars(layer) else None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -89,18 +88,18 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 64, 14, 14])
     """
 
-    # Options, see sync_batch_norm. Not "activation": converted classes may have a module of that name.
+    # Options, see sync_batch_norm. Converted classes may have a module named "activation".
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
     fused_activation: str | tuple[str, float] | nn.Module | None = None
 
-    # The converter, named as in torch and Bagua. Set by bagua_syncbn.conversion, which this module does not import.
+    # Set by bagua_syncbn.conversion. The name is torch's and Bagua's.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     # True if the class overrides __getattr__, which may return tensors other than the registered ones.
     _has_getattr: ClassVar[bool] = False
 
-    # Class that revert_sync_batchnorm gives the layer. A subclass must define its own.
+    # Class of the layer after revert_sync_batchnorm. Subclasses must define it.
     local_class: ClassVar[type[nn.Module]] = BatchNorm
 
     def __init__(
@@ -142,19 +141,17 @@ class SyncBatchNorm(_BatchNorm):
             self._sync_state.frozen = self._sync_state.frozen._replace(training=value)
             value = False
         elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
-            raise AttributeError(
-                f"activation: expected {type(self).__name__}.fused_activation to be set, got activation"
-            )
+            raise AttributeError(f"activation: set {type(self).__name__}.fused_activation instead")
         super().__setattr__(name, value)
 
     @cached_property
     def _sync_state(self) -> LayerState:
-        """State that other modules attach to the layer. Made here for a layer whose class was set by assignment."""
+        """State that other modules attach to the layer. Created here if the class was set by assignment."""
         return LayerState()
 
     @property
     def process_group(self) -> Any:
-        """Ranks to synchronize with. The layer does not keep its :class:`torch.distributed.ProcessGroup` alive."""
+        """Ranks to synchronize with. The layer does not keep a :class:`torch.distributed.ProcessGroup` alive."""
         return spec_of(self._sync_state.group).process_group
 
     @process_group.setter
@@ -164,8 +161,7 @@ class SyncBatchNorm(_BatchNorm):
     def reset_running_stats(self) -> None:
         if self._sync_state.frozen is not None:
             raise RuntimeError(
-                f"reset_running_stats: this {type(self).__name__} is frozen, and would normalize with mean 0 and "
-                "variance 1 from now on; call unfreeze_statistics first"
+                f"reset_running_stats: this {type(self).__name__} is frozen; call unfreeze_statistics first"
             )
         super().reset_running_stats()
 
@@ -188,18 +184,15 @@ class SyncBatchNorm(_BatchNorm):
         lengths: Tensor | None = None,
         zero_masked: bool = False,
     ) -> Tensor:
-        try:
-            if not isinstance(input, Tensor):
-                if isinstance(input, Proxy):
-                    options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
-                    given = {name: value for name, value in options.items() if value is not None and value is not False}
-                    return as_one_node(self, input, (input,), given)
-                check_is_tensor("input", input)
-            elif input.layout is not strided:
-                check_is_dense("input", input)
-            self._check_input_dim(input)
-        except (TypeError, ValueError) as error:
-            raise named(error, self) from None
+        if isinstance(input, Tensor):
+            try:
+                self._check_input_dim(input)
+            except ValueError as error:
+                raise named(error, self) from None
+        elif isinstance(input, Proxy):
+            options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+            given = {name: value for name, value in options.items() if value is not None and value is not False}
+            return as_one_node(self, input, (input,), given)
         masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
         call = _call_of(self, input, residual, masks)
         return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)
@@ -221,14 +214,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        if not isinstance(reduced[2], dict):  # a subclass has its own __getstate__
+        if not isinstance(reduced[2], dict):  # from __getstate__ of a subclass
             return reduced
-        # A copy of the record: it leaves attachments and caches behind.
+        # The copy has no attachments and caches.
         return *reduced[:2], {**reduced[2], "_sync_state": copy(self._sync_state)}, *reduced[3:]
 
     def __prepare_scriptable__(self) -> NoReturn:
-        # torch.jit.script replaces the layer in the given model by the result of this method. Any layer that can be
-        # scripted would leave that model unsynchronized.
+        # torch.jit.script replaces the layer in the model by the result, which would leave the model unsynchronized.
         raise TypeError(
             f"torch.jit.script: cannot script {type(self).__name__}; script "
             "bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
@@ -239,19 +231,17 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Call:
-    # Looked up in the dicts of the module: nn.Module.__getattr__ takes 0.6 us for each. No other attribute can have the
-    # name of a parameter or buffer. A class that overrides __getattr__ may return parts of its tensors.
     parameters, held = layer._parameters, layer._buffers
     try:
+        if layer._has_getattr:
+            raise KeyError
+        # nn.Module.__getattr__ takes 0.6 us per tensor.
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
-        is_found = not layer._has_getattr
-    except KeyError:  # a parametrized layer, or a replica
-        is_found = False
-    if not is_found:
+    except KeyError:  # also a parametrized layer, or a replica
         weight, bias = layer.weight, layer.bias
         mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    # Inlined options_of(layer): saves a call.
+    # options_of(layer), inline
     options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
     if layer.training:
         buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
@@ -262,7 +252,7 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
-    """Computes a call of ``layer`` through its attachments."""
+    """Computes ``call`` through the attachments of ``layer``."""
     go = batch_norm
     for attachment in layer._sync_state.attachments:
         go = partial(attachment, go)
@@ -270,7 +260,7 @@ def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
 
 
 def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
-    """Attachment of a replica without callbacks, which would train unsynchronized."""
+    """Attachment of a replica without callbacks: it would train unsynchronized."""
     if call.synchronizes:
         raise RuntimeError(
             f"{type(call.layer).__name__}: the replicas of this DataParallel model cannot find each other; use "
@@ -280,10 +270,9 @@ def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns a graph node that calls ``layer``. ``proxy`` is one of its arguments.
+    """Returns a node that calls ``layer`` in the torch.fx graph of ``proxy``, for layers of ``torch.nn`` the default.
 
-    torch.fx makes one node of a layer defined in ``torch.nn`` and traces into other layers. It cannot trace into
-    synchronized layers: they branch on the input, and their calls depend on the job.
+    torch.fx cannot trace synchronized layers: they branch on the input, and their calls depend on the job.
     """
     tracer: Any = proxy.tracer
     node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), tuple(args), dict(kwargs))

@@ -6,7 +6,7 @@
 
 namespace bagua_syncbn {
 
-// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/ops/failures.py parses
+// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/errors.py parses
 // this text and makes torch raise it again.
 [[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
                                        const Tensor& like) {

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
+from ..checks import check_callable
+from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .converters import class_after_conversion, groups_of, is_candidate
@@ -46,7 +47,7 @@ def examine(module: nn.Module, filter: Filter | None = None) -> list[Finding]:
         TypeError: ``module`` is no module, or ``filter`` is not callable.
     """
     check_module(module)
-    check_filter(filter)
+    check_callable("filter", filter, "a function of a name and a module")
     modules = modules_with_names(module, is_closed=lambda found, name: _error_if_closed(found, name) is not None)
     findings = (_examine_one(found, names, filter) for found, names in modules.items())
     return [finding for finding in findings if finding is not None]

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from .. import ops
 from ..groups import ALONE
-from ..step.call import Call, this_thread
+from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
+from ..threads import this_thread
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
 from .hooks import own_forward_contexts
 
@@ -81,7 +82,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     """Whether ``layer`` may differ from F.batch_norm in evaluation with the same running statistics."""
-    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # as in the recomputation of a checkpoint
+    if not torch.compiler.is_compiling() and this_thread.has_hooks:  # as in the recomputation of a checkpoint
         return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or bool(layer._sync_state.attachments)
 

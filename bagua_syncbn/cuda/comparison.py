@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import DTYPES, HEADER_SUMS_SIZE, accumulate_dtype, raise_torchs, reduced_dims, reference
+from ..errors import raise_torchs
+from ..ops import DTYPES, HEADER_SUMS_SIZE, accumulate_dtype, reduced_dims, reference
 from ..ops.moments import Moments
 from ..torch_internals.autograd import is_capturing, is_transforming, outside_of_modes
 from .exercise import Call, Exercise

@@ -14,9 +14,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ..ops.definition import SCHEMAS, implement
-from ..ops.failures import this_thread
+from ..ops.definition import SCHEMAS, library
 from ..ops.native import KERNELS, LIBRARY_HAS_CUDA, WANTED
+from ..threads import this_thread
 from . import aten
 
 _P = ParamSpec("_P")
@@ -108,7 +108,7 @@ def _as_op(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return kernel(*args, **kwargs)
         except BaseException as error:
-            this_thread.failure = error
+            this_thread.fallback_error = error
             raise
 
     return op
@@ -119,4 +119,4 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_schema)
     _library.impl(_name, _op, "CompositeExplicitAutograd")
     if WANTED != "reference" and not LIBRARY_HAS_CUDA:
-        implement(_name, _op, "CUDA")
+        library.impl(_name, _op, "CUDA")

@@ -17,10 +17,11 @@ from .. import ops
 from ..checks import is_distributed, named
 from ..functional import checks_of
 from ..groups import LOCAL, GroupSpec, spec_of
-from ..step.call import Call, Normalization, Statistics, this_thread
+from ..step.call import Call, Normalization, Statistics
 from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.exchange import Exchange
 from ..step.normalize import activation_args, epilogue_args
+from ..threads import this_thread
 from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
@@ -67,10 +68,9 @@ class Replica:
         output, *statistics = self.replicas.meet(self.rank, self.layer, [*tensors, row], compute)
         if not records:
             return output.detach()  # type: ignore[no-any-return]
-        hooks = this_thread.hooks
-        if hooks is not None and hooks.see_output is not None:
+        if this_thread.see_output is not None:
             norm.statistics = tuple(statistics)  # type: ignore[assignment]
-            hooks.see_output(output, *call[:4], norm)
+            this_thread.see_output(output, *call[:4], norm)
         return output  # type: ignore[no-any-return]
 
 
@@ -132,10 +132,7 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | No
     ctx.recipes = None  # all operations that save the outputs ran before
     reduced: list[Any] = []
     for grad_output, (input, weight, bias, residual, mean, invstd, _) in zip(grad_outputs, rows, strict=True):
-        grad, reduce_args = grad_output, ()
-        elemt_args: dict[str, Any] = {}
-        if norm.options.activation is not None:
-            grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
+        grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
         found = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, None, *reduce_args)
         reduced.append((grad, elemt_args, *found))
     # Summed in the order of replicas, so that the bits do not depend on which device is ready first.
@@ -149,6 +146,7 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | No
         if needs[0]:
             arguments = mean, invstd, total.to(input.device), count
             grad_input = ops.batch_norm_backward_elemt(grad, input, weight, *arguments, **elemt_args)
+            grad_input = elemt_args.get("grad_input", grad_input)
         own = grad_input, *of_parameters, grad
         grads += [value if need else None for value, need in zip(own, needs, strict=True)]
     return grads

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..memory.checkpointing import refuse_to_recompute_replicas
 from ..names import name_of
-from ..step.call import this_thread
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
+from ..threads import this_thread
 from ..torch_internals.modules import device_index, pytree
 from .replicas import CallbackContext, Replicas
 from .step import Replica
@@ -239,7 +239,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             f"{len(structures)} with {sorted({len(structure) for structure in structures})} submodules"
         )
     layers = [(name, child) for name, child in structures[0].items() if isinstance(child, SyncBatchNorm)]
-    if layers and this_thread.hooks is not None:  # set within checkpoints
+    if layers and this_thread.prepare is not None:  # set within checkpoints
         name, layer = layers[0]
         refuse_to_recompute_replicas(name_of(layer, name), any(layer.training for _, layer in layers))
     replicas = Replicas(len(modules))

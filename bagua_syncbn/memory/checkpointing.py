@@ -20,8 +20,9 @@ from .. import ops
 from ..checks import check_tensors, named
 from ..conversion.hooks import own_forward_contexts
 from ..conversion.own_forward import restored_counter
-from ..step.call import Call, Hooks, set_hook, this_thread
+from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
+from ..threads import this_thread
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
 from ..torch_internals.checkpoints import (
     has_known_checkpoints,
@@ -161,13 +162,12 @@ _OUTSIDE = _Run()
 
 
 def _current_run() -> _Run:
-    hooks = this_thread.hooks
-    run: Any = None if hooks is None else hooks.prepare
+    run: Any = this_thread.prepare
     return run or _OUTSIDE
 
 
 def _set_run(run: _Run | None) -> None:
-    set_hook("prepare", None if run is _OUTSIDE and has_known_checkpoints else run)
+    this_thread.prepare = None if run is _OUTSIDE and has_known_checkpoints else run
     ops.hold_buffers(is_repetition())
 
 
@@ -209,4 +209,4 @@ class _CheckpointRegion(Repeatable):
 # checkpoint that has begun.
 observe_checkpoints(_CheckpointRegion)
 if not has_known_checkpoints:  # each call checks whether it is under one
-    type(this_thread).hooks = Hooks(_OUTSIDE)
+    type(this_thread).prepare = _OUTSIDE

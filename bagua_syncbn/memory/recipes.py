@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import ops
+from ..errors import raise_torchs
 from ..names import name_of
-from ..step.call import Normalization, set_hook
+from ..step.call import Normalization
+from ..threads import this_thread
 from ..torch_internals.modules import saving_hooks, takes_saving_hooks
 
 # By the name of the node that autograd has for an operation, without its last digit: for some, the operation in place
@@ -55,7 +57,7 @@ def depth() -> int:
 
 def _set_depth(entered: int) -> None:
     _depth.entered = entered
-    set_hook("see_output", _note_output if entered else None)
+    this_thread.see_output = _note_output if entered else None
 
 
 class Recomputed(AbstractContextManager[None]):
@@ -186,7 +188,7 @@ def _recomputed(
     try:
         made: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
     except RuntimeError as error:
-        ops.raise_torchs(error)
+        raise_torchs(error)
         raise
     return made if norm.masking is None else norm.masking.clear_outputs(made)
 

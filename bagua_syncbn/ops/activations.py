@@ -1,6 +1,6 @@
-"""The activations that a layer can compute with its normalization: name, formula, gradient and parameter of each.
+"""Activations that a layer can fuse: names, formulas, gradients and parameters.
 
-The native kernels have the same list in ``csrc/activations.h``, in the same order.
+The native kernels have the same list, in the same order, in ``csrc/activations.h``.
 """
 
 import math
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 class _Formula(NamedTuple):
-    value: Callable[[Tensor, float], Tensor]  # in operations that can be differentiated any number of times
+    value: Callable[[Tensor, float], Tensor]  # differentiable any number of times
     gradient: Callable[[Tensor, Tensor, float], Tensor]  # grad_output times the derivative
-    parameter: float | None = None  # as torch has it where none is given; None for activations without
-    is_cheap: bool = False  # a few operations, which take a CPU less time than memory takes
+    parameter: float | None = None  # torch's default; None for activations without a parameter
+    is_cheap: bool = False  # on a CPU, computing it takes less time than loading or storing it
 
 
 _aten = torch.ops.aten
@@ -40,7 +40,7 @@ _FORMULAS = {
 }
 _NAMES = list(_FORMULAS)
 ACTIVATIONS = _NAMES[1:]
-"""The names of the activations."""
+"""Names of the activations."""
 
 MODULES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
     nn.ReLU: lambda module: "relu",
@@ -53,27 +53,26 @@ MODULES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
     nn.Sigmoid: lambda module: "sigmoid",
     nn.Tanh: lambda module: "tanh",
 }
-"""Activations that torch's modules compute."""
+"""Names and parameters of torch's activation modules."""
 
 
 class Activation(NamedTuple):
-    """An activation, and its parameter: the slope of ``leaky_relu``, the alpha of ``elu``; 0 for any other."""
+    """An activation and its parameter: the slope of ``leaky_relu`` or the alpha of ``elu``, otherwise 0."""
 
     name: str
     parameter: float = 0.0
 
     def __str__(self) -> str:
-        """As it is given to a layer."""
+        """Returns the argument of a layer for this activation."""
         return repr(self.name if _FORMULAS[self.name].parameter is None else tuple(self))
 
     @property
     def code(self) -> int:
-        """Its number in the schemas of the ops."""
+        """Its number in calls of the ops."""
         return _NAMES.index(self.name)
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a CPU computes it faster than memory gives and takes."""
         return _FORMULAS[self.name].is_cheap
 
     def of(self, z: Tensor) -> Tensor:
@@ -84,11 +83,11 @@ IDENTITY = Activation("identity")
 
 
 def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Activation | None:
-    """Returns what ``activation`` names: a name, a name and a parameter, or a module of torch that computes one.
+    """Parses the activation of a layer: a name, a name and a parameter, or one of torch's modules.
 
     Raises:
-        TypeError: it is of another kind.
-        ValueError: it names none, or gives a parameter to an activation that has none.
+        TypeError: ``activation`` has another type.
+        ValueError: the name is unknown, or the parameter is not finite or not expected.
     """
     if activation is None or type(activation) is Activation:
         return activation
@@ -96,18 +95,16 @@ def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Act
     if type(given) in MODULES:
         given = MODULES[type(given)](given)
     name, *parameters = given if isinstance(given, tuple | list) and given else (given,)
+    known = ", ".join(ACTIVATIONS)
     if not isinstance(name, str) or not all(isinstance(parameter, int | float) for parameter in parameters):
         got = type(given).__name__ if isinstance(given, nn.Module) else repr(given)
         modules = ", ".join(f"nn.{cls.__name__}" for cls in MODULES)
-        raise TypeError(
-            f"activation: expected one of {', '.join(ACTIVATIONS)}, a pair of one and its parameter, or a module of "
-            f"exactly one of the classes {modules}, got {got}"
-        )
+        raise TypeError(f"activation: expected one of {known}, (name, parameter), or one of {modules}, got {got}")
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        raise ValueError(f"activation: expected one of {known}, got {name!r}")
     default = _FORMULAS[name].parameter
     if len(parameters) > (default is not None):
-        expected = "a name alone" if default is None else "a name and one parameter"
+        expected = "no parameter" if default is None else "one parameter"
         raise ValueError(f"activation: expected {expected} for {name}, got {activation!r}")
     parameter = float(*parameters or (default or 0.0,))
     if not math.isfinite(parameter):

@@ -1,4 +1,4 @@
-"""``batch_norm_backward_elemt``: the gradient of the input, from the sums of all ranks."""
+"""``batch_norm_backward_elemt``: the gradient of the input, from the sums over all ranks."""
 
 import torch
 from torch import Tensor
@@ -10,18 +10,14 @@ from .headers import headers_differ, record_sums
 from .masking import of_positions
 
 
-def _shapes(grad_output: Tensor, input: Tensor, *_: object, grad_input: Tensor | None = None) -> Tensor:
-    return torch.empty_like(input) if grad_input is None else input.new_empty(0)
-
-
 def means_of_sums(
     sums: Tensor, channels: int, count: Tensor, ranks: int, fault: Tensor | None, call: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the means of ``dy`` and of ``dy * xmu``, each (C), over the values of all ranks.
+    """Returns the means of ``dy`` and ``dy * xmu`` (C) over the values of all ranks.
 
-    They are NaN if the ranks' headers differed, which ``fault`` then records.
+    If the ranks' headers differ, ``fault`` records it and the means are NaN.
     """
-    sums, header_sums = sums.split([2 * channels, sums.numel() - 2 * channels])
+    sums, header_sums = sums.tensor_split([2 * channels])
     if header_sums.numel():
         differ = headers_differ(header_sums, ranks)
         sums = sums.masked_fill(differ, torch.nan)
@@ -30,12 +26,11 @@ def means_of_sums(
     return mean_dy, mean_dy_xmu
 
 
-@defines(
-    "batch_norm_backward_elemt(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
-    "Tensor sums, Tensor count, int ranks=1, Tensor(a!)? fault=None, int call=0, Tensor? mask=None, "
-    "Tensor? bias=None, int activation=0, float parameter=0., *, Tensor(b!)? grad_input=None) -> Tensor",
-    _shapes,
-)
+def _fake(grad_output: Tensor, input: Tensor, *_: object, grad_input: Tensor | None = None) -> Tensor:
+    return torch.empty_like(input) if grad_input is None else input.new_empty(0)
+
+
+@defines(_fake, mutates=("fault", "grad_input"))
 def batch_norm_backward_elemt(
     grad_output: Tensor,
     input: Tensor,
@@ -65,7 +60,6 @@ def batch_norm_backward_elemt(
     projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
     dx = (dy - per_channel(mean_dy, input)).sub_(projected).mul_(scale)
     if mask is not None:
-        # Where a position does not count, nothing passes through the statistics.
         dx = dx.where(of_positions(mask, input), dy * scale)
     if grad_input is None:
         return like_input(input, dx)

@@ -1,4 +1,4 @@
-"""``batch_norm_backward_reduce``: what a rank sends backward, and its gradients of weight and bias."""
+"""``batch_norm_backward_reduce``: the message in backward, and the gradients of weight and bias."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from .elemt import normalized
 from .headers import HEADER_SUMS_SIZE, fill, header_sums_of
 
 
-def _shapes(
+def _fake(
     grad_output: Tensor,
     input: Tensor,
     mean: Tensor,
@@ -22,12 +22,7 @@ def _shapes(
     return mean.new_empty(2 * channels + size), like.new_empty(channels), like.new_empty(channels)
 
 
-@defines(
-    "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
-    "int? fingerprint=None, Tensor? bias=None, Tensor? residual=None, int activation=0, float parameter=0., "
-    "Tensor(a!)? grad=None) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
-    _shapes,
-)
+@defines(_fake, mutates=("grad",))
 def batch_norm_backward_reduce(
     grad_output: Tensor,
     input: Tensor,
@@ -41,7 +36,7 @@ def batch_norm_backward_reduce(
     parameter: float = 0.0,
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums, grad_weight, grad_bias = _shapes(grad_output, input, mean, invstd, weight, fingerprint)
+    sums, grad_weight, grad_bias = _fake(grad_output, input, mean, invstd, weight, fingerprint)
     channels, dims, values = input.size(1), reduced_dims(input), header_sums_of(fingerprint)
     sum_dy, sum_dy_xmu, header_sums = sums.split([channels, channels, len(values)])
     fill(header_sums, values)
@@ -52,5 +47,5 @@ def batch_norm_backward_reduce(
         grad.copy_(dy)
     sum_dy.copy_(dy.sum(dims))
     sum_dy_xmu.copy_((dy * (input - per_channel(mean, input))).sum(dims))
-    # Copies: the sums are about to be reduced over the ranks in place, and these must stay this rank's own.
+    # Copies, because the ranks reduce the sums in place.
     return sums, grad_weight.copy_(sum_dy_xmu * invstd), grad_bias.copy_(sum_dy)

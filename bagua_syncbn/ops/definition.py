@@ -1,10 +1,9 @@
-"""How the ops of ``torch.ops.bagua_syncbn`` are defined, each by schema, shapes and plain torch in a file of its own.
+"""Defines the ops of ``torch.ops.bagua_syncbn``: schema, fake kernel, and plain torch for any device.
 
-The names are ATen's. The schemas live in Python so that a pure-Python install has the same ops; native kernels register
-themselves behind them.
+The names are ATen's. Schemas live in Python, so an installation without the native library has the same ops.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,37 +13,36 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes of inputs, in the order of ``csrc/dtypes.h``."""
+"""Dtypes of inputs, in the order of ``csrc/dtypes.h``."""
 
 HALF_DTYPES = DTYPES[:2]
-"""Dtypes of inputs that torch takes beside parameters in float32."""
+"""Input dtypes that torch combines with float32 parameters."""
 
-_library = torch.library.Library("bagua_syncbn", "DEF")
+library = torch.library.Library("bagua_syncbn", "DEF")
 SCHEMAS: dict[str, str] = {}
-"""The schema of each op, by its name."""
+"""Schemas of the ops, by name."""
 
 
-def defines(schema: str, shapes: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Declares the op that has ``schema``; what is decorated computes it, on any device.
+def defines(fake: Callable[..., object], mutates: Sequence[str] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorator: the function defines the op of the same name, and computes it on devices without native kernels.
 
-    ``shapes`` makes results without values, for tracing.
+    Args:
+        fake: returns results without values, for tracing.
+        mutates: the arguments that the op writes to.
     """
-    name = schema.partition("(")[0]
-    SCHEMAS[name] = schema
-    # Flexible: torch.compile may lay out tensors in other ways than traced, as for convolutions, without copies.
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    torch.library.register_fake(f"bagua_syncbn::{name}", shapes, lib=_library)
 
-    def register(definition: Callable[_P, _R]) -> Callable[_P, _R]:
-        _library.impl(name, definition, "CompositeExplicitAutograd")
-        return definition
+    def define(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        name = function.__name__
+        # Python ints become SymInts, which the ops do not take.
+        inferred = torch.library.infer_schema(function, mutates_args=mutates).replace("SymInt", "int")
+        SCHEMAS[name] = name + inferred
+        # Flexible: torch.compile may choose other layouts than traced, as for convolutions, without copies.
+        library.define(SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+        torch.library.register_fake(f"bagua_syncbn::{name}", fake, lib=library)
+        library.impl(name, function, "CompositeExplicitAutograd")
+        return function
 
-    return register
-
-
-def implement(name: str, kernel: Callable[..., object], key: str) -> None:
-    """Has ``kernel`` compute the op ``name`` on tensors of the dispatch key ``key``."""
-    _library.impl(name, kernel, key)
+    return define
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,12 +51,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduced_dims(input: Tensor) -> list[int]:
-    """Returns the dimensions over which the values of a channel of ``input`` (N, C, \\*) run."""
+    """Returns the dimensions of ``input`` (N, C, \\*) other than the channels."""
     return [0, *range(2, input.dim())]
 
 
 def per_channel(values: Tensor, input: Tensor) -> Tensor:
-    """Views ``values`` (C) so that it broadcasts along dimension 1 of ``input``."""
+    """Views ``values`` (C) so that they broadcast along dimension 1 of ``input``."""
     return values.view(1, -1, *[1] * (input.dim() - 2))
 
 
@@ -72,4 +70,4 @@ def laid_out_as(input: Tensor, grad_output: Tensor) -> Tensor:
     strides = zip(input.size(), input.stride(), grad_output.stride(), strict=True)
     if all(size == 1 or expected == stride for size, expected, stride in strides):
         return grad_output
-    return torch.empty_like(input).copy_(grad_output)
+    return like_input(input, grad_output)

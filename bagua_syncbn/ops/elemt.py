@@ -1,4 +1,4 @@
-"""``batch_norm_elemt``: the normalization, and what follows it."""
+"""``batch_norm_elemt``: normalization, residual and activation."""
 
 import torch
 from torch import Tensor
@@ -15,23 +15,15 @@ def normalized(
     invstd: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Returns ``z``, what an activation is given, in the dtype that it is computed in."""
+    """Returns ``z``, the input of the activation, in the dtype of the computation."""
     scale = invstd if weight is None else invstd * weight
-    # Subtract first: (x * scale) + (bias - mean * scale) cancels badly where the mean is large beside the deviation.
+    # Subtract first: (x * scale) + (bias - mean * scale) cancels badly if the mean is large compared to the deviation.
     z = (input - per_channel(mean, input)).mul_(per_channel(scale, input))
     z = z if bias is None else z.add_(per_channel(bias, input))
     return z if residual is None else z.add_(residual)
 
 
-def _shapes(input: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(input)
-
-
-@defines(
-    "batch_norm_elemt(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-    "Tensor? residual=None, int activation=0, float parameter=0.) -> Tensor",
-    _shapes,
-)
+@defines(lambda input, *_: torch.empty_like(input))
 def batch_norm_elemt(
     input: Tensor,
     weight: Tensor | None,

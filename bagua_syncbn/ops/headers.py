@@ -1,8 +1,8 @@
-"""Messages between ranks: their layout, and headers, which show whether all ranks make the same call.
+"""Messages between ranks: layout, and headers that show whether all ranks make the same call.
 
 Forward, one row per rank: ``[mean (C) | var (C) | low | high | header]``, with the biased variance. The number of
 values per channel is ``low + high * 2**24``, because float32 holds every integer only up to ``2**24``. The header is
-``layer, options, call``, of 24 bits each, where ``caller = layer * 2**24 + options``. A row without a caller has no
+``layer, options, call``, 24 bits each, where ``caller = layer * 2**24 + options``. A row without a caller has no
 header, and an even size.
 
 Backward, sums over ranks: ``[sum_g (C) | sum_g_xmu (C) | header_sums]``. The header sums are ``a, a**2, b, b**2, c,
@@ -67,5 +67,5 @@ def record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> 
 
 
 def record_sums(fault: Tensor | None, differ: Tensor, call: int) -> None:
-    """Writes to the fault record that the headers in the sums of ``call`` differed between ranks."""
+    """Records that the headers in the sums of ``call`` differ between ranks."""
     record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])

@@ -1,4 +1,4 @@
-"""Mean and variance of sets of values, and of all sets together."""
+"""Mean and variance of sets of values, and of their union."""
 
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ def merge_dtype(device: torch.device) -> torch.dtype:
 
 
 def mixture(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance (C) of sets together, given those of each (R, C) and its share of the values (R, 1)."""
+    """Returns mean and variance (C) of a union of sets, from each set's (R, C) and its share of the values (R, 1)."""
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean).square())).sum(0)
 
 
 class Moments(NamedTuple):
-    """Mean and biased variance (C) of a set of values, and the weight of that set (1): how many values it has."""
+    """Mean and biased variance (C) of a set of values, and the number of values as weight (1)."""
 
     mean: Tensor
     var: Tensor
@@ -35,19 +35,19 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_sums(cls, sums: Tensor) -> "Moments":
-        """Returns the moments of all sets together from the float64 sum of their :meth:`as_sums`; 0 for no value."""
+        """Returns the moments of a union from the float64 sum of :meth:`as_sums`; 0 without values."""
         weight = sums[-1:]
         mean, square = (sums[:-1] / weight.clamp(min=_LEAST)).chunk(2)
         return cls(mean, (square - mean.square()).clamp(min=0), weight)
 
     @classmethod
     def of_row(cls, row: Tensor) -> "Moments":
-        """Returns the moments in ``row`` (2C + 2), as ``batch_norm_stats`` has it."""
+        """Returns the moments in ``row`` (2C + 2), from ``batch_norm_stats`` without header."""
         channels = row.numel() // 2 - 1
         mean, var, low, high = row.split([channels, channels, 1, 1])
         return cls(mean, var, low + high * WORD)
 
     def as_row(self) -> Tensor:
-        """Returns (1, 2C + 2), as ``batch_norm_stats`` has it. A weight that is not a number gives none."""
+        """Returns a row (1, 2C + 2) like ``batch_norm_stats``. A NaN weight gives a NaN count."""
         mean, var, count = self
         return torch.cat([mean, var, count % WORD, count.div(WORD, rounding_mode="floor")]).unsqueeze(0)

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from .gather_stats import this_thread
+from ..threads import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
 WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
@@ -22,8 +22,7 @@ def _load() -> tuple[str, bool]:
         raise ImportError(f'BAGUA_SYNCBN_CPU_CAPABILITY: expected "avx512", "avx2" or "baseline", got {capability!r}')
     if WANTED == "reference":
         return "reference", False
-    # Beside this package only: an editable installation of another checkout would answer for its library too. And not
-    # "from .. import _C", which cannot tell a missing library from a package that is still being imported.
+    # Searches this folder only: an editable installation of another checkout would return its own library.
     folder = Path(__file__).parents[1]
     if PathFinder.find_spec(_LIBRARY, [str(folder)]) is None:
         _warn_without_library(folder)
@@ -36,7 +35,7 @@ def _load() -> tuple[str, bool]:
 
 
 def _warn_without_library(folder: Path) -> None:
-    """Warns that plain torch computes, except where that was asked for or where no library can be built."""
+    """Warns that plain torch computes, unless the user chose it or no library can be built on this system."""
     record = folder / "build_info.json"
     if not record.exists():  # nothing was built here
         message = f"was imported from its sources in {folder}, which contain no native kernels"
@@ -55,14 +54,14 @@ def _warn_without_library(folder: Path) -> None:
 
 
 KERNELS, LIBRARY_HAS_CUDA = _load()
-"""Which kernels compute the ops: ``"reference"``, or ``"native, cpu: "`` and the instruction set, followed by
-``", cuda"`` if the library has CUDA kernels too, and they are wanted."""
+"""Kernels that compute the ops: ``"reference"``; or ``"native, cpu: "`` and the instruction set, followed by
+``", cuda"`` if the library has CUDA kernels and ``WANTED`` is ``"native"``."""
 
 
 def hold_buffers(held: bool) -> None:
-    """Has ``batch_norm_gather_stats`` leave the buffers in this thread as they are, until the opposite is asked.
+    """Sets whether ``batch_norm_gather_stats`` leaves the buffers of calls in this thread unchanged.
 
-    A forward that is repeated has moved them in its first run. Compiled code, which calls the op, cannot know.
+    A forward that is recomputed updated them in its first run. Compiled code, which calls the op, cannot know.
     """
     this_thread.holds_buffers = held
     if KERNELS != "reference":

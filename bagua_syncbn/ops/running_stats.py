@@ -1,7 +1,7 @@
-"""The statistics of all ranks together, and the buffers that they move, with the two ways in which eps bounds them.
+"""Merges the ranks' statistics, updates running buffers, applies eps.
 
-``"plus"`` is ``sqrt(var + eps)``, torch's; ``"clamp"`` is ``sqrt(max(var, eps))``, with the derivative of ``max``:
-where ``eps`` replaces the variance, no gradient passes through it.
+``"plus"`` is torch's ``sqrt(var + eps)``; ``"clamp"`` is ``sqrt(max(var, eps))``: no gradient passes through a variance
+below eps.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
 class Buffers(NamedTuple):
-    """The buffers that a call updates."""
+    """Buffers that a call updates."""
 
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
@@ -28,18 +28,16 @@ NO_BUFFERS = Buffers()
 def merge_stats(
     gathered: Tensor, buffers: Buffers, options: Options, ranks: int = 1, fault: Tensor | None = None, call: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls ``batch_norm_gather_stats``, with the arguments by which it compares the ranks, and adapts its result."""
+    """Calls ``batch_norm_gather_stats`` with the eps mode of ``options`` and a counter of any dtype."""
     running_mean, running_var, counter = buffers
-    eps = options.eps
-    if counter is not None and counter.dtype != torch.int64:  # as in a module that was cast, buffers included
+    if counter is not None and counter.dtype != torch.int64:  # cast with its module
         whole = counter.to(torch.int64)
         merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, ranks, fault, call)
         counter.copy_(whole)
         return merged
-    is_clamp = options.eps_mode != "plus"
-    added = 0.0 if is_clamp else eps
-    arguments = gathered, running_mean, running_var, counter, options.momentum, added, fault
-    # To be given one more argument takes an op half a microsecond.
+    eps, is_clamp = options.eps, options.eps_mode != "plus"
+    arguments = gathered, running_mean, running_var, counter, options.momentum, 0.0 if is_clamp else eps, fault
+    # Each argument that is given takes half a microsecond.
     is_plain = ranks == 1 and not options.skip_nonfinite
     merged = _gather_stats(*arguments) if is_plain else _gather_stats(*arguments, options.skip_nonfinite, ranks, call)
     if not is_clamp or not eps:
@@ -49,12 +47,12 @@ def merge_stats(
 
 
 def inverse_deviation(var: Tensor, options: Options) -> Tensor:
-    """Returns the factor (C) by which values with the variance ``var`` (C) are normalized."""
+    """Returns the inverse deviation (C) for the variance ``var`` (C)."""
     return (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()
 
 
 def is_clamped(invstd: Tensor, options: Options) -> Tensor | None:
-    """Returns in which channels (C) ``eps`` replaces the variance; None for in none."""
+    """Returns a mask (C) of the channels where ``eps`` replaces the variance; None if there can be none."""
     if options.eps_mode == "plus" or not options.eps:
         return None
     limit: float = options.eps**-0.5
@@ -62,7 +60,7 @@ def is_clamped(invstd: Tensor, options: Options) -> Tensor | None:
 
 
 def clear_clamped(sums: Tensor, invstd: Tensor, options: Options) -> None:
-    """Sets ``sum_dy_xmu`` of ``sums`` (2C + K), what passes through the variance, to 0 where ``eps`` replaces that."""
+    """Sets ``sum_dy_xmu`` in ``sums`` (2C + K) to 0 where ``eps`` replaces the variance."""
     clamped = is_clamped(invstd, options)
     if clamped is not None:
         sums[clamped.numel() : 2 * clamped.numel()].masked_fill_(clamped, 0)

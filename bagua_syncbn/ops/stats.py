@@ -1,15 +1,15 @@
-"""``batch_norm_stats``: what a rank sends forward."""
+"""``batch_norm_stats``: a rank's message in forward."""
 
 import torch
 from torch import Tensor
 
-from .definition import accumulate_dtype, defines, implement, per_channel, reduced_dims
+from .definition import accumulate_dtype, defines, library, per_channel, reduced_dims
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, fill, header_of, header_sums_of
 from .masking import of_positions
 from .moments import Moments
 
 
-def _shapes(
+def _fake(
     input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
 ) -> Tensor:
     if summable:
@@ -25,49 +25,39 @@ def summable_stats(row: Tensor, fingerprint: int | None) -> Tensor:
     return torch.cat([Moments.of_row(row.double()).as_sums(), header_sums])
 
 
-@defines(
-    "batch_norm_stats(Tensor input, int? caller=None, int call=0, Tensor? mask=None, bool summable=False) -> Tensor",
-    _shapes,
-)
+@defines(_fake)
 def batch_norm_stats(
     input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
 ) -> Tensor:
     if summable:
         return summable_stats(batch_norm_stats(input, mask=mask), caller)
     input = input.detach()
-    packed, channels = _shapes(input, caller).zero_(), input.size(1)
-    mean, var, low, high, header = packed.split([channels, channels, 1, 1, packed.numel() - 2 * channels - 2])
-    fill(header, header_of(caller, call))
+    row, channels = _fake(input, caller).zero_(), input.size(1)
     if mask is not None:
-        _masked_stats(input, mask, mean, var, low, high)
-        return packed
-    count = input.numel() // channels if channels else 0
-    if count:
-        # var_mean is Welford's algorithm: it survives a mean that is large beside the deviation.
-        moments = torch.var_mean(input.to(packed.dtype), reduced_dims(input), correction=0)
-        var.copy_(moments[0])
-        mean.copy_(moments[1])
-    fill(packed[2 * channels :][:2], [count % WORD, count // WORD])
-    return packed
+        var, mean, count = _masked_moments(input.to(row.dtype), of_positions(mask, input))
+        low, high = count % WORD, count // WORD
+        row[: 2 * channels + 2] = torch.cat([mean, var, low.to(mean).view(1), high.to(mean).view(1)])
+        numbers = header_of(caller, call)
+    else:
+        values = input.numel() // channels if channels else 0
+        if values:
+            # var_mean uses Welford's algorithm, which is exact even for a mean much larger than the deviation.
+            var, mean = torch.var_mean(input.to(row.dtype), reduced_dims(input), correction=0)
+            row[: 2 * channels] = torch.cat([mean, var])
+        numbers = [values % WORD, values // WORD, *header_of(caller, call)]
+    fill(row[row.numel() - len(numbers) :], numbers)
+    return row
 
 
-# Statistics take part in no graph: without this, autograd would look for a derivative in each call.
-implement("batch_norm_stats", torch.library.fallthrough_kernel, "Autograd")
+# Statistics are outside of the autograd graph. This skips the lookup of a derivative in each call.
+library.impl("batch_norm_stats", torch.library.fallthrough_kernel, "Autograd")
 
 
-def _masked_stats(input: Tensor, mask: Tensor, mean: Tensor, var: Tensor, low: Tensor, high: Tensor) -> None:
-    inside = of_positions(mask, input)
+def _masked_moments(input: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the variance and mean (C) of the positions ``inside``, and their number."""
     count = inside.expand(input.size(0), 1, *input.shape[2:]).sum()
-    number = count.clamp(min=1).to(mean.dtype)
-
-    def average(values: Tensor) -> Tensor:
-        return values.where(inside, 0).sum(reduced_dims(input)) / number
-
-    wide = input.to(mean.dtype)
-    center = average(wide)
-    deviation = wide - per_channel(center, input)
-    shift = average(deviation)  # what rounding has left
-    mean.copy_(center + shift)
-    var.copy_(average(deviation.square()) - shift.square())
-    low.copy_(count % WORD)
-    high.copy_(count // WORD)
+    divisor, dims = count.clamp(min=1).to(input.dtype), reduced_dims(input)
+    center = input.where(inside, 0).sum(dims) / divisor
+    deviation = (input - per_channel(center, input)).where(inside, 0)
+    shift = deviation.sum(dims) / divisor  # the rounding error of center
+    return deviation.square().sum(dims) / divisor - shift.square(), center + shift, count

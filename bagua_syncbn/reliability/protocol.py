@@ -60,7 +60,7 @@ class RankExchange(Exchange):
         if self.uses_sums:
             return self.sum(row, self._signature)
         rows, record = self._send(self.communicator.all_gather, row, self._signature), self._record
-        return Received(rows, 1, None if record is None else record.tensor)
+        return rows, 1, None if record is None else record.tensor, 0
 
     def fingerprint(self, signature: CallSignature | None = None) -> int:
         """Returns the fingerprint for the sums of the backward pass, or of the call with this ``signature``."""
@@ -72,7 +72,7 @@ class RankExchange(Exchange):
     def sum(self, sums: Tensor, signature: CallSignature | None = None) -> Received:
         sums = self._send(self.communicator.all_reduce, sums, signature or self._signature.backward)
         record, call = self._record, self._history.calls if self._number else 0
-        return Received(sums, self.communicator.size, None if record is None else record.tensor, call)
+        return sums, self.communicator.size, None if record is None else record.tensor, call
 
     def check(self, rows: Tensor | None = None) -> None:
         history, record = self._history, self._record
@@ -192,13 +192,13 @@ class CompiledExchange(Exchange):
         self.header = header, 0
 
     def gather(self, row: Tensor) -> Received:
-        return self.sum(row) if self.uses_sums else Received(self.communicator.all_gather(row))
+        return self.sum(row) if self.uses_sums else (self.communicator.all_gather(row), 1, None, 0)
 
     def fingerprint(self) -> int:
         return self._fingerprint
 
     def sum(self, sums: Tensor) -> Received:
-        return Received(self.communicator.all_reduce(sums), self.communicator.size)
+        return self.communicator.all_reduce(sums), self.communicator.size, None, 0
 
 
 @untraced  # compiled checkpoints refuse traced changes of outside state

@@ -12,12 +12,12 @@ from ..conversion.hooks import own_forward_contexts
 from ..conversion.own_forward import restored_counter
 from ..models import check_module
 from ..ops import NO_BUFFERS, Buffers, merge_stats
-from ..ops.gather_stats import this_thread
 from ..ops.headers import HEADER_SUMS_SIZE, WORD, header_size, headers_differ
 from ..ops.moments import Moments, merge_dtype, mixture
 from ..options import Options
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
+from ..threads import this_thread
 from ..torch_internals.autograd import is_capturing
 
 

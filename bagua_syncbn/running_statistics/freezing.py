@@ -9,8 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from ..checks import check_callable
 from ..layer_state import Frozen
-from ..models import Filter, check_filter, check_module, is_data_parallel, is_left_out, modules_with_names
+from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
@@ -110,7 +111,7 @@ def is_frozen(module: nn.Module) -> bool:
 def _layers_of(module: nn.Module, filter: Filter | None) -> dict[nn.Module, list[str]]:
     """Returns the batch normalization layers of ``module`` that ``filter`` does not skip, with their names."""
     check_module(module)
-    check_filter(filter)
+    check_callable("filter", filter, "a function of a name and a module")
     return {
         part: names
         for part, names in modules_with_names(module).items()

@@ -1,1 +1,1 @@
-"""The step: statistics, normalization, derivatives of any order, and what crosses ranks."""
+"""The step: statistics, normalization, derivatives of any order, and messages."""

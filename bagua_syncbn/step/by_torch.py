@@ -1,4 +1,4 @@
-"""Normalization with F.batch_norm: in evaluation, and in training on one rank if it is as exact and faster."""
+"""Normalization by F.batch_norm: in evaluation, and in training on a single rank if it is as exact and faster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,44 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .. import ops
 from ..options import Options
+from ..threads import this_thread
 from ..torch_internals.autograd import is_transforming
-from .call import Call, Normalization, follow, this_thread
+from .call import Call, Normalization, follow
+
+_DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
+
+# From these numbers of values on, the kernels save more than five calls from Python cost: docs/benchmarks.md.
+# F.batch_norm is fast for channels_last until its outputs exceed the caches.
+_WORTHWHILE_PLANAR = 2**17
+_WORTHWHILE_INTERLEAVED = 2**22
+
+
+def suits_torch(call: Call, options: Options) -> bool:
+    """Returns whether F.batch_norm should compute a training call on a single rank: it is exact and fast.
+
+    F.batch_norm has eps and momentum; all other options must have their defaults. With ``momentum=None`` the host would
+    have to read the factor. On CPU, torch rounds intermediate values of half inputs: in bfloat16, outputs are off by
+    several units in the last place.
+    """
+    input, buffers = call.input, call.buffers
+    if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:
+        return False
+    is_recorded = _is_recorded(input)
+    if (options.activation is not None or call.residual is not None) and not is_recorded:
+        return False
+    is_cpu = input.device.type == "cpu"
+    rounds = is_cpu and input.dtype in ops.HALF_DTYPES
+    if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
+        return False
+    if is_tracing():
+        return True
+    if input.numel() == 0:  # not in a trace, which serves other sizes too
+        return False
+    if is_recorded:
+        return True
+    worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
+    prefer_native = ops.KERNELS != "reference" and is_cpu and input.numel() >= worthwhile
+    return not prefer_native and this_thread.see_output is None
 
 
 def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
@@ -21,45 +57,6 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     is_mixed = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
     return dtypes <= {input.dtype} or is_mixed
-
-
-_DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
-
-# From these numbers of values on, the kernels save more than the five calls from Python cost: docs/benchmarks.md.
-# F.batch_norm is fast with channels innermost, until its outputs no longer fit the caches.
-_WORTHWHILE_PLANAR = 2**17
-_WORTHWHILE_INTERLEAVED = 2**22
-
-
-def suits_torch(call: Call, options: Options) -> bool:
-    """Returns whether F.batch_norm should compute a training call on one rank: it supports the call, exactly and fast.
-
-    F.batch_norm has eps and momentum; all other options must have their defaults. With ``momentum=None`` the host would
-    have to read the factor. torch's CPU kernels round intermediate values of half inputs: in bfloat16, outputs are off
-    by several units in the last place.
-    """
-    input, buffers = call.input, call.buffers
-    if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:
-        return False
-    if (options.activation is not None or call.residual is not None) and not _is_recorded(input):
-        return False
-    rounds = input.device.type == "cpu" and input.dtype in ops.HALF_DTYPES
-    if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
-        return False
-    if is_tracing():
-        return True
-    # Not the size of the input: a trace serves other sizes too.
-    if input.numel() == 0:
-        return False
-    hooks = None if _is_recorded(input) else this_thread.hooks
-    has_recipes = hooks is not None and hooks.see_output is not None
-    return _is_recorded(input) or not (has_recipes or _prefer_native(input))
-
-
-def _prefer_native(input: Tensor) -> bool:
-    """Returns whether the ops are faster than F.batch_norm in training. Not known for the CUDA kernels."""
-    worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
-    return ops.KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
 
 
 def _is_recorded(input: Tensor) -> bool:
@@ -109,7 +106,7 @@ def in_evaluation(call: Call, options: Options, masking: ops.Masking | None) -> 
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if not torch.compiler.is_compiling() and this_thread.hooks is not None:  # they may change before a recomputation
+    if not torch.compiler.is_compiling() and this_thread.has_hooks:  # they may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     follows = options.activation is not None or call.residual is not None or masking is not None

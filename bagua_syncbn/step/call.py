@@ -1,8 +1,7 @@
-"""Records of a call, and the hooks of a thread."""
+"""Records of a call: arguments and normalization."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -33,21 +32,20 @@ class Call(NamedTuple):
     training: bool
     """Whether batch statistics normalize the input."""
     group: Any
-    """Ranks to compute the statistics over: a GroupSpec; :data:`ALONE` in evaluation."""
+    """Ranks that share statistics: a GroupSpec or a process group; :data:`ALONE` in evaluation."""
     layer: nn.Module | None
     masks: GivenMasks = NO_MASKS
     accumulate: Accumulate | None = None
-    """Takes the statistics instead of the buffers."""
+    """Receives the statistics instead of the buffers."""
 
     @property
     def synchronizes(self) -> bool:
-        """True for a training call over the ranks of a group. Code asks here, never the mode of the layer."""
+        """True for training calls over a group. Use this, not ``layer.training``."""
         return self.group is not ALONE
 
     @property
     def tracked_buffers(self) -> ops.Buffers:
-        """Buffers that a call in training updates."""
-        # num_batches_tracked counts batches of running statistics: without them it stays.
+        """Buffers that a call in training updates. The counter counts updates of the running statistics."""
         return ops.NO_BUFFERS if self.buffers.running_mean is None else self.buffers
 
     @property
@@ -61,44 +59,16 @@ class Normalization:
     """How to normalize an input: statistics, options and exchange, without the differentiable tensors."""
 
     options: Options
-    exchange: Exchange | None  # None if the statistics are constants
+    exchange: Exchange | None
+    """None if the statistics are constants."""
     layer: nn.Module | None
     masking: ops.Masking | None = None
-    # None under a transform of torch.func, until the differentiable form has gathered them.
     statistics: Statistics | None = None
-
-    @property
-    def positions(self) -> Tensor | None:
-        """Positions of the input that count, in the form that the ops take; None for all."""
-        return None if self.masking is None else self.masking.positions
+    """None under a transform of torch.func, until the differentiable form has gathered them."""
 
     def for_recompute(self) -> Normalization:
         """Returns the normalization for a recomputation of the call."""
         return self
-
-
-class Hooks(NamedTuple):
-    """Functions that extras set for the calls of a thread."""
-
-    prepare: Callable[[Call, Callable[[], Any]], Any] | None = None
-    """Called with a call and a function that prepares it. Returns the result of the function, or in the recomputation
-    of a checkpoint the result of the first run."""
-
-    see_output: Callable[..., None] | None = None
-    """Called with output, input, weight, bias, residual and normalization of each call."""
-
-
-class _Thread(threading.local):
-    hooks: Hooks | None = None  # None without any hook: a plain call checks once
-
-
-this_thread = _Thread()
-
-
-def set_hook(name: str, function: Callable[..., Any] | None) -> None:
-    """Sets a hook of this thread, a field of :class:`Hooks`; None removes it."""
-    hooks = (this_thread.hooks or Hooks())._replace(**{name: function})
-    this_thread.hooks = hooks if any(hooks) else None
 
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:

@@ -1,26 +1,28 @@
 r"""Differentiable form of the step, for derivatives of any order in backward and in forward mode.
 
-Two functions hold all communication between ranks, and the derivatives of each consist of these two functions again::
+Two functions communicate, and the derivatives of each consist of these two functions again::
 
     x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 
-The rest is plain torch. Second derivatives, forward-mode differentiation and :mod:`torch.func` use this form; it holds
-more intermediate tensors of the input's size than the training step in ``normalize``.
+The rest is plain torch. Second derivatives, forward-mode differentiation and :mod:`torch.func` use this form. It stores
+more tensors of the input's size than the training step in ``normalize``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import notifies_peers, notify_peers
+from ..errors import notifies_peers
 from ..options import Options
-from ..torch_internals.autograd import is_batched
+from ..torch_internals.autograd import is_batched, untraced
 from .call import Normalization, Statistics, follow
+
+_notifies_peers = notifies_peers(lambda ctx, *_: (ctx.norm.exchange.communicator, ctx.norm.layer))
 
 
 def differentiable_batch_norm(
@@ -31,41 +33,20 @@ def differentiable_batch_norm(
     norm: Normalization,
     gather: Callable[[Tensor], Statistics],
 ) -> Tensor:
-    """Computes :func:`~bagua_syncbn.sync_batch_norm` by ``by``, differentiable any number of times.
+    """Computes :func:`~bagua_syncbn.sync_batch_norm` with ``norm``, differentiable any number of times.
 
-    ``gather`` gathers the statistics of all ranks, or returns those that were gathered before.
+    ``gather`` returns the statistics of all ranks.
     """
     wide = input.to(ops.accumulate_dtype(input.dtype))
     if norm.masking is not None:
         wide = norm.masking.clear_outputs(wide)
-    if norm.exchange is None:
-        mean, invstd, _ = gather(wide)
-    else:
-        mean, invstd, _ = _Merged.apply(wide, norm, gather)
+    mean, invstd, _ = gather(wide) if norm.exchange is None else _Merged.apply(wide, norm, gather)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
     return follow(output, residual, norm.options, norm.masking).to(input.dtype)
-
-
-def differentiable_backward(
-    grad_output: Tensor,
-    tensors: Sequence[Tensor | None],
-    needs_grad: Sequence[bool],
-    norm: Normalization,
-    statistics: Statistics,
-) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of ``tensors``: input, weight, bias and residual; None for those not needed.
-
-    ``grad_output`` may be a batch of gradients if this rank is alone.
-    """
-
-    def compute(views: Sequence[Any]) -> list[Tensor]:
-        return [differentiable_batch_norm(*views[0], norm, lambda _: statistics)]  # type: ignore[call-arg]
-
-    return gradients_of(compute, [grad_output], [tensors], needs_grad, norm.options)
 
 
 def gradients_of(
@@ -75,17 +56,16 @@ def gradients_of(
     needs_grad: Sequence[bool],
     options: Options,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of the tensors of all ``rows``, of ``compute``, which takes rows and returns outputs.
+    """Returns the gradients of ``compute``, which takes ``rows`` and returns outputs, for all tensors in the rows.
 
-    A row holds the input, weight, bias and residual of a replica. Bias and residual may be None without an activation,
-    since no gradient depends on their values. Autograd derives the gradients, so that no formula is written twice. They
-    are differentiable if gradients are enabled, and constants otherwise.
+    A row holds input, weight, bias and residual. Without an activation, no gradient depends on the values of bias and
+    residual, so they may be None. The gradients are differentiable if gradients are enabled.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         if options.activation is None:
             rows = [_with_zeros(input, weight, needs_grad[3]) for input, weight, *_ in rows]  # type: ignore[arg-type]
-        # Views, so that autograd stops at this use of each tensor, as one tensor may depend on another.
+        # Views, so that autograd stops here: one tensor may depend on another.
         views = [[None if tensor is None else tensor.view_as(tensor) for tensor in row] for row in rows]
         outputs = compute(views)
     pairs = zip((view for row in views for view in row), needs_grad, strict=True)
@@ -100,8 +80,11 @@ def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tup
     return input, weight, bias, torch.zeros_like(input, requires_grad=True) if has_residual else None
 
 
-def _peers_of_merged(ctx: Any, *_: Any) -> tuple[Any, Any]:
-    return ctx.norm.exchange.communicator, ctx.norm.layer
+def _refuse_vmap(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "sync_batch_norm: collectives cannot be batched: no torch.func.vmap over training, and no is_grads_batched in "
+        "its backward; call it once per sample, or vmap the model in eval() or after revert_sync_batchnorm"
+    )
 
 
 class _Merged(torch.autograd.Function):
@@ -112,10 +95,12 @@ class _Merged(torch.autograd.Function):
     of the two gradients in backward, and of the two tangents in forward mode.
     """
 
+    vmap = staticmethod(_refuse_vmap)
+
     @staticmethod
     def forward(input: Tensor, norm: Normalization, gather: Callable[[Tensor], Statistics]) -> Statistics:
         mean, invstd, count = gather(input)
-        # Cloned, because a function must not return tensors that other objects hold. Derivatives divide by the count.
+        # Clones, because the tensors belong to norm. Derivatives divide by the count.
         return mean.clone(), invstd.clone(), count.clamp(min=1)
 
     @staticmethod
@@ -126,60 +111,55 @@ class _Merged(torch.autograd.Function):
         ctx.norm = inputs[1]
 
     @staticmethod
-    @notifies_peers(_peers_of_merged)
+    @_notifies_peers
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count = ctx.saved_tensors
-        total = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.norm)
-        grad_mean, grad_invstd = total.chunk(2)
+        grad_mean, grad_invstd = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.norm).chunk(2)
         slope = _slope(invstd, ctx.norm.options) * grad_invstd
         centered = input - ops.per_channel(mean, input)
         grad_input = (ops.per_channel(grad_mean, input) + centered * ops.per_channel(slope, input)) / count
-        return _counted(grad_input, ctx.norm), None, None
+        return _cleared(grad_input, ctx.norm), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if tangent is None:
             return None, None, None
         input, mean, invstd, count = ctx.saved_tensors
-        centered = input - ops.per_channel(mean, input)
+        tangent = _cleared(tangent, ctx.norm)
+        centered = _cleared(input - ops.per_channel(mean, input), ctx.norm)
         dims = ops.reduced_dims(input)
-        tangent = _counted(tangent, ctx.norm)
-        centered = _counted(centered, ctx.norm)
         total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.norm) / count
         tangent_mean, covariance = total.chunk(2)
         return tangent_mean, _slope(invstd, ctx.norm.options) * covariance, None
 
-    @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _input: Any, norm: Normalization, _gather: Any) -> None:
-        raise _no_vmap(norm)
-
 
 def _slope(invstd: Tensor, options: Options) -> Tensor:
-    """Returns the derivative of the inverse deviation by half the variance, 0 where eps replaces the variance."""
+    """Returns the derivative of the inverse deviation by half the variance: 0 where eps replaces the variance."""
     clamped = ops.is_clamped(invstd, options)
     slope = -(invstd**3)
     return slope if clamped is None else slope.masked_fill(clamped, 0)
 
 
-def _counted(values: Tensor, norm: Normalization) -> Tensor:
-    """Returns ``values`` (N, C, \\*) with 0 at positions that do not count for the statistics."""
+def _cleared(values: Tensor, norm: Normalization) -> Tensor:
+    """Returns ``values`` (N, C, \\*) with 0 at masked positions."""
     return values if norm.masking is None else norm.masking.clear(values)
 
 
 def _all_reduce(values: Tensor, norm: Normalization) -> Tensor:
     """Returns the sum over ranks of ``values``, differentiably."""
-    exchange = norm.exchange
-    assert exchange is not None
-    if exchange.communicator.size == 1:
+    assert norm.exchange is not None
+    if norm.exchange.communicator.size == 1:
         return values
     if not torch.compiler.is_compiling() and is_batched(values):
-        raise _no_vmap(norm)
+        _refuse_vmap()
     total: Tensor = _AllReduce.apply(values, norm)
     return total
 
 
 class _AllReduce(torch.autograd.Function):
     """Sum over ranks. Its derivative is again the sum over ranks."""
+
+    vmap = staticmethod(_refuse_vmap)
 
     @staticmethod
     def forward(values: Tensor, norm: Normalization) -> Tensor:
@@ -191,7 +171,7 @@ class _AllReduce(torch.autograd.Function):
         ctx.norm = inputs[1]
 
     @staticmethod
-    @notifies_peers(_peers_of_merged)
+    @_notifies_peers
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad_output, ctx.norm), None
 
@@ -199,17 +179,43 @@ class _AllReduce(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return _all_reduce(tangent, ctx.norm)
 
+
+# Compiled code runs the backward of an autograd function without gradients, so ``backend="eager"`` would silently leave
+# second derivatives out. That backend calls a graph node as it is written. Other backends refuse second derivatives
+# themselves, and trace through the node.
+
+
+def refuse_second_derivatives(tensor: Tensor | None) -> Tensor | None:
+    """Returns ``tensor``, in compiled code. Differentiating its gradient raises."""
+    _allow_in_graph()
+    return None if tensor is None else _identity(tensor)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return _Refusing.apply(tensor)  # type: ignore[no-any-return]
+
+
+@untraced
+def _allow_in_graph() -> None:
+    """Makes ``_identity`` one node of the graph."""
+    torch.compiler.allow_in_graph(_identity)  # not at import, because it imports the compiler
+
+
+class _Refusing(torch.autograd.Function):
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, _values: Any, norm: Normalization) -> None:
-        raise _no_vmap(norm)
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            grad = grad.detach().requires_grad_()
+            grad.register_hook(_refuse)
+        return grad
 
 
-def _no_vmap(norm: Normalization) -> RuntimeError:
-    refusal = RuntimeError(
-        "sync_batch_norm: expected no torch.func.vmap over training and no is_grads_batched in its backward pass with "
-        "the statistics of a group, because its collectives cannot be batched; call it once for each sample of the "
-        "batch, or vmap the model in eval(), or after revert_sync_batchnorm"
+def _refuse(_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "sync_batch_norm: compiled code has no second derivatives; call the model without torch.compile if its loss "
+        "contains a gradient (create_graph=True)"
     )
-    assert norm.exchange is not None
-    notify_peers(norm.exchange.communicator, norm.layer, refusal)
-    return refusal

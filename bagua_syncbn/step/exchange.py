@@ -1,9 +1,9 @@
-"""Exchanges: the messages of a call, and the seam between the step and the ways in which ranks communicate."""
+"""Exchanges: messages of a call, between the step and the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,22 +16,13 @@ from ..torch_internals.autograd import as_number
 if TYPE_CHECKING:
     from .call import Call
 
-
-class Received(NamedTuple):
-    """The messages of all ranks, and the arguments with which the next op compares their headers."""
-
-    message: Tensor
-    """One row for each rank, or the sum over ranks."""
-    ranks: int = 1
-    """Number of ranks in a sum with headers."""
-    fault: Tensor | None = None
-    """Fault record that the op writes to if headers differ; see :mod:`bagua_syncbn.ops`."""
-    call: int = 0
-    """Number that the op writes to the record."""
+# The message (one row per rank, or the sum over ranks), and the next op's arguments for comparing headers: number of
+# ranks in a sum, fault record (see :mod:`bagua_syncbn.ops`), call number.
+Received: TypeAlias = tuple[Tensor, int, Tensor | None, int]
 
 
 class Exchange:
-    """Messages of one call between the ranks of a communicator. This class trusts all ranks to make the same call.
+    """Messages of a call between the ranks of a communicator. This class trusts all ranks to make the same call.
 
     Args:
         communicator: the ranks.
@@ -52,7 +43,7 @@ class Exchange:
 
     def gather(self, row: Tensor) -> Received:
         """Returns the rows of all ranks, or their sum in a large group. Call :meth:`check` after the op."""
-        return Received(self.communicator.all_gather(row))
+        return self.communicator.all_gather(row), 1, None, 0
 
     def fingerprint(self) -> int | None:
         """Returns the number that ``batch_norm_backward_reduce`` writes into the sums."""
@@ -60,10 +51,10 @@ class Exchange:
 
     def sum(self, sums: Tensor) -> Received:
         """Returns the sums of all ranks. Call :meth:`check` after the op."""
-        return Received(self.communicator.all_reduce(sums))
+        return self.communicator.all_reduce(sums), 1, None, 0
 
     def check(self, rows: Tensor | None = None) -> None:
-        """Raises RuntimeError if the op before it found different headers, in ``rows`` or else in sums."""
+        """Raises RuntimeError if the last op found different headers, in ``rows`` or else in sums."""
 
     def total(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks of ``values`` (n), for derivatives of any order."""
@@ -71,7 +62,7 @@ class Exchange:
 
 
 exchange_makers: Registry[Callable[[Call, Options, Communicator], Callable[[], Exchange] | None]] = Registry()
-"""Functions with the signature of :func:`exchange_of`; each returns None for calls that it does not serve."""
+"""Functions like :func:`exchange_of`. Each returns None for calls that it does not serve."""
 
 
 def exchange_of(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
@@ -83,6 +74,6 @@ def exchange_of(call: Call, options: Options, communicator: Communicator) -> Cal
                 return found
     is_traced = torch.compiler.is_compiling()
     if is_traced:
-        as_number(call.input.size(1))  # the graph is for this number of channels: no symbol for it reaches backward
+        as_number(call.input.size(1))  # the graph is for this number of channels: backward gets no symbol for it
     exchange = Exchange(communicator, is_traced)
     return lambda: exchange

@@ -1,4 +1,4 @@
-"""Normalization by given statistics, as one autograd function.
+"""Gathers statistics and normalizes, with a single autograd function.
 
 With an activation, ``y = act(z)`` and ``z = bn(x) + residual``. Backward recomputes ``z`` from x, the residual and the
 statistics. Then ``g = grad_output * act'(z)`` is the gradient of the residual, and replaces ``grad_output`` in the
@@ -7,6 +7,7 @@ formulas without activation.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,35 @@ from torch import Tensor
 from .. import ops
 from ..errors import handle_error
 from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
-from .call import Normalization, follow
-from .compiled import refuse_second_derivatives
-from .derivatives import differentiable_backward
+from .call import Call, Normalization, Statistics, follow
+from .derivatives import differentiable_batch_norm, gradients_of, refuse_second_derivatives
+
+
+def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statistics:
+    """Gathers the statistics of all ranks' inputs, and updates the buffers of ``call``.
+
+    ``input`` is the input of ``call``, outside of the autograd graph.
+    """
+    exchange, options = norm.exchange, norm.options
+    assert exchange is not None
+    if norm.masking is None and not exchange.uses_sums:
+        row = ops.batch_norm_stats(input, *exchange.header)
+    else:
+        mask = None if norm.masking is None else norm.masking.positions
+        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.uses_sums)
+    buffers = ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers  # call.tracked_buffers
+    rows, ranks, fault, number = exchange.gather(row)
+    if call.accumulate is not None:
+        call.accumulate(rows, ranks, buffers, options)
+        buffers = ops.NO_BUFFERS
+    if exchange.is_traced:
+        # Separate from the buffers: a graph that recomputes statistics in backward must not depend on changed buffers.
+        statistics = ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)
+        ops.merge_stats(rows, buffers, options, ranks, fault, number)
+        return statistics
+    statistics = ops.merge_stats(rows, buffers, options, ranks, fault, number)
+    exchange.check(rows)
+    return statistics
 
 
 def normalize(
@@ -25,13 +52,13 @@ def normalize(
 ) -> Tensor:
     """Returns ``input``, normalized with the statistics of ``norm``.
 
-    Backward sums over the ranks of its exchange, because the statistics depend on the inputs of all ranks. Without an
+    Backward sums over the ranks of the exchange, because the statistics depend on all ranks' inputs. Without an
     exchange the statistics are constants.
     """
     if norm.exchange is not None and norm.exchange.is_traced:
         # The compiler decides what to fuse and what to recompute in backward, so it gets activation and residual.
         plain = replace(norm, options=norm.options._replace(activation=None))
-        output: Tensor = _Normalize.apply(*refuse_second_derivatives(input, weight, bias), None, plain)
+        output: Tensor = _Normalize.apply(*map(refuse_second_derivatives, (input, weight, bias)), None, plain)
         return follow(output, residual, norm.options, norm.masking)
     if not torch.is_grad_enabled():
         return _Normalize.forward(None, input, weight, bias, residual, norm)
@@ -58,12 +85,9 @@ class _Normalize(torch.autograd.Function):
             ctx.norm = norm
             kept = (input, weight, None, None) if activation is None else (input, weight, bias, residual)
             ctx.save_for_backward(*kept, *norm.statistics)
-        if activation is None:
-            epilogue: tuple[Any, ...] = () if residual is None else (residual,)
-        else:
-            epilogue = epilogue_args(activation, residual)
         # torch.compile can fuse the plain definitions of the ops with the code around them.
         elementwise: Any = ops.reference if exchange is not None and exchange.is_traced else ops
+        epilogue = () if activation is None and residual is None else epilogue_args(activation, residual)
         mean, invstd, _ = norm.statistics
         output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *epilogue)
         # Not in place: a selective checkpoint may have kept the output of the op.
@@ -81,8 +105,10 @@ class _Normalize(torch.autograd.Function):
             if torch.is_grad_enabled() or (
                 not is_traced and (has_transforms() or level_of_duals() >= 0 or is_batched(grad_output))
             ):
-                tensors, statistics = (input, weight, bias, residual), (mean, invstd, count)
-                return *differentiable_backward(grad_output, tensors, needs[:4], norm, statistics), None
+                statistics, row = (mean, invstd, count), (input, weight, bias, residual)
+                compute_one = partial(differentiable_batch_norm, norm=norm, gather=lambda _: statistics)
+                compute = lambda rows: [compute_one(*rows[0])]  # noqa: E731
+                return *gradients_of(compute, [grad_output], [row], needs[:4], norm.options), None
             ctx.recipes = None  # all operations that save the output ran before
             if masking is not None and masking.zeroes:
                 # No gradient passes through the zeros, even if input or residual hold NaN there.
@@ -92,36 +118,31 @@ class _Normalize(torch.autograd.Function):
                 grad_output = ops.laid_out_as(input, grad_output)
             grad, reduce_args = grad_output, ()
             elemt_args: dict[str, Any] = {}
-            if norm.options.activation is not None:
+            if norm.options.activation is not None or masking is not None:
                 grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
-            # Only needs[0] decides whether to communicate: it is a property of the model, equal on all ranks. The
-            # contents of a batch are not.
+            # Only needs[0] decides whether to communicate: a property of the model, equal on all ranks.
             fingerprint = exchange.fingerprint() if needs[0] and exchange is not None else None
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight, fingerprint, *reduce_args
             )
-            grad_input, grad_residual = None, grad if needs[3] else None
+            grad_input = None
             if needs[0] and exchange is None:
                 # Not backward_elemt with zero sums: zero times an infinite invstd is NaN.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
             elif needs[0]:
-                sums, ranks, fault, number = exchange.sum(sums)
+                sums, *header_args = exchange.sum(sums)
                 if norm.options.eps_mode != "plus":
                     ops.clear_clamped(sums, invstd, norm.options)
-                arguments = grad, input, weight, mean, invstd, sums, count, ranks, fault, number
-                if masking is not None:
-                    grad_input = elementwise.batch_norm_backward_elemt(*arguments, mask=masking.positions)
-                elif grad is grad_output or residual is not None:
-                    grad_input = elementwise.batch_norm_backward_elemt(*arguments, **elemt_args)
-                else:
-                    grad_input = grad
-                    ops.batch_norm_backward_elemt(*arguments, grad_input=grad)
+                grad_input = elementwise.batch_norm_backward_elemt(
+                    grad, input, weight, mean, invstd, sums, count, *header_args, **elemt_args
+                )
+                grad_input = elemt_args.get("grad_input", grad_input)
                 exchange.check()
         except Exception as error:
             handle_error(error, None if exchange is None else (exchange.communicator, norm.layer))
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
-        return grad_input, grad_weight, grad_bias, grad_residual, None
+        return grad_input, grad_weight, grad_bias, grad if needs[3] else None, None
 
 
 def epilogue_args(activation: ops.Activation | None, residual: Tensor | None) -> tuple[Any, ...]:
@@ -132,20 +153,26 @@ def epilogue_args(activation: ops.Activation | None, residual: Tensor | None) ->
 def activation_args(
     grad_output: Tensor, input: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Normalization
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Prepares the gradient ``g`` before the activation.
+    """Decides how the two ops of backward get ``g``.
 
-    Returns the tensor that receives it, which is ``grad_output`` if ``g`` is not stored; the trailing arguments with
-    which ``batch_norm_backward_reduce`` computes it; and the keyword arguments with which ``batch_norm_backward_elemt``
-    recomputes it.
+    Returns:
+        - the tensor that holds ``g``, or ``grad_output`` if both ops compute it
+        - trailing arguments of ``batch_norm_backward_reduce``
+        - keyword arguments of ``batch_norm_backward_elemt``; with ``grad_input``, the op writes the result there
     """
-    activation = norm.options.activation
+    activation, masking = norm.options.activation, norm.masking
+    elemt_args: dict[str, Any] = {} if masking is None else {"mask": masking.positions}
+    if activation is None:
+        return grad_output, (), elemt_args
     code, parameter = activation.code, activation.parameter
-    can_recompute = norm.masking is None and residual is None and norm.exchange is not None
+    can_recompute = masking is None and residual is None and norm.exchange is not None
     if can_recompute and _recompute_is_cheaper(input, activation):
         elemt_args = {"bias": bias, "activation": code, "parameter": parameter}
         return grad_output, (bias, None, code, parameter), elemt_args
     grad = torch.empty_like(input)
-    return grad, (bias, residual, code, parameter, grad), {}
+    if masking is None and residual is None:  # nothing else reads g
+        elemt_args = {"grad_input": grad}
+    return grad, (bias, residual, code, parameter, grad), elemt_args
 
 
 def _recompute_is_cheaper(input: Tensor, activation: ops.Activation) -> bool:
