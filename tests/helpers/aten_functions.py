@@ -1,6 +1,6 @@
-"""ATen's batch norm functions for CUDA, for a CPU, which has no such kernels.
+"""ATen's batch norm functions for CUDA, simulated on CPU.
 
-They demand what ATen's demand, and what these read without asking: dtypes, sizes, contiguous factors.
+They check the conditions that ATen checks or assumes: dtypes, sizes, contiguous factors.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Counts the collectives of this process: of c10d groups, and of layers through shared memory."""
+"""Counts the collectives of this process, by c10d and through shared memory."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,25 +9,8 @@ import torch.distributed as dist
 
 from bagua_syncbn.communicators.shared import SharedCommunicator
 
-# Methods of process groups, with the names of all supported versions of torch.
-_METHODS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "gather",
-    "scatter",
-    "alltoall",
-    "alltoall_base",
-)
+# Methods of process groups that communicate, in all versions of torch.
+_COLLECTIVES = ("all", "broadcast", "reduce", "gather", "scatter")
 EXCHANGE = "_exchange"  # method of the communicator for shared memory
 
 
@@ -62,10 +45,9 @@ class CollectiveCounter:
 
     @contextmanager
     def installed(self) -> Iterator["CollectiveCounter"]:
-        # From vars(), since a compiled method that getattr returned would not bind again.
-        places = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
-        places.append((dist.Work, "wait"))
-        places.append((SharedCommunicator, EXCHANGE))
+        # Originals come from vars(): a compiled method from getattr would not bind again.
+        methods = [name for name in vars(dist.ProcessGroup) if name.lstrip("_").startswith(_COLLECTIVES)]
+        places = [*((dist.ProcessGroup, name) for name in methods), (dist.Work, "wait"), (SharedCommunicator, EXCHANGE)]
         originals = [(owner, name, vars(owner)[name]) for owner, name in places]
         for owner, name in places:
             setattr(owner, name, self._counted(getattr(owner, name), name))

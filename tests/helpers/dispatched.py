@@ -1,4 +1,4 @@
-"""Costs of a step as torch's dispatcher sees them: ops, collectives, payload, memory and host reads."""
+"""Counts of a step at torch's dispatcher: ops, collectives, payload, memory and host reads."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts
 
 
 class DispatchCounter(TorchDispatchMode):
-    """Records dispatched ops, autograd's backward included. A kernel is one op, with the memory of its results."""
+    """Records dispatched ops, including autograd's. A kernel is a single op, with the memory of its results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,30 +17,23 @@ from bagua_syncbn import (
     freeze_statistics,
     masked,
     merge_statistics,
-    ops,
     recalibrate_statistics,
     sync_batch_norm,
 )
+from bagua_syncbn.errors import raise_torchs
 from benchmarks.one_rank import Twin
 
 NAN = float("nan")
 X = torch.randn(2, 4, 3, 3)
 ONES, MASK = torch.ones(4), torch.ones(3, dtype=torch.bool)
 LAYER, NO_FUNCTION = "SyncBatchNorm2d '1': ", "expected a function .*, or None, got str"
-DENSE = r"expected a dense \(strided\) tensor, got "
 
-
-def nested(layout=torch.strided):
-    return torch.nested.nested_tensor(list(X), layout=layout)
-
-
-# Tensors in layouts that are not dense, and what errors say of each.
+# Tensors in layouts that are not dense, and their descriptions in errors.
 LAYOUTS = [
     (X.to_sparse(), "layout torch.sparse_coo"),
-    (X[..., 0, 0].to_sparse_csr(), "layout torch.sparse_csr"),
     (X.to_mkldnn(), "layout torch._mkldnn"),
-    (nested(), "a nested tensor"),
-    (nested(torch.jagged), "a nested tensor"),
+    (torch.nested.nested_tensor(list(X)), "a nested tensor"),
+    (torch.nested.nested_tensor(list(X), layout=torch.jagged), "a nested tensor"),
 ]
 
 
@@ -48,31 +41,26 @@ def function(**arguments):
     return sync_batch_norm(**{"input": X, "running_mean": None, "running_var": None} | arguments)
 
 
-def call_within(context, layer, input):
-    with context:
-        layer(input)
-
-
-# Calls of a layer and how the errors begin, in training and in evaluation.
+# Calls of a layer and the beginning of their errors, in training and in evaluation.
 INPUTS = [
     (ValueError, LAYER + "expected 4D input", lambda layer: layer(X[0])),
     (RuntimeError, LAYER + "expected 4 channels, got 5", lambda layer: layer(torch.randn(2, 5, 3, 3))),
     (TypeError, LAYER + "input: expected a float16.*int64", lambda layer: layer(X.long())),
-    (TypeError, LAYER + "input: expected a float16.*complex64", lambda layer: layer(X.to(torch.complex64))),
     (TypeError, LAYER + "input: expected a tensor, got list", lambda layer: layer([1.0])),
-    (TypeError, LAYER + "input: expected a tensor, got NoneType", lambda layer: layer(None)),
-    (RuntimeError, LAYER + "running_mean: expected it on meta.* got cpu", lambda layer: layer(X.to("meta"))),
+    (
+        RuntimeError,
+        LAYER + "running_mean: expected a tensor on meta.* got one on cpu",
+        lambda layer: layer(X.to("meta")),
+    ),
     (TypeError, LAYER + "residual: expected torch.float32.* got torch.float16", lambda layer: layer(X, X.half())),
     (TypeError, LAYER + "mask: expected a bool tensor", lambda layer: layer(X, mask=ONES)),
     (TypeError, LAYER + "zero_masked: expected a bool, got str", lambda layer: layer(X, zero_masked="no")),
     *(
-        (TypeError, LAYER + name + DENSE + got, partial(call, given))
+        (TypeError, rf"{LAYER}{name}: expected a dense \(strided\) tensor, got {got}", partial(call, given))
         for given, got in LAYOUTS
         for name, call in (
-            ("input: ", lambda given, layer: layer(given)),
-            ("input: ", lambda given, layer: layer(given, mask=MASK)),
-            ("input: ", lambda given, layer: call_within(masked(layer, MASK), layer, given)),
-            ("residual: ", lambda given, layer: layer(X, given)),
+            ("input", lambda given, layer: layer(given, mask=MASK)),
+            ("residual", lambda given, layer: layer(X, given)),
         )
     ),
 ]
@@ -95,12 +83,15 @@ ARGUMENTS = [
     ),
     (TypeError, "num_batches_tracked: expected an integer or float", {"num_batches_tracked": torch.tensor(False)}),
     (RuntimeError, r"num_batches_tracked: expected one element, got \[4\]", {"num_batches_tracked": ONES}),
-    (RuntimeError, "num_batches_tracked: expected it on cpu.* got meta", {"num_batches_tracked": ONES.to("meta")}),
+    (
+        RuntimeError,
+        "num_batches_tracked: .* cpu.* got one on meta",
+        {"num_batches_tracked": ONES.to("meta")},
+    ),
     (TypeError, "weight: expected a floating point tensor", {"weight": ONES.int()}),
     (RuntimeError, r"bias: expected 4 elements.* got \[4, 1\]", {"bias": torch.ones(4, 1)}),
     (RuntimeError, r"residual: expected \[2, 4, 3, 3\], the size of input, got \[2, 4, 3\]", {"residual": X[..., 0]}),
-    (RuntimeError, "residual: expected it on cpu, .*got meta", {"residual": X.to("meta")}),
-    *((TypeError, f"input: {DENSE}{got}", {"input": given}) for given, got in LAYOUTS),
+    (RuntimeError, "residual: expected a tensor on cpu, .*got one on meta", {"residual": X.to("meta")}),
     (ValueError, "input: expected at least 2 dimensions, .* got 1", {"input": ONES}),
     (TypeError, "process_group: expected", {"process_group": "host"}),
     (TypeError, "training: expected a bool, got Tensor", {"training": ONES}),
@@ -161,28 +152,19 @@ def test_models_without_synchronized_layers_warn(context, recwarn):
 OPTIONS = [
     ("eps", -1e-5, ValueError, "expected a finite number .*, got -1e-05"),
     ("eps", NAN, ValueError, "expected a finite number .*, got nan"),
-    ("eps", float("inf"), ValueError, "expected a finite number .*, got inf"),
-    ("eps", "cpu", TypeError, "expected a number, got str"),
     ("eps", None, TypeError, "expected a number, got NoneType"),
-    ("eps", [1e-5], TypeError, "expected a number, got list"),
-    ("momentum", NAN, ValueError, "expected a finite number or None, got nan"),
     ("momentum", -float("inf"), ValueError, "expected a finite number or None, got -inf"),
     ("momentum", "0.1", TypeError, "expected a number or None, got str"),
-    ("momentum", [0.1], TypeError, "expected a number or None, got list"),
     ("momentum", ONES, TypeError, "expected a number or None, got Tensor"),
     ("eps_mode", "times", ValueError, 'expected "plus" or "clamp", got \'times\''),
     ("eps_mode", ONES, ValueError, 'expected "plus" or "clamp", got tensor'),
     ("skip_nonfinite", "no", TypeError, "expected a bool, got str"),
-    ("skip_nonfinite", ONES, TypeError, "expected a bool, got Tensor"),
     ("activation", ("leaky_relu", NAN), ValueError, "expected a finite parameter for leaky_relu, got nan"),
-    ("activation", nn.ELU(float("inf")), ValueError, "expected a finite parameter for elu, got inf"),
     ("activation", "mish", ValueError, "expected one of relu, .*, got 'mish'"),
-    ("activation", ("relu", 0.1), ValueError, "expected a name alone for relu, got"),
-    ("activation", ("elu", 1.0, 2.0), ValueError, "expected a name and one parameter for elu"),
+    ("activation", ("relu", 0.1), ValueError, "expected no parameter for relu, got"),
+    ("activation", ("elu", 1.0, 2.0), ValueError, "expected one parameter for elu"),
     ("activation", ("elu", "x"), TypeError, r"expected one of relu, .*, got \('elu', 'x'\)"),
-    ("activation", torch.relu, TypeError, "expected one of relu, .*, got <built-in method relu"),
     ("activation", nn.ReLU, TypeError, ".* nn.ReLU, .*, got <class 'torch.nn"),
-    ("activation", 1, TypeError, "expected one of relu, .*, got 1"),
     ("activation", nn.PReLU(), TypeError, "expected one of relu, .*, got PReLU"),
 ]
 
@@ -231,8 +213,8 @@ def test_partial_dtensors_and_traces_of_training_raise():
     sharded = DTensor.from_local(torch.randn(4, 3), mesh, [Partial()], run_check=False)
     for message, call in [
         ("expected a DTensor that is sharded or replicated", lambda: SyncBatchNorm(3)(sharded)),
-        ("no torch.jit.trace in training", lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3))),
-        ("no torch.export in training", lambda: torch.export.export(SyncBatchNorm(3), (torch.randn(4, 3),))),
+        ("torch.jit.trace cannot record training", lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3))),
+        ("torch.export cannot record training", lambda: torch.export.export(SyncBatchNorm(3), (torch.randn(4, 3),))),
     ]:
         with pytest.raises((TypeError, RuntimeError), match=message):
             call()
@@ -245,19 +227,8 @@ def test_running_out_of_memory_raises_torchs_error(training):
         layer(torch.ones(1, 1).expand(2**46, 1))
 
 
-def test_running_out_of_memory_in_backward_raises_torchs_error(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("memory: expected 70368744177664 values of 4 bytes on cpu, got none")
-
-    layer = SyncBatchNorm(1, eps_mode="clamp")
-    output = layer(torch.randn(5, 1, requires_grad=True))
-    monkeypatch.setattr(ops, "batch_norm_backward_elemt", refuse)
-    with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
-        output.sum().backward()
-
-
 def test_out_of_memory_errors_have_the_class_of_the_device():
     message = "memory: expected 8 values of 4 bytes on meta, got none"
     with pytest.raises(torch.OutOfMemoryError, match=message):
-        ops.raise_torchs(RuntimeError(message))
-    ops.raise_torchs(RuntimeError("another"))
+        raise_torchs(RuntimeError(message))
+    raise_torchs(RuntimeError("another"))

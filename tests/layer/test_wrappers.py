@@ -10,6 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
+from tests.helpers.steps import draw
 from tests.helpers.training import check, make_model, make_optimizer, through_file, train
 
 # DistributedDataParallel
@@ -42,16 +43,11 @@ def shard(kind, model, dtype=None):
             if isinstance(layer, nn.Conv2d):
                 fully_shard(layer, **options)
         return fully_shard(model, **options)
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Conv2d, SyncBatchNorm2d})
-        if kind == "fsdp, layers apart"
-        else None,
-        mixed_precision=MixedPrecision(dtype, dtype, dtype) if dtype else None,
-        backward_prefetch=None,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
+    options = {"backward_prefetch": None, "device_id": torch.device("cpu"), "use_orig_params": True}
+    if kind == "fsdp, layers apart":
+        options["auto_wrap_policy"] = ModuleWrapPolicy({nn.Linear, nn.Conv2d, SyncBatchNorm2d})
+    precision = MixedPrecision(dtype, dtype, dtype) if dtype else None
+    return FullyShardedDataParallel(model, mixed_precision=precision, **options)
 
 
 def train_sharded(kind, prepare):
@@ -83,29 +79,19 @@ def small():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4), nn.BatchNorm1d(4, affine=False))
 
 
-def rows(rank):
-    """Returns rows with a different mean and scale on each rank."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(16, 4, generator=generator) * (1 + rank) + 4 * rank
-
-
-def compute_in_bfloat16(kind):
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.ranks(2)
+@SHARDED
+def test_sharded_models_in_mixed_precision_stay_synchronized(kind):
+    rank, reference = dist.get_rank(), small()
+    rows = [draw(16, 4, seed=seed, dtype=torch.float32) * (1 + seed) + 4 * seed for seed in range(2)]
     model = shard(kind, convert_sync_batchnorm(small()), torch.bfloat16)
-    outputs = model(rows(dist.get_rank()))
+    outputs = model(rows[rank])
     outputs.float().square().sum().backward()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
-    last = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)][-1]
-    return outputs.detach().float(), last.running_mean.float()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@SHARDED
-def test_sharded_models_in_mixed_precision_stay_synchronized(pool, kind):
-    reference = small()
-    expected = reference(torch.cat([rows(0), rows(1)])).detach()
-    for rank, (outputs, running_mean) in enumerate(pool.run(compute_in_bfloat16, 2, kind)):
-        torch.testing.assert_close(outputs, expected[rank * 16 : rank * 16 + 16], rtol=0.03, atol=0.05)
-        torch.testing.assert_close(running_mean, reference[3].running_mean, rtol=0.03, atol=0.01)
+    torch.testing.assert_close(outputs.float(), reference(torch.cat(rows)).chunk(2)[rank], rtol=0.03, atol=0.05)
+    *_, last = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
+    torch.testing.assert_close(last.running_mean.float(), reference[3].running_mean, rtol=0.03, atol=0.01)
 
 
 # with_bagua, on torch; test_contrib.py trains by it
@@ -154,16 +140,6 @@ def test_with_bagua_on_torch_accepts_descriptions_of_groups(kind, weights, means
     nn.init.ones_(model[0].weight)
     model(torch.full((2, 1), float(rank))).sum().backward()
     assert model[1].running_mean.item() == means[rank]
-
-
-@pytest.mark.ranks(2)
-def test_evaluation_of_a_wrapped_model_does_not_wait():
-    """Rank 0 evaluates before any training step; rank 1 makes no call."""
-    model = with_bagua(convert_sync_batchnorm(make_model()), []).eval()
-    if dist.get_rank() == 0:
-        with torch.no_grad():
-            model(torch.randn(2, 3, 8, 8, dtype=torch.float64))
-    dist.barrier()
 
 
 @pytest.mark.ranks(2)

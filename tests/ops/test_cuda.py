@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn import ops
 from bagua_syncbn.cuda import fallback
+from bagua_syncbn.errors import raise_torchs
 from bagua_syncbn.ops import activation_of, reference
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
@@ -234,5 +235,5 @@ def test_an_error_of_atens_kernels_keeps_its_class_and_text(emulated, library, m
     finally:
         library.emulate_support(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB$"):
-        ops.raise_torchs(raised.value)
-    ops.raise_torchs(raised.value)  # it was raised, and is kept no longer
+        raise_torchs(raised.value)
+    raise_torchs(raised.value)  # it was raised, and is kept no longer

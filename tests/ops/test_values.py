@@ -1,4 +1,4 @@
-"""Each implementation of the ops computes what their definition says: tables of cases."""
+"""Each implementation of the ops equals the definition, in tables of cases."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from bagua_syncbn.ops.activations import ACTIVATIONS
 from tests.helpers.cases import SHAPES_IN_LAYOUTS
 from tests.helpers.comparison import OpCase, check, check_activation, check_merge, check_not_finite
 from tests.helpers.tolerances import DTYPES
-from tests.helpers.wrong_arguments import WRONG_ARGUMENTS, check_refused
+from tests.helpers.wrong_arguments import check_refused, invalid_calls
 
 GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7)))]
 POSITIONS = ["scattered", "none", "all"]
@@ -45,7 +45,7 @@ CUDA_MASKED = [
     *((2, 1, 1025), (1, 2, 40000), (70, 3, 7), (257, 1, 49), (3, 2, 5, 8), (2, 2, 7, 9)),
     *((1, 5), (33, 8), (257, 5), (2049, 8), (4100, 3), (1000, 136), (18600, 16)),
 ]
-# Rows of a part of a vector, of vectors and a part, and of more values than a chunk has, which is 128.
+# Rows shorter than a vector, not a multiple of vectors, and longer than a chunk of 128 values.
 CPU_ACTIVATED = [(5, 3, 7), (3, 4, 33), (2, 3, 131), (2, 2, 300), (40, 5), (33, 47), (9, 130), (300, 64)]
 CUDA_ACTIVATED = [
     *((3, 3, 5), (3, 3, 33), (2, 1, 257), (2, 2, 8200), (70, 3, 7)),
@@ -152,12 +152,8 @@ def test_the_merge_of_ranks_equals_the_definition(ops, buffer_dtype, momentum):
     sizes = ((5,), 3), ((4, 0, 7, 1), 5), ((3, 2), 300), ((1, 0), 2), ((0, 0), 2), (range(19), 4), (range(67), 37)
     for (ranks, channels), dtype in product(sizes, DTYPES[:2]):
         check_merge(ops, ranks, channels, dtype, buffer_dtype, momentum)
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_the_merge_takes_any_number_of_channels(ops, momentum):
-    for channels in CHANNELS:
-        check_merge(ops, (3, 2), channels, torch.float32, torch.float32, momentum)
+    for channels in CHANNELS if buffer_dtype == torch.float32 else ():
+        check_merge(ops, (3, 2), channels, torch.float32, buffer_dtype, momentum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -185,37 +181,38 @@ def test_nonfinite_values_stay_in_their_channel(ops, value):
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0)])
 def test_empty_input_gives_zeros_and_its_own_shape(ops, shape):
     channels = shape[1]
-    for dtype, mask in product((torch.float32, torch.float64), (None, torch.zeros(shape[0], dtype=torch.int64))):
-        if mask is not None and len(shape) == 2:
-            continue
+    masks = (None, torch.zeros(shape[0], dtype=torch.int64))[: len(shape) - 1]
+    for dtype, mask in product((torch.float32, torch.float64), masks):
         input, ones = torch.ones(shape, dtype=dtype), torch.ones(channels, dtype=dtype)
         assert ops.batch_norm_stats(input, 7 * 2**24 + 5, 9, mask).tolist() == [0] * (2 * channels + 2) + [7, 5, 9]
         for residual, activation in ((None, 0), (input, 5)):
-            after = residual, activation
-            assert ops.batch_norm_elemt(input, None, ones, ones, ones, *after).shape == shape
-            through = 5 * 2**24 + 3, None, residual, activation
-            sums, *grads = ops.batch_norm_backward_reduce(input, input, ones, ones, ones.half(), *through)
+            assert ops.batch_norm_elemt(input, None, ones, ones, ones, residual, activation).shape == shape
+            more = 5 * 2**24 + 3, None, residual, activation
+            sums, *grads = ops.batch_norm_backward_reduce(input, input, ones, ones, ones.half(), *more)
             assert sums.tolist() == [0] * (2 * channels) + [3, 9, 0, 0, 5, 25]
             assert [(grad.tolist(), grad.dtype) for grad in grads] == [([0] * channels, torch.float16)] * 2
             arguments = input, input, None, ones, ones, ones.repeat(2), torch.tensor(0)
-            given = ops.batch_norm_backward_elemt(
-                *arguments, 1, None, 0, mask, ones, 0 if mask is not None else activation
-            )
-            assert given.shape == shape
+            more = mask, ones, activation if mask is None else 0
+            assert ops.batch_norm_backward_elemt(*arguments, 1, None, 0, *more).shape == shape
             assert ops.batch_norm_backward_elemt(*arguments, grad_input=input).numel() == 0
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 128 * 128), (4 * 128 * 128, 3), (2 * 128 * 128, 8)])
-def test_statistics_survive_data_that_drifts_and_has_outliers(ops, shape):
-    """Deviations are from means of a few of the values: no choice of those may spoil the variance."""
+def drifting(*shape):
+    """Kernels shift by the mean of a few values. Unlucky values must not spoil the variance."""
     input = torch.randn(shape) * 1e-2 + 1e3
     input.view(-1)[: input.numel() // 32] = 0  # the first rows are far off
     input.view(-1)[1] = 1e6
-    input += torch.linspace(0, 100, shape[-1])
-    for mask in (None, torch.rand(shape[0], *shape[2:]) < 0.3):
-        packed = ops.batch_norm_stats(input, mask=mask)
+    return input + torch.linspace(0, 100, shape[-1])
+
+
+@pytest.mark.parametrize(("input", "rtol"), [
+    *((drifting(*shape), 2e-5) for shape in ((4, 3, 128 * 128), (4 * 128 * 128, 3), (2 * 128 * 128, 8))),
+    *((torch.randn(shape) * 1e-2 + 1e3, 2e-6) for shape in ((20, 3, 1003), (2, 3, 30000), (5000, 16))),
+], ids=lambda given: str([*given.shape]) if isinstance(given, torch.Tensor) else "")  # fmt: skip
+def test_statistics_survive_a_large_mean_drift_and_outliers(ops, input, rtol):
+    for mask in (None, torch.rand(input.select(1, 0).shape) < 0.3):
         expected = reference.batch_norm_stats(input.double(), mask=mask)
-        torch.testing.assert_close(packed.double(), expected, rtol=2e-5, atol=0)
+        torch.testing.assert_close(ops.batch_norm_stats(input, mask=mask).double(), expected, rtol=rtol, atol=0)
 
 
 def test_statistics_survive_a_mask_that_starts_with_an_outlier(ops):
@@ -223,15 +220,6 @@ def test_statistics_survive_a_mask_that_starts_with_an_outlier(ops):
     mask[:, :1024], mask[:, 5], input[..., 5] = False, True, 1e5
     expected = reference.batch_norm_stats(input.double(), mask=mask)
     torch.testing.assert_close(ops.batch_norm_stats(input, mask=mask).double(), expected, rtol=2e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(20, 3, 1003), (2, 3, 30000), (5000, 16)])  # rows of the first end in empty slots
-def test_statistics_survive_a_large_mean(ops, shape):
-    input = torch.randn(shape) * 1e-2 + 1e3
-    for mask in (None, torch.rand(shape[0], *shape[2:]) < 0.3):
-        packed = ops.batch_norm_stats(input, mask=mask)
-        expected = reference.batch_norm_stats(input.double(), mask=mask)
-        torch.testing.assert_close(packed.double(), expected, rtol=2e-6, atol=0)
 
 
 def test_the_merge_survives_a_large_mean(ops):
@@ -253,9 +241,9 @@ def test_expanded_gradients_are_accepted(ops):
         torch.testing.assert_close(function(grad), function(grad.contiguous()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
-def test_wrong_arguments_are_refused_by_name(implementation, call, message):
+def test_wrong_arguments_are_refused_by_name(implementation):
     name, ops = implementation
     if name == "aten" or (name == "here" and KERNELS == "reference"):
-        pytest.skip("torch refuses them in its own words")
-    check_refused(ops, call, message)
+        pytest.skip("torch raises different errors")
+    for call in invalid_calls():
+        check_refused(ops, *call)

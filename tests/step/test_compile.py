@@ -47,12 +47,7 @@ class SelectivelyCheckpointed(nn.Sequential):
         return checkpoint(super().forward, input, use_reentrant=False, context_fn=contexts)
 
 
-# Properties of tuples and vars() of a module, in a layer with a forward of its own, are not traced by torch 2.10.
-OWN_FORWARD = pytest.param(
-    "own forward",
-    marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile traces the redirection from 2.13 on"),
-)
-
+IF_TRACED = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile traces the redirection from 2.13 on")
 CHECKPOINTED = {"checkpointed": Checkpointed, "selectively checkpointed": SelectivelyCheckpointed}
 
 
@@ -75,19 +70,9 @@ def draw(batch, seed, layout):
     return [value.contiguous(memory_format=layout) for value in values]
 
 
-def compare(
-    backend,
-    *,
-    kind="plain",
-    dynamic=None,
-    layout=torch.contiguous_format,
-    wrap=None,
-    wrap_first=False,
-    autocast=False,
-    batches=(9, 9),
-    evaluates=True,
-):
+def compare(backend, *, kind="plain", dynamic=None, wrap=None, wrap_first=False, autocast=False, batches=(9, 9)):
     """Trains a compiled and an eager model; returns the number of compiled graphs."""
+    layout = torch.channels_last if dynamic else torch.contiguous_format
     counters.clear()
     eager = make_model(kind).to(memory_format=layout)
     original = copy.deepcopy(eager)
@@ -104,48 +89,43 @@ def compare(
         torch.testing.assert_close(*results, **tolerance)
         assert results[0][0].stride() == results[1][0].stride()
     graphs = counters["stats"]["unique_graphs"]
-    if evaluates:
+    if backend != "inductor":
         torch.testing.assert_close(compiled.eval()(input), eager.eval()(input), **tolerance)
     return graphs
 
 
-def with_bagua_(model):
-    return with_bagua(model, [])
+WRAPPERS = {"aot_eager": DistributedDataParallel, "eager": partial(with_bagua, optimizers=[])}
 
 
 @pytest.mark.parametrize(("dynamic", "backend", "graphs"), [(None, "aot_eager", 2), (True, "eager", 1)])
 def test_changing_batch_sizes_compile_at_most_twice(pool, dynamic, backend, graphs):
-    """Once for the first size, once for all others."""
-    compiled = partial(compare, backend, dynamic=dynamic, layout=torch.channels_last, batches=(20, 21, 29))
+    compiled = partial(compare, backend, dynamic=dynamic, batches=(20, 21, 29))
     assert pool.run(compiled, 2) == [graphs] * 2
 
 
 def codes_of_inductor():
-    # The key of what is cached does not hold the tags of ops. Without vectors, whose support takes long to find out.
+    # Cache keys do not contain the tags of ops. Detecting vector instructions takes long.
     settings = {"fx_graph_cache": False, "cpp.simdlen": 1}
     with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(partial(compare, "inductor", kind="fused", evaluates=False))
+        _, codes = run_and_get_code(partial(compare, "inductor", kind="fused"))
     return codes
 
 
 def test_inductor_equals_eager(pool):
-    """That what it fuses is right, an activation of the layer with it.
-
-    The statistics are of what the convolutions wrote, which it makes channels_last, not of a planar copy.
-    """
+    """Statistics read the output of the convolutions, which inductor makes channels_last, not a planar copy."""
     for forward, *_ in pool.run(codes_of_inductor, 2, timeout=300):
         written = re.findall(r"(\w+) = extern_kernels\.convolution", forward)
         assert len(written) == 2
         assert re.findall(r"batch_norm_stats\.default\((\w+),", forward) == written
 
 
-@pytest.mark.parametrize(("wrap", "backend"), [(DistributedDataParallel, "aot_eager"), (with_bagua_, "eager")])
+@pytest.mark.parametrize("backend", WRAPPERS)
 @pytest.mark.parametrize("wrap_first", [True, False])
-def test_compiled_data_parallel_models_equal_eager(pool, wrap, wrap_first, backend):
-    pool.run(partial(compare, backend, wrap=wrap, wrap_first=wrap_first), 2)
+def test_compiled_data_parallel_models_equal_eager(pool, wrap_first, backend):
+    pool.run(partial(compare, backend, wrap=WRAPPERS[backend], wrap_first=wrap_first), 2)
 
 
-@pytest.mark.parametrize("kind", [OWN_FORWARD, *CHECKPOINTED])
+@pytest.mark.parametrize("kind", [pytest.param("own forward", marks=IF_TRACED), *CHECKPOINTED])
 def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
     pool.run(partial(compare, "aot_eager", kind=kind), 2)
 
@@ -153,7 +133,7 @@ def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["ranks", "one rank"])
 def test_second_derivatives_through_compiled_code_are_refused(kind):
-    """Of the input's gradient, and of the weight's. torch refuses them itself with its other backends."""
+    """torch refuses them with other backends."""
     layer = SyncBatchNorm(3, momentum=None, process_group=1 if kind == "one rank" else None)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     input = torch.randn(4, 3, requires_grad=True)
@@ -161,7 +141,7 @@ def test_second_derivatives_through_compiled_code_are_refused(kind):
         (grad,) = torch.autograd.grad(compiled(input).sin().sum(), wanted, create_graph=True)
         with pytest.raises(RuntimeError, match="sync_batch_norm: compiled code has no second derivatives"):
             grad.square().sum().backward()
-    compiled(input).sin().sum().backward(create_graph=True)  # alone it is no reason to refuse
+    compiled(input).sin().sum().backward(create_graph=True)
     assert input.grad is not None
 
 
@@ -170,7 +150,7 @@ def test_compiled_models_under_autocast_equal_eager(pool):
 
 
 def layer_in(kind):
-    """Returns a layer whose running mean is that of the last batch, with a process group of a kind."""
+    """Returns a layer that stores the mean of the last batch, with a kind of process group."""
     kinds = {"group": lambda: dist.new_group([0, 1]), "mesh": lambda: init_device_mesh("cpu", (2,))}
     process_group = kinds[kind]() if isinstance(kind, str) and kind in kinds else kind
     return SyncBatchNorm(1, momentum=1.0, process_group=process_group)
@@ -186,19 +166,11 @@ def mean_of_ranks(layer, offset=0):
     *((kind, False) for kind in (None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]])), ("group", True), (None, True)
 ], ids=str)  # fmt: skip
 def test_every_kind_of_group_compiles_in_one_graph(kind, is_loaded):
+    forget_groups()  # tracing creates them
     layer = pickle.loads(pickle.dumps(layer_in(kind))) if is_loaded else layer_in(kind)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     mean = dist.get_rank() if kind == [[0], [1]] else 0.5
-    assert [mean_of_ranks(layer), mean_of_ranks(compiled, 10)] == [mean, mean + 10]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [None, "group", "node"], ids=str)
-def test_tracing_creates_groups(kind):
-    forget_groups()
-    layers = [layer_in(kind), layer_in(None)]
-    assert [mean_of_ranks(torch.compile(layer, backend="eager", fullgraph=True)) for layer in layers] == [0.5, 0.5]
-    assert mean_of_ranks(layers[0], 10) == 10.5
+    assert [mean_of_ranks(compiled), mean_of_ranks(layer, 10)] == [mean, mean + 10]
 
 
 @pytest.mark.ranks(2)
@@ -228,13 +200,13 @@ def test_a_compiled_layer_uses_the_groups_of_the_next_job(pool, kind):
 
 
 def names_of(graph):
-    # An op that may write to an argument is itself the argument of one that calls it.
+    # A mutating op is an argument of the node that calls it.
     called = (target for node in graph.nodes for target in (node.target, *node.args[:1]))
     return Counter(target.overloadpacket.__name__ for target in called if hasattr(target, "overloadpacket"))
 
 
 def graphs_of(kind):
-    """Returns the number of each op in the forward and backward graphs, as inductor gets them."""
+    """Counts the ops in the forward and backward graphs that inductor would get."""
     graphs = []
 
     def keep(graph_module, _):
@@ -267,28 +239,17 @@ def test_a_policy_that_saves_the_message_avoids_recomputing_it(pool):
         assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2
 
 
-COMPILED_WITH_A_CHECKPOINT = {
-    "compiled around it": lambda layer, backend: torch.compile(
-        partial(checkpoint, layer, use_reentrant=False), backend=backend
-    ),
-    "around the compiled layer": lambda layer, backend: partial(
-        checkpoint, torch.compile(layer, backend=backend), use_reentrant=False
-    ),
-}
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("order", COMPILED_WITH_A_CHECKPOINT)
 @pytest.mark.ranks(2)
-def test_compiled_checkpoints_update_running_statistics_once(order, backend):
+def test_a_checkpoint_around_a_compiled_layer_updates_running_statistics_once(backend):
     layer, twin = (SyncBatchNorm(3, momentum=None, process_group=None) for _ in range(2))
-    call = COMPILED_WITH_A_CHECKPOINT[order](layer, backend)
+    call = partial(checkpoint, torch.compile(layer, backend=backend), use_reentrant=False)
     for _ in range(2):
         input, grad_output = torch.randn(2, 4, 3)
         for each in (call, twin):
             each(input.requires_grad_()).backward(grad_output)
         torch.testing.assert_close(layer.state_dict(), twin.state_dict())
-        twin(input.detach())  # in this thread no repetition is left behind
+        twin(input.detach())  # no recomputation is left behind in this thread
         layer(input.detach())
     torch.testing.assert_close(layer.state_dict(), twin.state_dict())
     torch.testing.assert_close([p.grad for p in layer.parameters()], [p.grad for p in twin.parameters()])

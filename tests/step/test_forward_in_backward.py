@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn import Repeatable, convert_sync_batchnorm
-from tests.helpers.programs import check_program, draw, share, train
+from tests.helpers.programs import check_program, draw
 
 
 class InBackward(torch.autograd.Function):
@@ -56,18 +55,14 @@ class Reversible(torch.autograd.Function):
         return grad1, grad2 + torch.autograd.grad(of_x2, x2, grad1)[0], None, None
 
 
-def reversible(layer, input, own, mark=lambda function: function):
+def reversible(layer, input, own):
     halves = input, own(draw(5)).to(input.dtype)
     for _ in range(2):
-        halves = Reversible.apply(*halves, mark(lambda x: layer(x).sin()), mark(lambda x: layer(x).cos()))
+        halves = Reversible.apply(*halves, lambda x: layer(x).sin(), lambda x: layer(x).cos())
     return sum(halves)
 
 
-def marked_reversible(layer, input, own):
-    return reversible(layer, input, own, lambda function: Repeatable()(function))
-
-
-# On ranks, and without a job by F.batch_norm, and by the kernels of ranks.
+# On ranks; and in a single process, by F.batch_norm and by the kernels of ranks.
 @pytest.mark.parametrize(("is_job", "momentum"), [(True, 0.1), (False, 0.1), (False, None)])
 @pytest.mark.parametrize("program", [in_a_hook, on_almost_the_same_batch, reversible])
 def test_a_forward_inside_backward_is_a_new_call(pool, program, is_job, momentum):
@@ -76,16 +71,3 @@ def test_a_forward_inside_backward_is_a_new_call(pool, program, is_job, momentum
         pool.run(check_program, 2, program, layer)
     else:
         check_program(program, layer)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("program", "batches"), [(reversible, 16), (marked_reversible, 8)])
-def test_reversible_blocks_in_half_precision(program, batches):
-    """Rounding makes the recomputed input another batch; marked functions reuse the first statistics."""
-    expected, _, (mean, *_), _ = train(reversible, nn.BatchNorm1d(4), lambda batch: batch)
-    layer = convert_sync_batchnorm(nn.BatchNorm1d(4))
-    rows, *_ = train(program, layer, dtype=torch.bfloat16)
-    torch.testing.assert_close(rows.double(), share(expected), rtol=0.1, atol=0.1)
-    assert layer.num_batches_tracked == batches
-    if program is reversible:
-        torch.testing.assert_close(layer.running_mean.double(), mean, rtol=0.1, atol=0.02)
