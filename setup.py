@@ -1,7 +1,7 @@
-"""Builds the native kernels, bagua_syncbn._C. Everything else is in pyproject.toml.
+"""Builds the native kernels, bagua_syncbn._C, with the tools of this machine; it needs no GPU.
 
-The tools on this machine decide what is built. A GPU is not needed: build machines have none. docs/building.md lists
-the environment variables. The first line of output names the build and the reason; build_info.json records both.
+docs/building.md lists the environment variables. The first line of output names the kind of build and the reason;
+build_info.json records both. Everything else is in pyproject.toml.
 """
 
 import json
@@ -22,16 +22,15 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 CUDA_ARCHS = ["75", "80", "86", "90", "100", "120"]
-# LibTorch's stable ABI as of 2.10, and CPython's as of 3.10: one binary serves these and all later versions.
-# Free-threaded CPython has no stable ABI, so its binary serves a single version.
+# LibTorch's stable ABI as of 2.10 and CPython's as of 3.10: one binary works with these and all later versions.
+# Free-threaded CPython has no stable ABI, so its binary works with a single version.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", *["-DPy_LIMITED_API=0x030a0000"] * LIMITED]
-# All instruction sets compute the same bits if multiplications and additions are not fused.
+# Without fused multiply-adds, all instruction sets compute the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
-# Setting errno, which nothing here reads, would turn each square root into a function call.
-CXX_FLAGS += ["-fno-math-errno"]
-# False positives in GCC's intrinsics headers (GCC bug 105593); clang does not know the second name.
-CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+# No errno: setting it would turn each square root into a function call. No warnings about GCC's intrinsics headers (GCC
+# bug 105593); clang does not know the last name.
+CXX_FLAGS += ["-fno-math-errno", "-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
@@ -54,10 +53,10 @@ def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
 
 
 def find_torch() -> Path | None:
-    """Returns the folder of an installed torch. Any will do: the library uses only the stable ABI.
+    """Returns the folder of an installed torch. Any torch works: the library uses only the stable ABI.
 
-    An isolated build hides torch. These two variables are how pip does that; uv puts a new environment on PATH before
-    the one it installs into, which may be the checkout's .venv without being on PATH.
+    Isolated builds hide torch. pip does so with two environment variables. uv prepends a new environment to PATH, and
+    may install into the checkout's .venv, which need not be on PATH.
     """
     if spec := find_spec("torch"):
         return Path(spec.origin).parent
@@ -88,17 +87,17 @@ def choose_archs() -> list[str]:
 
 
 def unmet(name: str, oldest: tuple[int, int], version: str | None) -> list[str]:
-    """Returns the requirement if `version` is older than `oldest`, or None because nothing was found; otherwise []."""
+    """Returns [] if `version` is `oldest` or later, else the requirement. `version` is None if nothing was found."""
     found = re.search(r"(\d+)\.(\d+)", version or "")
     met = found and tuple(map(int, found.groups())) >= oldest
     return [] if met else [f"{name} {oldest[0]}.{oldest[1]} or later" + (f" (found {found[0]})" if found else "")]
 
 
 def nvcc_flags() -> list[str]:
-    """Returns flags for machine code for ``ARCHS``, and for PTX, which drivers compile for other GPUs.
+    """Returns flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
 
-    PTX for a GPU newer than 90 would leave out those in between. Before CUDA 13, libraries compressed for size do not
-    load with all drivers.
+    PTX for at most 90, so that it covers all newer GPUs. Before CUDA 13, libraries compressed for size do not load with
+    all drivers.
     """
     ptx = min(90, int(ARCHS[-1].rstrip("af")))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
@@ -145,16 +144,16 @@ class BuildPackage(build_py):
 LINUX, FORCED = sys.platform == "linux", os.environ.get("BAGUA_SYNCBN_BUILD")
 TORCH = find_torch() if LINUX else None
 version = runpy.run_path(str(TORCH / "version.py")) if TORCH else {}
-# Only on Linux: without Xcode, macOS answers a call of the compiler with a dialog.
+# Only on Linux: on macOS without Xcode, calling the compiler opens a dialog.
 CXX, CXX_VERSION = find_tool("CXX", "g++", "clang++") if LINUX else ([], None)
 nvccs = f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"
 NVCC, NVCC_VERSION = find_tool("NVCC", *nvccs) if LINUX and FORCED in (None, "cuda") else ([], None)
 ARCHS = choose_archs() if NVCC else []
-# With a CPU build of torch, CUDA kernels are of use only on other machines. ROCm's torch calls AMD's GPUs "cuda", and
-# would pass their tensors to these kernels.
+# With a CPU build of torch, CUDA kernels are useful only on other machines. ROCm's torch would pass AMD tensors, which
+# it calls "cuda", to these kernels.
 elsewhere = FORCED == "cuda" or os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "native") not in ("", "native")
 usable = version.get("cuda") or (elsewhere and not version.get("hip"))
-# Other systems need other flags, and their compiler is often not the one that torch was built with.
+# Other systems need other flags, and often have a different compiler than torch was built with.
 for_cpu = [*unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)] if LINUX else ["Linux"]
 for_cuda = ["torch for CUDA"] * (not usable) + unmet("nvcc", (12, 4), NVCC_VERSION) + ["GPU"] * bool(NVCC and not ARCHS)
 LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cpu + for_cuda}
@@ -176,18 +175,12 @@ INFO = {
 cards = f"; for compute capability {', '.join(ARCHS)} and PTX for later ones" if KIND == "cuda" else ""
 print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 
-# The slowest sources come first: started last, one would run alone.
+# The slowest sources first, so that none of them runs alone at the end.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.name != "check.cu"]  # a program
 sources = [str(path.relative_to(ROOT)) for path in paths]
-# The package index shows README.md, where relative links would lead nowhere.
-repository = re.search('Repository = "(.*)"', ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))[1]
-readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
-readme = re.sub(r"(!\[[^\]]*\])\((?!http)", rf"\1({repository}/raw/main/", readme)
 setup(
-    long_description=re.sub(r"\]\((?!http|#)", f"]({repository}/blob/main/", readme),
-    long_description_content_type="text/markdown",
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=LIMITED)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources and LIMITED else {},

@@ -6,7 +6,7 @@ from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .checks import check_flag, check_is_tensor
-from .ops import Masking, of_positions
+from .ops import Masking
 from .options import GivenMasks
 from .torch_internals.autograd import is_transforming
 
@@ -26,14 +26,12 @@ def masking_of(input: Tensor, masks: GivenMasks) -> Masking | None:
         return None
     if mask is not None and lengths is not None:
         raise ValueError("mask, lengths: expected at most one of them, got both")
-    # Copied, because callers may write to their tensors before backward.
     if lengths is not None:
         _check_lengths(lengths, input)
-        if not is_compiling():
-            return Masking(lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format), zero_masked)
-        # Dynamo may take a size from a stride in backward, where it differs between calls; a mask needs no size there.
-        mask = of_positions(lengths, input)
+        places = torch.arange(input.size(-1), device=input.device)
+        mask = places < lengths.view(-1, *[1] * (input.dim() - 1))
     assert mask is not None
+    # Copied, because callers may write to their tensors before backward.
     size = mask_size(input)
     check_mask(mask, size, "(N, 1, *)", "input", input.device)
     return Masking(mask.expand(size).clone(memory_format=torch.contiguous_format).squeeze(1), zero_masked)

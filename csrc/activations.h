@@ -1,13 +1,11 @@
-// Activations of fused ops, for CPU and CUDA: their list, in the order of bagua_syncbn/ops/activations.py, and, if
-// BAGUA_SYNCBN_FORMULAS is defined, value and derivative of each for scalars or vectors V.
+// Activations of fused ops: their list, in the order of bagua_syncbn/ops/activations.py, and, if BAGUA_SYNCBN_FORMULAS
+// is defined, their values and derivatives for scalars or vectors V.
 //
-// The formulas are compiled for each instruction set and for CUDA, by including this file in a namespace that defines
+// Each instruction set and CUDA compile the formulas, by including this file in a namespace that defines
 //
 //   of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V)
 //   normal_cdf(V)        cumulative distribution function of the normal distribution
 //   exp_between(V)       exp for results that are neither subnormal nor close to overflow
-//   times_sigmoid(a, V)  a * sigmoid_of(V)
-//   sigmoid_slope(V)     derivative of sigmoid_of(V)
 #if !defined(BAGUA_SYNCBN_ACTIVATIONS)
 
 #include <cstdint>
@@ -35,7 +33,7 @@ enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 constexpr int64_t kActivations = BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ONE);
 #undef BAGUA_SYNCBN_ONE
 
-// `parameter` is used by leaky_relu and elu.
+// An activation. Only leaky_relu and elu use `parameter`.
 template <typename A>
 struct Act {
   int64_t code;
@@ -92,7 +90,7 @@ struct Elu {
 };
 
 struct Silu {
-  BAGUA_SYNCBN_VALUE { return times_sigmoid(z, z); }
+  BAGUA_SYNCBN_VALUE { return z * sigmoid_of(z); }
   BAGUA_SYNCBN_DERIVATIVE {
     const V s = sigmoid_of(z);
     return s * (of<V>(1) + z * (of<V>(1) - s));
@@ -127,7 +125,10 @@ struct Hardswish {
 
 struct Sigmoid {
   BAGUA_SYNCBN_VALUE { return sigmoid_of(z); }
-  BAGUA_SYNCBN_DERIVATIVE { return sigmoid_slope(z); }
+  BAGUA_SYNCBN_DERIVATIVE {
+    const V s = sigmoid_of(z);
+    return s * (of<V>(1) - s);
+  }
 };
 
 struct Tanh {

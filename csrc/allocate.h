@@ -1,5 +1,5 @@
-// Allocates results on the device of another tensor. Calls torch's shim directly, because torch::stable::new_empty and
-// empty_like look up the op by name and box its arguments in each call, which takes three times as long.
+// Allocates tensors on the device of another tensor. Calls torch's shim directly: torch::stable::new_empty and
+// empty_like take three times as long, because they look up the op by name and box its arguments.
 #pragma once
 
 #include "stable_abi.h"
@@ -19,7 +19,7 @@ namespace bagua_syncbn {
   throw std::runtime_error(message.str() + ", got none");
 }
 
-// `strides` must be those of a dense tensor.
+// Allocates a tensor with the strides of a dense one.
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::headeronly::IntHeaderOnlyArrayRef strides,
                        ScalarType dtype, const Tensor& like) {
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
@@ -41,20 +41,11 @@ inline Tensor allocate_like(const Tensor& dense) {
   return allocate(dense.sizes(), dense.strides(), scalar_type(dense), dense);
 }
 
-// Returns a row-major copy.
-inline Tensor contiguous_copy(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * sizes[dim];
-  Tensor copy = allocate(sizes, {strides.data(), strides.size()}, scalar_type(tensor), tensor);
-  torch::stable::copy_(copy, tensor);
-  return copy;
-}
-
-// Like empty_like for any strides.
-inline Tensor allocate_as_torch(const Tensor& tensor) {
+// Returns `function(tensor)`, a torch function that allocates a tensor like `tensor`.
+template <typename Function>
+Tensor allocate_by(const Function& function, const Tensor& tensor) {
   try {
-    return torch::stable::empty_like(tensor);
+    return function(tensor);
   } catch (const std::runtime_error&) {
     refuse_memory(tensor.sizes(), scalar_type(tensor), tensor);
   }

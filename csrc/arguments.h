@@ -1,4 +1,4 @@
-// Arguments of the ops on plain memory, which ops.h passes to the kernels of a device.
+// Arguments of the kernels: plain memory instead of tensors.
 #pragma once
 
 #include <cstdint>
@@ -6,18 +6,30 @@
 #include "activations.h"
 #include "dtypes.h"
 #include "host_device.h"
-#include "layout.h"
 #include "packed_stats.h"
 
 namespace bagua_syncbn {
 
-// A per-channel tensor of any dtype. `data` is null for optional tensors that are not given.
+// Sizes and memory layout of a tensor. Tensors with other layouts are copied first.
+//
+// Planar, (batch, channels, inner): the `inner` values of a sample and channel are contiguous.
+// Interleaved, (batch * inner, channels): the channels of a position are contiguous, as in channels_last and (N, C).
+struct Geometry {
+  bool interleaved;
+  int64_t batch;
+  int64_t channels;
+  int64_t inner;
+
+  int64_t rows() const { return batch * inner; }  // values per channel
+};
+
+// A per-channel tensor of any dtype. `data` is null for None.
 struct PerChannel {
   const void* data = nullptr;
   DType dtype = DType::kFloat;
 };
 
-// A per-channel tensor that the op writes.
+// A per-channel output.
 struct MutablePerChannel {
   void* data = nullptr;
   DType dtype = DType::kFloat;
@@ -26,17 +38,17 @@ struct MutablePerChannel {
 };
 
 struct GatherArguments {
-  const void* gathered;  // rows of all ranks; or their sums (is_sum), in double: see packed_stats.h
+  const void* gathered;  // the ranks' rows, or their sums (is_sum) in double: see packed_stats.h
   int64_t ranks;
   int64_t channels;
-  DType accumulate;  // of mean and invstd, and of rows
+  DType accumulate;  // dtype of mean, invstd and rows
   void* mean;
   void* invstd;
   int64_t* count;
   MutablePerChannel running_mean;  // null if running_var is
   MutablePerChannel running_var;
-  int64_t* batches;  // null if batches are not counted
-  bool averages;     // cumulative average: 1 / batches is used instead of `momentum`
+  int64_t* batches;  // num_batches_tracked; may be null
+  bool averages;     // cumulative average: the momentum is 1 / batches
   double momentum;
   double eps;
   int64_t header_size;
@@ -46,14 +58,13 @@ struct GatherArguments {
   int64_t call;
 };
 
-// What follows the normalization.
+// Operations after the normalization.
 struct Epilogue {
   const void* residual = nullptr;  // added before the activation; may be null
   Act<double> act{};
 };
 
-// `weight` and `bias` may be null. In the backward pass, `bias` and (in backward_reduce) `weight` are only read for an
-// activation.
+// `weight` and `bias` may be null. In backward, only an activation needs `bias`, and in backward_reduce `weight`.
 struct Factors {
   PerChannel mean;
   PerChannel invstd;
@@ -71,7 +82,7 @@ struct BackwardReduceArguments {
 
 struct BackwardElemtArguments {
   Factors factors;
-  PerChannel sums;       // 2 * channels + header_size values
+  const void* sums;      // 2 * channels + header_size values of the accumulate dtype
   const int64_t* count;  // on the device
   int64_t header_size;
   int64_t ranks;

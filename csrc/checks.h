@@ -6,13 +6,12 @@
 #include <string>
 
 #include "activations.h"
-#include "layout.h"
 #include "packed_stats.h"
 #include "stable_abi.h"
 
 namespace bagua_syncbn {
 
-// An argument, which may be None, with its name.
+// A tensor argument and its name. `tensor` is null for None.
 struct Named {
   const char* name;
   const Tensor* tensor;
@@ -27,17 +26,16 @@ inline std::string sizes_of(const Tensor& tensor) {
   return sizes + ")";
 }
 
-// Compares torch's codes, which is faster than Tensor::device().
+// Compares torch's device codes: faster than Tensor::device().
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
   const bool same = device_type(tensor) == device_type(other) && tensor.get_device_index() == other.get_device_index();
   if (!same)
     refuse(name, "it on the device of the other arguments", device_name(tensor), " beside ", device_name(other));
 }
 
-// (N, C, *)
 inline void check_input(const Tensor& input) {
-  const bool valid = input.dim() >= 2;
-  check(valid, "input", "at least 2 dimensions, (N, C, *)", input.dim());
+  const bool valid = input.dim() >= 2 && input.size(1) > 0;
+  if (!valid) refuse("input", "at least 2 dimensions and 1 channel, (N, C, *)", sizes_of(input));
   dtype_of(input, "input");
 }
 
@@ -85,7 +83,7 @@ inline int64_t* record_of(const OptionalTensor& fault) {
   return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
 }
 
-// Header of a row: the two 24-bit halves of `caller` (kind of layer, options), and the call. Empty without a caller.
+// Returns the header of a row: the 24-bit halves of `caller` (kind of layer, options), and the call. Empty for None.
 inline Header row_header(std::optional<int64_t> caller, int64_t call) {
   if (!caller) return {};
   check(*caller >= 0 && *caller < kWord * kWord, "caller", "an integer of 48 bits", *caller);
@@ -94,7 +92,7 @@ inline Header row_header(std::optional<int64_t> caller, int64_t call) {
           {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord), static_cast<int32_t>(call)}};
 }
 
-// Header of sums: the three 12-bit parts of `fingerprint`, each followed by its square. Empty without a fingerprint.
+// Returns the header of sums: three 12-bit parts of `fingerprint`, each followed by its square. Empty for None.
 inline Header sums_header(std::optional<int64_t> fingerprint) {
   if (!fingerprint) return {};
   check(*fingerprint >= 0 && *fingerprint < kWord << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
@@ -107,24 +105,13 @@ inline Header sums_header(std::optional<int64_t> fingerprint) {
   return header;
 }
 
-// `positions`: a bool for each position of `input` (N, C, *), or int64 lengths (N).
-inline std::optional<Mask> mask_of(const OptionalTensor& positions, const Tensor& input) {
-  if (!positions) return std::nullopt;
-  const Tensor& mask = *positions;
-  check_device(mask, "mask", input);
-  int64_t inner = 1;
-  for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
-  const int64_t batch = input.size(0), length = input.size(input.dim() - 1);
-  const ScalarType dtype = scalar_type(mask);
-  const void* data = mask.const_data_ptr();
-  if (dtype == ScalarType::Bool && mask.numel() == batch * inner && mask.is_contiguous()) {
-    return Mask{static_cast<const uint8_t*>(data), nullptr, inner, length};
-  }
-  if (dtype == ScalarType::Long && mask.numel() == batch && mask.is_contiguous() && input.dim() > 2) {
-    return Mask{nullptr, static_cast<const int64_t*>(data), inner, length};
-  }
-  refuse("mask", "a contiguous bool (N, *), or int64 lengths (N) for an input (N, C, *, L)", dtype, " ",
-         sizes_of(mask));
+// Returns the bytes of `mask` (N, *), which has `rows` positions: 1 for valid ones, 0 for others. Null for None.
+inline const uint8_t* valid_positions(const OptionalTensor& mask, int64_t rows, const Tensor& input) {
+  if (!mask) return nullptr;
+  check_device(*mask, "mask", input);
+  const bool fits = scalar_type(*mask) == ScalarType::Bool && mask->numel() == rows && mask->is_contiguous();
+  if (!fits) refuse("mask", "a contiguous bool (N, *)", scalar_type(*mask), " ", sizes_of(*mask));
+  return static_cast<const uint8_t*>(mask->const_data_ptr());
 }
 
 }  // namespace bagua_syncbn

@@ -1,13 +1,13 @@
 // The supported float dtypes.
 //
-// To add a dtype, add a line here, its name in kDTypeNames, its storage type, conversions in cpu/loops/vectors.inl and
-// cuda/values.cuh, and a line in DTYPES of bagua_syncbn/ops/definition.py, in the same order.
+// To add a dtype: add a line here, its name in kDTypeNames, its storage type, conversions in cpu/loops/vectors.inl and
+// cuda/values.cuh, and a line in DTYPES (bagua_syncbn/ops/definition.py), in the same order.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-// DO(name in torch's ScalarType, storage type in torch, in the loops of cpu/loops.h, in CUDA)
+// DO(name in torch's ScalarType, storage type in torch, in cpu/loops.h, in CUDA)
 #define BAGUA_SYNCBN_DTYPES(DO)                                          \
   DO(Half, torch::headeronly::Half, HalfBits, __half)                    \
   DO(BFloat16, torch::headeronly::BFloat16, BFloat16Bits, __nv_bfloat16) \
@@ -16,7 +16,7 @@
 
 namespace bagua_syncbn {
 
-// Storage of half-precision values on CPU.
+// Storage types for half precision on CPU.
 struct HalfBits {
   uint16_t bits;
 };
@@ -32,7 +32,7 @@ enum class DType : int32_t {
 #undef BAGUA_SYNCBN_NAME
 };
 
-// The type for computations on values of type T: double for double, float for all others.
+// The accumulate type for values of type T: double for double, else float.
 template <typename T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

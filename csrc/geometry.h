@@ -1,14 +1,13 @@
-// Copies tensors to one of the two layouts of layout.h, unless they have one.
+// Copies tensors that have neither of the two layouts (see Geometry).
 #pragma once
 
 #include "allocate.h"
-#include "layout.h"
+#include "arguments.h"
 #include "stable_abi.h"
 
 namespace bagua_syncbn {
 
-// Returns whether `tensor` is dense and row-major, or, if `innermost` is not 0, dense with that dimension innermost and
-// the others row-major.
+// Returns whether `tensor` is dense and row-major. If `innermost` is not 0, that dimension must be innermost instead.
 inline bool is_dense(const Tensor& tensor, int64_t innermost) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t expected = 1;
@@ -29,17 +28,18 @@ struct DenseInput {
   Geometry geometry;
 };
 
-// Returns `input` (N, C, *), copied if it has neither layout.
+// Returns `input` (N, C, *), or a copy if it has neither layout.
 inline DenseInput to_dense(const Tensor& input) {
   const int64_t batch = input.size(0), channels = input.size(1);
   int64_t inner = 1;
   for (int64_t dim = 2; dim < input.dim(); ++dim) inner *= input.size(dim);
   const bool planar = is_dense(input, 0);
   if (planar || is_dense(input, 1)) return {input, {!planar || inner == 1, batch, channels, inner}};
-  return {contiguous_copy(input), {inner == 1, batch, channels, inner}};
+  const auto copy = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  return {allocate_by(copy, input), {inner == 1, batch, channels, inner}};
 }
 
-// Returns `tensor`, copied if its layout differs from that of `like`, which has the same sizes.
+// Returns `tensor`, or a copy in the layout of `like`, which has the same sizes.
 inline Tensor with_layout_of(const Tensor& tensor, const DenseInput& like) {
   const bool matches = like.geometry.interleaved && like.geometry.inner > 1 ? is_dense(tensor, 1) : is_dense(tensor, 0);
   if (matches) return tensor;
@@ -52,10 +52,10 @@ inline OptionalTensor with_layout_of(const OptionalTensor& tensor, const DenseIn
   return tensor ? std::optional(with_layout_of(*tensor, like)) : std::nullopt;
 }
 
-// Returns `result`, which has the layout of `dense`, with the strides of `empty_like(input)`.
+// Returns `result`, or a copy with the strides of `empty_like(input)`.
 inline Tensor with_strides_of(const Tensor& result, const DenseInput& dense, const Tensor& input) {
   if (dense.tensor.get() == input.get()) return result;
-  Tensor output = allocate_as_torch(input);
+  Tensor output = allocate_by([](const Tensor& like) { return torch::stable::empty_like(like); }, input);
   torch::stable::copy_(output, result);
   return output;
 }

@@ -8,29 +8,28 @@
 
 namespace {
 
-// The instruction set of the CPU kernels.
+// (): returns the instruction set of the CPU kernels.
 PyObject* cpu_capability(PyObject* const*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
 }
 
-// (held): whether batch_norm_gather_stats leaves running statistics unchanged in this thread.
+// (held): sets whether batch_norm_gather_stats leaves running statistics unchanged in this thread.
 PyObject* hold_buffers(PyObject* const* arguments) {
   bagua_syncbn::holds_buffers = arguments[0] == Py_True;
   Py_RETURN_NONE;
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
-// (device): makes ops on it, or on all devices for -1, call those of bagua_syncbn_fallback.
+// (device): makes ops on this device, or on all devices for -1, call those of bagua_syncbn_fallback.
 PyObject* turn_off_cuda(PyObject* const* arguments) {
   bagua_syncbn::cuda::turn_off(static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0])));
   Py_RETURN_NONE;
 }
 
-// (device) -> its Support, and the CUDA versions of library and driver.
+// (device): returns its Support.
 PyObject* cuda_support(PyObject* const* arguments) {
-  using namespace bagua_syncbn::cuda;
-  const Support support = support_of(static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0])));
-  return Py_BuildValue("(iii)", static_cast<int>(support), versions().runtime, versions().driver);
+  const auto device = static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0]));
+  return PyLong_FromLong(static_cast<long>(bagua_syncbn::cuda::support_of(device)));
 }
 #endif
 

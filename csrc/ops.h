@@ -1,5 +1,5 @@
-// The ops as torch calls them, templated over `Device`: arguments are checked, dense out and unpacked here, then the
-// functions in the namespace of the device compute on plain memory (cpu/kernels.h, cuda/kernels.h).
+// The ops as torch calls them, for CPU and CUDA: check arguments, make them dense, allocate results and call the
+// kernels of `Device` (cpu/kernels.h, cuda/kernels.h).
 #pragma once
 
 #include <tuple>
@@ -22,7 +22,7 @@ inline MutablePerChannel mutable_per_channel_of(const Tensor& dense) {
   return {dense.mutable_data_ptr(), dtype_of(dense, "tensor")};
 }
 
-// A per-channel argument, copied while this object lives if it is not contiguous. Null for None.
+// A per-channel argument, copied if it is not contiguous. Null for None.
 class PerChannelTensor {
  public:
   PerChannelTensor(const Tensor& tensor) : given_(&tensor) {
@@ -58,25 +58,19 @@ template <typename Device>
 Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
                         bool uses_sums) {
   check_input(input);
-  const std::optional<Mask> where = mask_of(mask, input);
-  const ScalarType accumulate = accumulate_type(scalar_type(input));
   const Header header = uses_sums ? sums_header(caller.value_or(0)) : row_header(caller, call);
   const DenseInput dense = to_dense(input);
-  const int64_t size =
-      uses_sums ? sums_size_of(dense.geometry.channels) : row_size_of(dense.geometry.channels, header.size);
-  Tensor packed = allocate_vector(size, uses_sums ? ScalarType::Double : accumulate, input);
-  void* out = packed.mutable_data_ptr();
+  const Geometry& g = dense.geometry;
+  const uint8_t* valid = valid_positions(mask, g.rows(), input);
+  const int64_t size = uses_sums ? sums_size_of(g.channels) : row_size_of(g.channels, header.size);
+  const ScalarType dtype = uses_sums ? ScalarType::Double : accumulate_type(scalar_type(input));
+  Tensor packed = allocate_vector(size, dtype, input);
   Device device(input);
-  if (input.numel() == 0) {  // a count of 0
-    write_zeros_and_header(header, out, size - header.size, dtype_of(packed, "packed"), device);
-  } else {
-    stats(dense.tensor.const_data_ptr(), dtype_of(input, "input"), dense.geometry, where ? &*where : nullptr, out,
-          header, device);
-  }
+  stats(dense.tensor.const_data_ptr(), dtype_of(input, "input"), g, valid, packed.mutable_data_ptr(), header, device);
   return packed;
 }
 
-// True while this thread recomputes a forward, whose first run has updated the running statistics.
+// True while this thread recomputes a forward: its first run has updated the running statistics.
 inline thread_local bool holds_buffers = false;
 
 template <typename Device>
@@ -156,22 +150,16 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   const Geometry& g = dense.geometry;
   const ScalarType accumulate = accumulate_type(scalar_type(input));
   const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
-  Tensor sums = allocate_vector(2 * g.channels + header.size, accumulate, input);
-  void* out = sums.mutable_data_ptr();
-  Device device(input);
-  if (input.numel() == 0) {
-    write_zeros_and_header(header, out, 2 * g.channels, dtype_of(sums, "sums"), device);
-    return {sums, torch::stable::new_zeros(input, {&g.channels, 1}, parameters),
-            torch::stable::new_zeros(input, {&g.channels, 1}, parameters)};
-  }
   const Tensor dy = with_layout_of(grad_output, dense);
   const OptionalTensor added = with_layout_of(residual, dense), grad_buffer = with_layout_of(grad, dense);
+  Tensor sums = allocate_vector(2 * g.channels + header.size, accumulate, input);
   Tensor grad_weight = allocate_vector(g.channels, parameters, input);
   Tensor grad_bias = allocate_vector(g.channels, parameters, input);
   const FactorTensors factors{mean, invstd, weight, bias};
+  Device device(input);
   backward_reduce(dy.const_data_ptr(), dense.tensor.const_data_ptr(),
                   grad_buffer ? grad_buffer->mutable_data_ptr() : nullptr, dtype_of(input, "input"), g,
-                  BackwardReduceArguments{factors, out, mutable_per_channel_of(grad_weight),
+                  BackwardReduceArguments{factors, sums.mutable_data_ptr(), mutable_per_channel_of(grad_weight),
                                           mutable_per_channel_of(grad_bias), header},
                   Epilogue{data_of(added), {activation, parameter}}, device);
   if (grad_buffer && grad_buffer->get() != grad->get()) torch::stable::copy_(*grad, *grad_buffer);
@@ -193,21 +181,24 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   check(fits, "sums", "2 * channels values and a header of 0, 2, 4 or 6 values", sums.numel());
   check_fault(fault);
   check_device(sums, "sums", input);
+  const ScalarType accumulate = accumulate_type(scalar_type(input)), given = scalar_type(sums);
+  check(given == accumulate, "sums", "the accumulate dtype of input", given);
   check_counter(count, "count", input);
   check(!mask || activation == 0, "mask", "None with an activation", "a tensor");
-  const std::optional<Mask> where = mask_of(mask, input);
   const DenseInput dense = to_dense(input);
+  const uint8_t* valid = valid_positions(mask, dense.geometry.rows(), input);
   const Tensor dy = with_layout_of(grad_output, dense);
   Tensor dx = grad_input ? with_layout_of(*grad_input, dense) : allocate_like(dense.tensor);
   if (input.numel() > 0) {
     const FactorTensors factors{mean, invstd, weight, bias};
-    const PerChannelTensor totals(sums);
+    const Tensor totals = sums.is_contiguous() ? sums : torch::stable::contiguous(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
-    backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
-                   dense.geometry,
-                   BackwardElemtArguments{factors, totals, number, header_size, ranks, call, record_of(fault)},
-                   where ? &*where : nullptr, Epilogue{nullptr, {activation, parameter}}, device);
+    backward_elemt(
+        dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
+        dense.geometry,
+        BackwardElemtArguments{factors, totals.const_data_ptr(), number, header_size, ranks, call, record_of(fault)},
+        valid, Epilogue{nullptr, {activation, parameter}}, device);
   }
   if (!grad_input) return with_strides_of(dx, dense, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);

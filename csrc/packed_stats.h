@@ -1,4 +1,4 @@
-// Layout of the messages between ranks (see bagua_syncbn/ops/headers.py), and checks of received ones.
+// Packs, unpacks and checks messages between ranks. bagua_syncbn/ops/headers.py describes their layout.
 #pragma once
 
 #include <cmath>
@@ -11,19 +11,19 @@ namespace bagua_syncbn {
 constexpr int64_t kWord = int64_t(1) << 24;     // float32 represents all integers up to this exactly
 constexpr int64_t kMaxHigh = int64_t(1) << 29;  // for counts up to 2^53, which float64 represents exactly
 
-// Sizes of headers: of a gathered row, and of summed messages, where each of three parts is followed by its square.
+// Header sizes: rows have three words, sums have three parts that are each followed by their square.
 constexpr int64_t kRowHeader = 3;
 constexpr int64_t kSumsHeader = 6;
 constexpr int64_t kMaxPart = 0xfff;
 
-// Integers that identify a call, at the end of a message. All ranks must send the same.
+// Integers at the end of a message that identify a call. All ranks must send the same header.
 struct Header {
   int64_t size = 0;
   int32_t words[kSumsHeader] = {};
 };
 
-// True if statistics with this header are summed over ranks: [n * mean | m2 + n * mean^2 | n | header] in double.
-// Otherwise they are gathered as rows: [mean | biased variance | count in two words | header].
+// True if ranks sum these statistics: [n * mean | m2 + n * mean^2 | n | header] in double. Otherwise they gather rows:
+// [mean | biased variance | count in two words | header].
 BAGUA_SYNCBN_HOST_DEVICE constexpr bool uses_sums(const Header& header) {
   return header.size == kSumsHeader;
 }
@@ -31,7 +31,7 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr bool uses_sums(const Header& header) {
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_header(A* target, const Header& header) {
 #if defined(__CUDA_ARCH__)
-#pragma unroll  // for constant indices: otherwise the header would be copied to local memory
+#pragma unroll  // run-time indices would put the header into local memory
 #endif
   for (int64_t w = 0; w < kSumsHeader; ++w) {
     if (w < header.size) target[w] = static_cast<A>(header.words[w]);
@@ -46,12 +46,12 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t sums_size_of(int64_t channels) {
   return 2 * channels + 1 + kSumsHeader;
 }
 
-// The size of the header of a row: a row without one has an even size.
+// Returns the header size of a row. Rows without a header have an even size.
 BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t header_size_of(int64_t row_size) {
   return row_size % 2 ? kRowHeader : 0;
 }
 
-// Writes the moments of channel `c`, and with channel 0 also count and header. `A`: the accumulate dtype.
+// Writes the moments of channel `c`. Channel 0 also writes count and header. `A`: the accumulate dtype.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64_t c, double mean, double m2,
                                            double count, const Header& header) {
@@ -73,8 +73,8 @@ BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64
   }
 }
 
-// Computes mean and variance of channel `c` from sums over all ranks. `inverse`: 1 / count. A negative variance, which
-// the subtraction may yield, becomes 0; NaN is kept.
+// Computes mean and variance of channel `c` from sums over all ranks. `inverse`: 1 / count. The subtraction may give a
+// negative variance, which becomes 0. NaN stays NaN.
 BAGUA_SYNCBN_HOST_DEVICE inline void unpack_moments(const double* sums, int64_t channels, int64_t c, double inverse,
                                                     double& mean, double& var) {
   mean = sums[c] * inverse;
@@ -98,16 +98,16 @@ BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t max) {
 struct Fault {
   enum Kind : int64_t { kNone, kHeader, kCount, kSum };
   int64_t kind = kNone;
-  int64_t where = 0;  // rank, or call for kSum
+  int64_t where = 0;  // rank; for kSum the call
 };
 
-// Compares the row of a rank with the row of rank 0.
+// Compares a rank's row with rank 0's.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int64_t channels, int64_t header_size) {
   const A *own = row + 2 * channels, *expected = first + 2 * channels;
   bool same = true;
 #if defined(__CUDA_ARCH__)
-#pragma unroll  // issues all loads before it waits for the first
+#pragma unroll  // issues all loads before it waits
 #endif
   for (int64_t w = 0; w < kRowHeader; ++w) {
     if (w < header_size) same &= own[2 + w] == expected[2 + w];
@@ -116,7 +116,7 @@ BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int6
   return !same ? Fault::kHeader : !is_count ? Fault::kCount : Fault::kNone;
 }
 
-// Returns the first rank with a different header than rank 0, else the first with an invalid count.
+// Returns the first rank whose header differs from rank 0's, else the first rank with an invalid count.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int64_t channels, int64_t header_size) {
   Fault fault;
@@ -129,8 +129,8 @@ BAGUA_SYNCBN_HOST_DEVICE Fault find_fault(const A* gathered, int64_t ranks, int6
   return fault;
 }
 
-// True if all ranks sent the same part, given the sums of the part and of its square: the mean of the squares is the
-// square of the mean only if all values are equal.
+// True if all ranks sent the same header part, given the sums of the part and of its square: the mean of squares equals
+// the squared mean only if all values are equal.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE bool sums_agree(A sum, A squares, int64_t ranks) {
   if (!is_integer(sum, ranks * kMaxPart) || !is_integer(squares, ranks * kMaxPart * kMaxPart)) return false;
@@ -138,7 +138,7 @@ BAGUA_SYNCBN_HOST_DEVICE bool sums_agree(A sum, A squares, int64_t ranks) {
   return static_cast<int64_t>(squares) * ranks == part * part;
 }
 
-// The same for a whole header.
+// True if all ranks sent the same header.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE bool sums_headers_agree(const A* header, int64_t size, int64_t ranks) {
   bool same = true;
@@ -146,15 +146,15 @@ BAGUA_SYNCBN_HOST_DEVICE bool sums_headers_agree(const A* header, int64_t size, 
   return same;
 }
 
-// Checks statistics that `ranks` summed in a `call`.
+// Checks the statistics that `ranks` summed.
 BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t channels, int64_t ranks, int64_t call) {
   const double* count = sums + 2 * channels;
   if (sums_headers_agree(count + 1, kSumsHeader, ranks) && is_integer(*count, kMaxHigh * kWord)) return {};
   return {Fault::kSum, call};
 }
 
-// Writes `fault` to `record`, with both headers if a row is at fault. Does nothing if `record` is null or holds an
-// earlier fault. Writes the kind last, because the host polls it.
+// Writes `fault` to `record`, for a row with both headers. No-op if `record` is null or has an earlier fault. Writes
+// the kind last, because the host polls it.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, const A* gathered, int64_t channels,
                                            int64_t header_size) {

@@ -1,4 +1,4 @@
-// Functions of the Python module bagua_syncbn._C: Python passes an array of arguments.
+// Helpers for the functions of bagua_syncbn._C, which take an array of arguments.
 #pragma once
 
 #include <Python.h>
@@ -9,7 +9,7 @@
 
 namespace bagua_syncbn {
 
-// Calls `body`. Returns null, with a Python error set, if the number of arguments is not `count` or `body` raises.
+// Calls `body` with `count` arguments. Translates C++ exceptions to Python errors.
 template <PyObject* (*body)(PyObject* const*), Py_ssize_t count>
 PyObject* call_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   try {
@@ -21,7 +21,7 @@ PyObject* call_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t giv
   }
 }
 
-// An entry of the method table: function `name` with `count` arguments.
+// An entry of the method table.
 #define BAGUA_SYNCBN_METHOD(name, count) \
   {#name, (PyCFunction)(void (*)())bagua_syncbn::call_from_python<name, count>, METH_FASTCALL, nullptr}
 

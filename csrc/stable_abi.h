@@ -21,8 +21,6 @@
 
 namespace bagua_syncbn {
 
-using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -41,7 +39,7 @@ inline void check(bool holds, const char* argument, const char* expected, const 
   if (!holds) refuse(argument, expected, got);
 }
 
-// Faster tensor.scalar_type(), which an op needs about ten times per call: tests the common dtypes first.
+// Returns tensor.scalar_type(), faster: it tests the common dtypes first. An op needs it about ten times per call.
 inline ScalarType scalar_type(const Tensor& tensor) {
   int32_t code = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
@@ -51,7 +49,7 @@ inline ScalarType scalar_type(const Tensor& tensor) {
   return tensor.scalar_type();
 }
 
-// Torch's code of the device type.
+// Returns torch's device type code.
 inline int32_t device_type(const Tensor& tensor) {
   int32_t type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
@@ -65,12 +63,12 @@ inline std::string device_name(const Tensor& tensor) {
   return "a device of another kind";
 }
 
-// The dtype for statistics and messages of inputs with `dtype`.
+// Returns the dtype of statistics and messages for an input dtype.
 inline ScalarType accumulate_type(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// The dtype of `tensor`. Raises if it is not supported.
+// Returns the dtype of `tensor`. Raises if it is not supported.
 inline DType dtype_of(const Tensor& tensor, const char* argument) {
   const ScalarType dtype = scalar_type(tensor);
   switch (dtype) {

@@ -1,4 +1,4 @@
-"""The ops by ATen's batch norm kernels, as ``torch.nn.SyncBatchNorm`` uses them, for tensors without native kernels.
+"""The ops on ATen's batch norm kernels, which ``torch.nn.SyncBatchNorm`` uses, for tensors without native kernels.
 
 Four ops use them. The reference computes the rest: masks, activations, residuals, empty inputs, and inputs of 2**31
 values or more, since ATen's kernels count in 32 bits. For planar half inputs ATen rounds the products in backward sums
@@ -34,7 +34,7 @@ def _takes(input: Tensor, *values: Tensor | None) -> bool:
     return all(v is None or v.shape == input.shape[1:2] or (tuple(v.shape), v.dtype) == fits for v in values)
 
 
-def _has_more(options: Sequence[Any]) -> bool:
+def _has_options(options: Sequence[Any]) -> bool:
     """Returns whether ``options``, the last arguments of an op, contain a tensor or a nonzero number."""
     return any(isinstance(option, Tensor) or option for option in options)
 
@@ -66,30 +66,20 @@ def batch_norm_stats(
 
 
 def batch_norm_elemt(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    *after: Any,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, *options: Any
 ) -> Tensor:
-    if _has_more(after) or not _takes(input, weight, bias, mean, invstd):
-        return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *after)
+    if _has_options(options) or not _takes(input, weight, bias, mean, invstd):
+        return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *options)
     weight, bias = _parameter(weight, mean), _parameter(bias, mean)
     return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # the last is not used
 
 
 def batch_norm_backward_reduce(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    fingerprint: int | None = None,
-    *through: Any,
+    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_more(through) or not _takes(input, grad_output, mean, invstd):
-        return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, fingerprint, *through)
+    if _has_options(options[1:]) or not _takes(input, grad_output, mean, invstd):
+        return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, *options)
+    fingerprint = options[0] if options else None
     sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, None, True, False, False
     )
@@ -109,11 +99,11 @@ def batch_norm_backward_elemt(
     ranks: int = 1,
     fault: Tensor | None = None,
     call: int = 0,
-    *through: Any,
+    *options: Any,
     grad_input: Tensor | None = None,
 ) -> Tensor:
-    if _has_more(through) or not _takes(input, grad_output, weight, mean, invstd):
-        arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call, *through
+    if _has_options(options) or not _takes(input, grad_output, weight, mean, invstd):
+        arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call, *options
         return reference.batch_norm_backward_elemt(*arguments, grad_input=grad_input)
     means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
     # ATen divides sums by a 32-bit count, which the values of all ranks may exceed: pass means, and 1.

@@ -1,9 +1,8 @@
 """Compares the native CUDA kernels with plain torch on a device, before the first call with each dtype."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from ..ops import DTYPES, HEADER_SUMS_SIZE, accumulate_dtype, reduced_dims, refe
 from ..ops.moments import Moments
 from ..torch_internals.autograd import is_capturing, is_transforming, outside_of_modes
 from .exercise import Call, Exercise
-from .fallback import cuda_kernels, cuda_problem, may_be_native, turn_off
+from .fallback import HAS_NATIVE, cuda_kernels, cuda_problem, turn_off
 
 # Tolerance for rounding to the accumulate dtype, relative to the largest value of a channel.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -34,7 +33,7 @@ def check_kernels(input: Tensor) -> bool:
     if type(input) is not Tensor or is_transforming():
         return False
     if is_capturing():
-        if not may_be_native(input.device.index):  # torch's kernels need no comparison
+        if not HAS_NATIVE:  # ATen's kernels need no comparison
             return False
         raise RuntimeError(
             f"the first call with {input.dtype} on {input.device} compares kernels, which is impossible while a graph "
@@ -50,13 +49,16 @@ def check_kernels_on(device: torch.device, dtype: torch.dtype) -> None:
     index = device.index or 0
     compared = ""
     if dtype in DTYPES and cuda_problem(index) is None:
-        with _synchronization_allowed():
-            _wait_for(device)  # errors of earlier kernels are raised here
-            try:
-                difference = find_difference(torch.ops.bagua_syncbn, device, dtype)
-            except RuntimeError as error:
-                _raise_if_broken(device, dtype, error)
-                raise
+        _wait_for(device)  # raises errors of earlier kernels
+        try:
+            difference = find_difference(torch.ops.bagua_syncbn, device, dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"comparing the CUDA kernels of bagua_syncbn with plain torch for {dtype} failed on {device}, which "
+                f"may be unusable in this process now: {error}. To run without them, set BAGUA_SYNCBN_KERNELS=aten"
+            ) from error
         if difference is not None:
             turn_off(index, f"on {torch.cuda.get_device_name(index)}, {difference}")
         compared = f", compared with plain torch for {dtype}"
@@ -69,36 +71,8 @@ def _wait_for(device: torch.device) -> None:
         torch.ones((), device=device).item()
 
 
-def _raise_if_broken(device: torch.device, dtype: torch.dtype, error: RuntimeError) -> None:
-    """Raises an error that says what to do, if ``error`` has left the device unusable."""
-    try:
-        _wait_for(device)
-    except torch.OutOfMemoryError:
-        return
-    except RuntimeError:
-        raise RuntimeError(
-            f"{device} failed while the CUDA kernels of bagua_syncbn were compared with plain torch for {dtype}, and "
-            f"cannot be used any more in this process: {error}. To run without them, set BAGUA_SYNCBN_KERNELS=aten"
-        ) from error
-
-
-@contextmanager
-def _synchronization_allowed() -> Iterator[None]:
-    """Context that suspends torch's check for synchronizations; comparing waits for the device."""
-    mode = torch.cuda.get_sync_debug_mode()
-    if not mode:  # setting it warns
-        yield
-        return
-    torch.cuda.set_sync_debug_mode(0)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns how the ops of ``native`` differ from plain torch in float64, or why they fail; None if they agree."""
-    results: list[_Result] = []
     wide: _Wide = {}
     with torch.no_grad(), outside_of_modes():
         for call in Exercise(device, dtype).calls():
@@ -106,31 +80,24 @@ def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> st
             try:
                 actual = _outcome(native, call, lambda tensor: tensor)
             except RuntimeError as error:
-                raise_torchs(error)  # out of memory: nothing is known about the kernels
+                raise_torchs(error)  # out of memory: the kernels may be right
                 _wait_for(device)
                 return f"{call.op} for {dtype} fails: {error}"
-            results += (_Result(call.op, *each) for each in zip(actual, expected, strict=True))
-        groups = [[each] for each in results if each.actual.dim() > 1]
-        for of in {each.actual.dtype for each in results}:
-            groups.append([each for each in results if each.actual.dim() < 2 and each.actual.dtype == of])
-        if all(torch.stack([_agree(group, dtype) for group in groups if group]).tolist()):  # waits once
-            return None
-        wrong = next(each for each in results if not _agree([each], dtype))
-        difference, largest = (wrong.actual - wrong.expected).abs().max().item(), wrong.expected.abs().max().item()
-        return f"{wrong.op} for {dtype} differs from float64 by {difference:.3g}, where values reach {largest:.3g}"
+            for result, wanted in zip(actual, expected, strict=True):
+                if not _agree(result, wanted, dtype):
+                    difference, largest = (result - wanted).abs().max().item(), wanted.abs().max().item()
+                    return (
+                        f"{call.op} for {dtype} differs from float64 by {difference:.3g}, "
+                        f"where values reach {largest:.3g}"
+                    )
+    return None
 
 
-class _Result(NamedTuple):
-    op: str
-    actual: Tensor
-    expected: Tensor
-
-
-_Wide = dict[int, tuple[Tensor, Tensor]]  # tensors and their copies, by the id of the first
+_Wide = dict[int, tuple[Tensor, Tensor]]  # tensors and their copies, by the id of the tensor
 
 
 def _widened(tensor: Tensor, wide: _Wide) -> Tensor:
-    """Returns the copy of ``tensor`` in ``wide``, where it is added if missing: in float64 if it has floats."""
+    """Returns the copy of ``tensor`` in ``wide``, in float64 if it has floats. Adds a missing copy."""
     if id(tensor) not in wide:
         dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
         wide[id(tensor)] = tensor, tensor.to(dtype, copy=True)
@@ -138,7 +105,7 @@ def _widened(tensor: Tensor, wide: _Wide) -> Tensor:
 
 
 def _outcome(ops: Any, call: Call, replace: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Returns the results of a call and the tensors that it writes to, after replacing its tensors."""
+    """Replaces the tensors of a call and runs it. Returns its results, followed by the tensors that it writes to."""
     arguments = (replace(each) if isinstance(each, Tensor) else each for each in call.arguments)
     options = {name: replace(each) for name, each in call.options.items()}
     made = getattr(ops, call.op)(*arguments, **options)
@@ -148,22 +115,18 @@ def _outcome(ops: Any, call: Call, replace: Callable[[Tensor], Tensor]) -> list[
     return [*results, *map(replace, call.written)]
 
 
-def _agree(results: list[_Result], dtype: torch.dtype) -> Tensor:
-    """Returns whether results agree, as a tensor: a result with several dimensions, or others of the same dtype.
+def _agree(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether a result of an op for ``dtype`` is right, up to rounding.
 
-    They may differ by rounding to their dtype, and to the accumulate dtype relative to the largest value of a channel.
+    Allows rounding to the result's dtype, and to the accumulate dtype relative to the largest value of a channel.
     """
-    actual, expected = (
-        each[0] if len(each) == 1 else torch.cat([one.reshape(-1).to(each[0].device) for one in each])
-        for each in ([one.actual for one in results], [one.expected for one in results])
-    )
     if not actual.is_floating_point():
-        return (actual == expected).all()
+        return torch.equal(actual, expected)
+    unit, rounding = torch.finfo(actual.dtype).eps, _ROUNDING[accumulate_dtype(dtype)]
     if actual.dim() < 2:  # overflows like the reference
         expected = expected.where(expected.isnan() | expected.to(actual.dtype).isfinite(), expected * torch.inf)
     # Infinities become the largest float64, so that they can be compared, and NaN a number that no result has.
     actual, expected = (values.double().nan_to_num(4099) for values in (actual, expected))
-    size, unit, rounding = expected.abs(), torch.finfo(results[0].actual.dtype).eps, _ROUNDING[accumulate_dtype(dtype)]
+    size = expected.abs()
     largest = size.amax(reduced_dims(size), keepdim=True) if size.dim() > 1 else size
-    allowed = torch.add(size * (unit / 2), largest, alpha=rounding)
-    return ((actual - expected).abs() <= allowed).all()
+    return bool(((actual - expected).abs() <= size * (unit / 2) + largest * rounding).all())

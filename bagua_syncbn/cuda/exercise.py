@@ -1,4 +1,4 @@
-"""A table of calls that together run every CUDA kernel of a dtype, on values that reveal errors."""
+"""Calls that together run every CUDA kernel for a dtype, with values that reveal errors."""
 
 import math
 from collections.abc import Iterator
@@ -17,11 +17,7 @@ _RANKS, _CHANNELS = 35, 300  # more than a warp, and more than a block
 
 
 class Call(NamedTuple):
-    """A call of an op.
-
-    Attributes:
-        written: the arguments that the op writes to. They occur in no later call.
-    """
+    """A call of an op. ``written``: arguments that the op writes to, which no later call uses."""
 
     op: str
     arguments: tuple[Any, ...]
@@ -30,9 +26,8 @@ class Call(NamedTuple):
 
 
 class _Input(NamedTuple):
-    shape: tuple[int, ...]  # (N, C, L) and (N, C, H, W) are planar, (N, C) is interleaved
+    shape: tuple[int, ...]  # (N, C, L) is planar, (N, C) interleaved
     offset: int = 0  # values between a 16-byte boundary and the first value
-    lengths: bool = False  # mask by lengths instead of positions
     interleaved: bool = False  # (N, C, H, W) as channels_last
     scale: float = 1.0  # multiplies grad_output
 
@@ -40,21 +35,20 @@ class _Input(NamedTuple):
 def _inputs(vector: int) -> list[_Input]:
     """Returns inputs for scalar loads and for loads of ``vector`` values.
 
-    Each kernel runs on inputs of one and of several parts per channel. Rows begin and end within vectors, and the last
-    tile of channels is incomplete. Activations depend on the order of this list, so that no value is near a kink.
+    Each kernel runs on inputs with one part and with several parts per channel. Rows begin and end within vectors, and
+    the last tile of channels is incomplete. The order determines the activations: no value may be near a kink.
     """
     return [
         _Input((2, 3, 768 * vector + 1), scale=9),  # bias gradients overflow float16
-        _Input((1, 2, 1536 * vector + 3), offset=1, lengths=True),
+        _Input((1, 2, 1536 * vector + 3), offset=1),
         _Input((3, 5, 8 * vector)),
-        _Input((450, 3, 7), lengths=True),  # too short for vectors
+        _Input((450, 3, 7)),  # too short for vectors
         _Input((3, 5, 7)),
         _Input((2, 1, 10400 * vector + 1)),  # 40 parts per channel
         _Input((2048 // vector + 131, 17 * vector)),  # three tiles, five in reductions
-        _Input((2, 3 * vector, 3, 4), lengths=True, interleaved=True),
-        _Input((3, 37, 10, 11), lengths=True, interleaved=True),  # the number of channels is no multiple of a vector
+        _Input((2, 3 * vector, 3, 4), interleaved=True),
+        _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is no multiple of a vector
         _Input((7, 3 * vector), offset=1),
-        _Input((2, 3, 6, 5 * vector + 1), lengths=True),  # lines, which have lengths, end within vectors
     ]
 
 
@@ -88,19 +82,17 @@ class Exercise:
         dy = self._placed((self._some(*shape, skip=999) + noise * 1.5) * given.scale, given)
         residual, grad = (self._placed(self._some(*shape, skip=1999) * 2 - 1, given) for _ in range(2))
         mask = self._some(shape[0], *shape[2:], skip=99) < 0.6
-        if given.lengths:
-            mask = (self._some(shape[0], skip=99) * (shape[-1] + 1)).long()
         mean, invstd = self._of(center - 2.1 * deviation), self._of(0.43 / deviation)
-        # Parameters have the accumulate dtype or that of the input, or there are none.
+        # Parameters have the accumulate dtype or the input's, or are None.
         dtype = self.accumulate if number % 2 else self.dtype
         weight = None if number % 4 == 2 else self._of(self._some(channels, skip=7) + 0.5, dtype)
         bias = None if number % 4 == 3 else self._of(self._some(channels, skip=91) - 1.5, dtype)
         activations = [(1 + (number + step) % len(ACTIVATIONS), 0.3) for step in (0, 3, 8)]
 
-        for where in (None, mask):
-            yield Call("batch_norm_stats", (x, _CALLER, _CALL, where))
+        for positions in (None, mask):
+            yield Call("batch_norm_stats", (x, _CALLER, _CALL, positions))
             if self.dtype != torch.float64 and number % 3 == 0:
-                yield Call("batch_norm_stats", (x, _FINGERPRINT, 0, where, True))
+                yield Call("batch_norm_stats", (x, _FINGERPRINT, 0, positions, True))
         for epilogue in ((), (residual, *activations[0]), (residual,))[: 2 + (number % 4 == 0)]:
             yield Call("batch_norm_elemt", (x, weight, bias, mean, invstd, *epilogue))
         reduced = dy, x, mean, invstd, weight
@@ -114,12 +106,9 @@ class Exercise:
         yield Call("batch_norm_backward_elemt", gradient, (dy,), {"grad_input": dy})
 
     def _with_faults(self) -> Iterator[Call]:
-        """Backward passes whose header differs between ranks in one of its words."""
-        x, ones, count = (
-            self._of(self._some(3, 5, 7) + 1, self.dtype),
-            self._full(5),
-            torch.tensor(21, device=self.device),
-        )
+        """Backward passes in which a word of the header differs between ranks."""
+        x, ones = self._of(self._some(3, 5, 7) + 1, self.dtype), self._full(5)
+        count = torch.tensor(21, device=self.device)
         for word in range(0, HEADER_SUMS_SIZE, 2):
             sums = torch.cat([self._full(10), self._of(self._header(2))])
             sums[10 + word] += 1
@@ -129,42 +118,37 @@ class Exercise:
 
     def _merging_ranks(self) -> Iterator[Call]:
         moments = self._some(_RANKS, 2 * _CHANNELS) + 1
-        # Few values, of few ranks: the variance is clearly not the unbiased one.
+        # Few ranks with few values: biased and unbiased variance differ clearly.
         counts = (self._some(_RANKS, 1, skip=7) * 9).floor() * (self._some(_RANKS, 1, skip=77) < 0.3)
         header = torch.tensor([7, 5, 9], device=self.device).expand(_RANKS, 3)
         rows = torch.cat([moments, counts, 0 * counts, header], 1)
         last, every, mean, var = _RANKS - 1, slice(None), _CHANNELS - 10, 2 * _CHANNELS - 10
         low, high, word = range(2 * _CHANNELS, 2 * _CHANNELS + 3)
-        table: list[tuple[float | None, bool, list[tuple[slice | int, int, float]]]] = [
-            (0.7, False, []),
-            (0.7, False, [(last, low, 8), (33, low, 3)]),
-            (None, False, [(every, high, 1), (5, high, 0)]),  # more than 2**24 values
-            (None, True, []),
-            (0.7, False, [(every, low, 0), (last, low, 1)]),  # a single value
-            (0.7, False, [(every, low, 0)]),
-            (0.7, False, [(last, word, 8), (5, low, 0.5)]),  # a wrong header precedes a wrong count
-            (0.7, True, [(last, low, 8), (last, mean, math.inf)]),
-            (0.7, True, [(last, low, 8), (last, var, math.inf)]),
+        table: list[tuple[Any, ...]] = [  # momentum, skip_nonfinite, changed values
+            (0.7, False),
+            (0.7, False, (last, low, 8), (33, low, 3)),
+            (None, False, (every, high, 1), (5, high, 0)),  # more than 2**24 values
+            (None, True),
+            (0.7, False, (every, low, 0), (last, low, 1)),  # a single value
+            (0.7, False, (every, low, 0)),
+            (0.7, True, (last, low, 8), (last, mean, math.inf)),
+            (0.7, True, (last, low, 8), (last, var, math.inf)),
+            (0.7, False, (last, word, 8), (5, low, 0.5)),  # a wrong header precedes a wrong count
+            (0.7, False, (20, word + 1, 8)),
+            (0.7, False, (33, word + 2, 8)),
+            (0.7, False, (last, low, 0.5)),
+            (0.7, False, (2, low, -1)),
+            (0.7, False, (33, low, math.nan)),
+            (0.7, False, (7, low, 2**24)),
+            (0.7, False, (last, high, -1)),
+            (0.7, False, (3, high, 2**30)),
         ]
-        for momentum, skips, changes in table:
+        for momentum, skips, *changes in table:
             gathered = self._of(rows)
             for row, column, value in changes:
                 gathered[row, column] = value
-            yield from self._merge(gathered, momentum, skips)
-        for row, column, value in (
-            (20, word + 1, 8),
-            (33, word + 2, 8),
-            (last, low, 0.5),
-            (2, low, -1),
-            (33, low, math.nan),
-            (7, low, 2**24),
-            (last, high, -1),
-            (3, high, 2**30),
-        ):
-            gathered, record = self._of(rows), self._record()
-            gathered[row, column] = value
-            yield Call("batch_norm_gather_stats", (gathered, None, None, None, 0.7, 0.5, record), (record,))
-        if self.dtype == torch.float64:  # whose statistics are not added up
+            yield self._merge(gathered, momentum, skips)
+        if self.dtype == torch.float64:  # statistics are never summed
             return
         average, square = moments[0].chunk(2)
         square = square + average.square()
@@ -174,13 +158,13 @@ class Exercise:
         for column, change in ((0, 0.0), (-6, 1.0), (-4, 1.0), (-2, 1.0), (-7, 0.5), (-7, -301.0)):  # header, count
             gathered = sums.clone()
             gathered[column] += change
-            yield from self._merge(gathered, None, change != 0)
+            yield self._merge(gathered, None, change != 0)
 
-    def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> Iterator[Call]:
+    def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> Call:
         mean, var = self._of(self._some(2, _CHANNELS, skip=99) + 0.5, self.dtype).unbind()
         buffers, record = (mean.clone(), var.clone(), torch.full((), 3, device=self.device)), self._record()
         arguments = gathered, *buffers, momentum, 0.5, record, skips, _RANKS, _CALL
-        yield Call("batch_norm_gather_stats", arguments, (*buffers, record))
+        return Call("batch_norm_gather_stats", arguments, (*buffers, record))
 
     def _header(self, ranks: int) -> Tensor:
         return torch.tensor(header_sums_of(_FINGERPRINT), device=self.device).double() * ranks

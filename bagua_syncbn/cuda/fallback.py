@@ -25,15 +25,20 @@ _R = TypeVar("_R")
 EXPERIMENTAL = (
     "experimental: never run on a GPU, compared with plain torch at first use; BAGUA_SYNCBN_KERNELS=aten uses ATen's"
 )
+_BUILD = "BAGUA_SYNCBN_BUILD=cuda pip install . in a checkout"
 NO_CUDA_KERNELS = (
-    "this installation has no CUDA kernels. Build them with nvcc 12.4 or later: BAGUA_SYNCBN_BUILD=cuda pip install . "
-    "in a checkout. BAGUA_SYNCBN_KERNELS=aten keeps ATen's without this warning"
+    f"this installation has no CUDA kernels. Build them with nvcc 12.4 or later: {_BUILD}. BAGUA_SYNCBN_KERNELS=aten "
+    "keeps ATen's without this warning"
+)
+PROBLEMS = (  # by result of _C.cuda_support
+    None,
+    "the CUDA kernels of this installation need a newer NVIDIA driver (built with CUDA 12: 525 or later, with CUDA 13: "
+    f"580 or later). Update it, or build with an older toolkit: CUDA_HOME=/path/to/toolkit {_BUILD}",
+    "the CUDA kernels of this installation were built for other GPUs. Build for this one: "
+    f"BAGUA_SYNCBN_CUDA_ARCHS=<compute capability, e.g. 89> {_BUILD}",
 )
 
-_HAS_NATIVE = KERNELS.endswith("cuda")
-_RUNS, _OLD_DRIVER, _NO_IMAGE, _TURNED_OFF = range(4)
-_FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by major version of CUDA
-
+HAS_NATIVE = KERNELS.endswith("cuda")
 _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
 _turned_off: dict[int, str] = {}  # by device: the error found in its native kernels
 _warned: set[int | None] = set()  # devices; None stands for all if there are no native kernels
@@ -47,9 +52,13 @@ def cuda_kernels(device: int) -> str:
     return f"{'plain torch' if WANTED == 'reference' else 'ATen'}, because {problem}"
 
 
-def may_be_native(device: int | None) -> bool:
-    """Returns whether native kernels may run on a CUDA device, as far as known without asking the driver."""
-    return _HAS_NATIVE and (device or 0) not in _turned_off
+def cuda_problem(device: int) -> str | None:
+    """Returns why native kernels do not run on a CUDA device, and what to do; None if they run."""
+    if device in _turned_off:
+        return _turned_off[device]
+    if HAS_NATIVE:
+        return PROBLEMS[import_module("bagua_syncbn._C").cuda_support(device)]
+    return NO_CUDA_KERNELS if WANTED == "native" else f"BAGUA_SYNCBN_KERNELS is {WANTED!r}"
 
 
 def turn_off(device: int, problem: str) -> None:
@@ -58,42 +67,13 @@ def turn_off(device: int, problem: str) -> None:
     import_module("bagua_syncbn._C").turn_off_cuda(device)
 
 
-def cuda_problem(device: int) -> str | None:
-    """Returns why native kernels do not run on a CUDA device, and what to do; None if they run."""
-    if device in _turned_off:
-        return _turned_off[device]
-    if _HAS_NATIVE:
-        return describe(*import_module("bagua_syncbn._C").cuda_support(device))
-    return NO_CUDA_KERNELS if WANTED == "native" else f"BAGUA_SYNCBN_KERNELS is {WANTED!r}"
-
-
-def describe(support: int, runtime: int, driver: int) -> str | None:
-    """Returns the sentence for a result of ``_C.cuda_support``; versions are 1000 * major + 10 * minor."""
-    if support == _RUNS:
-        return None
-    built = f"the CUDA kernels of this installation were built with CUDA {_version(runtime)}"
-    build = "BAGUA_SYNCBN_BUILD=cuda pip install . in a checkout"
-    if support == _OLD_DRIVER:
-        major = runtime // 1000
-        first = f" ({_FIRST_DRIVERS[major]} or later)" if major in _FIRST_DRIVERS else ""
-        return (
-            f"{built}, which needs an NVIDIA driver for CUDA {major}{first}; this machine's is for CUDA "
-            f"{_version(driver)}. Update it, or build with an older toolkit: CUDA_HOME=/path/to/toolkit {build}"
-        )
-    return f"{built} for other GPUs. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS=<compute capability, e.g. 89> {build}"
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
 def _warn_once(device: torch.device) -> None:
-    index = device.index if _HAS_NATIVE else None
+    index = device.index if HAS_NATIVE else None
     if index in _warned:
         return
     _warned.add(index)
     can_be_built = sys.platform == "linux" and torch.version.hip is None
-    if WANTED == "native" and (_HAS_NATIVE or can_be_built):
+    if WANTED == "native" and (HAS_NATIVE or can_be_built):
         problem = cuda_problem(device.index or 0)
         warnings.warn(f"bagua_syncbn uses ATen's kernels on {device}: {problem}", RuntimeWarning, stacklevel=3)
 

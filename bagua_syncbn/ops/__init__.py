@@ -23,10 +23,10 @@ otherwise; ``mean``, ``invstd`` and messages have it. ``ops/headers.py`` describ
                                 ``grad_output``, it writes there and returns an empty tensor
 ==============================  =====================================================================================
 
-``activation`` is an index in ``activations.py``; 0 is none. ``mask`` holds the valid positions of all channels: a
-contiguous bool (N, \*), or int64 lengths (N) along the last dimension. The statistics ignore invalid positions, where
-``batch_norm_backward_elemt``, without an activation, returns ``grad_output * invstd * weight``. Rare arguments come
-last, because each one that is given takes half a microsecond.
+``activation`` is an index in ``activations.py``; 0 is none. ``mask``, a contiguous bool (N, \*), holds the valid
+positions of all channels. The statistics ignore invalid positions, where ``batch_norm_backward_elemt``, without an
+activation, returns ``grad_output * invstd * weight``. Rare arguments come last, because each one that is given takes
+half a microsecond.
 
 ``fault`` is an int64 tensor (8) in host memory, pinned for devices. The first fault stays until the host clears it:
 
@@ -44,7 +44,7 @@ from . import reference
 from .activations import IDENTITY, Activation, activation_of
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, header_of, header_sums_of
-from .masking import Masking, of_positions
+from .masking import Masking
 from .moments import Moments
 from .native import KERNELS, hold_buffers
 from .running_stats import NO_BUFFERS, Buffers, clear_clamped, inverse_deviation, is_clamped, merge_stats

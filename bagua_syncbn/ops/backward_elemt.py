@@ -7,7 +7,6 @@ from . import activations
 from .definition import defines, like_input, per_channel
 from .elemt import normalized
 from .headers import headers_differ, record_sums
-from .masking import of_positions
 
 
 def means_of_sums(
@@ -60,7 +59,7 @@ def batch_norm_backward_elemt(
     projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
     dx = (dy - per_channel(mean_dy, input)).sub_(projected).mul_(scale)
     if mask is not None:
-        dx = dx.where(of_positions(mask, input), dy * scale)
+        dx = dx.where(mask.unsqueeze(1), dy * scale)
     if grad_input is None:
         return like_input(input, dx)
     grad_input.copy_(dx)

@@ -6,5 +6,4 @@ from .definition import per_channel
 from .elemt import batch_norm_elemt
 from .gather_stats import batch_norm_gather_stats
 from .headers import header_sums_of
-from .masking import of_positions
 from .stats import batch_norm_stats

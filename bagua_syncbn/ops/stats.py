@@ -5,7 +5,6 @@ from torch import Tensor
 
 from .definition import accumulate_dtype, defines, library, per_channel, reduced_dims
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, fill, header_of, header_sums_of
-from .masking import of_positions
 from .moments import Moments
 
 
@@ -34,7 +33,7 @@ def batch_norm_stats(
     input = input.detach()
     row, channels = _fake(input, caller).zero_(), input.size(1)
     if mask is not None:
-        var, mean, count = _masked_moments(input.to(row.dtype), of_positions(mask, input))
+        var, mean, count = _masked_moments(input.to(row.dtype), mask.unsqueeze(1))
         low, high = count % WORD, count // WORD
         row[: 2 * channels + 2] = torch.cat([mean, var, low.to(mean).view(1), high.to(mean).view(1)])
         numbers = header_of(caller, call)

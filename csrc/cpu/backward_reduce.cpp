@@ -51,7 +51,8 @@ void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, con
                           static_cast<T*>(grad), normalization.factors(false)};
     if (grad != nullptr && epilogue.act.code == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
     const ActivatedLoops<T>& activated = loops<T>().activated[epilogue.act.code];
-    const std::vector<double> totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, activated);
+    std::vector<double> totals(width);  // zeros for an empty input
+    if (g.rows() > 0) totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, activated);
     A* sums = static_cast<A*>(arguments.sums);
     for (int64_t c = 0; c < width; ++c) sums[c] = static_cast<A>(totals[c]);
     pack_header(sums + width, arguments.header);

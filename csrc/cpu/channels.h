@@ -9,7 +9,7 @@
 
 namespace bagua_syncbn::cpu {
 
-// The types of a dtype: for conversions (torch's), and in the loops.
+// C++ types of a dtype: torch's, with conversions, and the storage type in the loops.
 template <typename T, typename S>
 struct TypeTag {
   using type = T;
@@ -28,8 +28,7 @@ void dispatch(DType dtype, const Body& body) {
   }
 }
 
-// The `count` values of a tensor as A: its own memory if that has type A, else a converted copy. All are `otherwise` if
-// there is no tensor.
+// The `count` values of a tensor as type A, converted if necessary. Without a tensor, all values are `otherwise`.
 template <typename A>
 class ChannelArray {
  public:
@@ -56,7 +55,7 @@ class ChannelArray {
   const A* values_;
 };
 
-// Sets each of `count` values to value(channel, old).
+// Sets each value to value(channel, old value).
 template <typename Value>
 void write_channels(const MutablePerChannel& tensor, int64_t count, const Value& value) {
   dispatch(tensor.dtype, [&](auto tag) {
@@ -66,7 +65,7 @@ void write_channels(const MutablePerChannel& tensor, int64_t count, const Value&
   });
 }
 
-// Factors of (x - mean) * invstd * weight + bias, and the parameter of the activation.
+// Factors of (x - mean) * invstd * weight + bias, and the activation's parameter.
 template <typename A>
 class Normalization {
  public:

@@ -10,8 +10,8 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Computes mean and biased variance of each channel in zeroed `mean` and `var`, and returns the number of values per
-// channel. Each rank is weighted by its share of the values, in rank order, so that all ranks get the same bits.
+// Adds mean and biased variance of each channel to zeroed `mean` and `var`. Returns the number of values per channel.
+// Merges in rank order, so that all ranks get the same bits.
 template <typename A>
 int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t size, std::vector<double>& mean,
                     std::vector<double>& var) {
@@ -32,7 +32,7 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t 
   return total;
 }
 
-// The same from sums over ranks.
+// Computes the same from sums over ranks.
 int64_t divide_sums(const double* sums, int64_t channels, std::vector<double>& mean, std::vector<double>& var) {
   const double count = sums[2 * channels], inverse = 1 / std::max(count, 1.0);
   for (int64_t c = 0; c < channels; ++c) unpack_moments(sums, channels, c, inverse, mean[c], var[c]);

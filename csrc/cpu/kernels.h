@@ -6,19 +6,18 @@
 
 namespace bagua_syncbn::cpu {
 
-// Unused; CUDA's has a stream.
+// Unused. CUDA's Device has a stream.
 struct Device {
   explicit Device(const Tensor&) {}
 };
 
-void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Header& header,
+void stats(const void* x, DType dtype, const Geometry& g, const uint8_t* mask, void* packed, const Header& header,
            Device&);
-void write_zeros_and_header(const Header& header, void* target, int64_t zeros, DType accumulate, Device&);
 void gather_stats(const GatherArguments& arguments, Device&);
 void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
            Device&);
 void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device&);
 void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                    const BackwardElemtArguments& arguments, const Mask* mask, const Epilogue& epilogue, Device&);
+                    const BackwardElemtArguments& arguments, const uint8_t* mask, const Epilogue& epilogue, Device&);
 }  // namespace bagua_syncbn::cpu

@@ -1,4 +1,4 @@
-// The inner loops, on plain memory. They are compiled for each instruction set; loops() picks one at run time.
+// The inner loops, compiled for each instruction set. loops() picks one at run time.
 //
 // All instruction sets give the same bits: for any vector width, element j of a span is added to lane j % kLanes,
 // without fused multiply-adds.
@@ -15,13 +15,13 @@ namespace bagua_syncbn {
 
 constexpr int kLanes = 64;
 
-// The results of a reduction: mean and sum of squared deviations (m2), or the sums of g and g * (x - mean).
+// Results of a reduction: mean and sum of squared deviations (m2), or sums of g and g * (x - mean).
 struct Pair {
   double first = 0;
   double second = 0;
 };
 
-// Per-channel factors of z = (x - mean) * scale + shift + residual, and the parameter of the activation.
+// Per-channel factors of z = (x - mean) * scale + shift + residual, and the activation's parameter.
 template <typename A>
 struct NormalizeFactors {
   const A* mean;
@@ -38,10 +38,10 @@ struct GradientFactors : NormalizeFactors<A> {
   const A* projection;
 };
 
-// For all functions that the loops call, see loops/table.inl.
+// Required for functions that the loops call, see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
-// Tensors of the reduction of g = dy * act'(z). `residual` may be null; g is stored unless `g` is null.
+// Arguments of the reduction of g = dy * act'(z). `residual` and `g`, which receives g, may be null.
 template <typename T>
 struct Gradients {
   const T* dy;
@@ -55,30 +55,30 @@ struct Gradients {
   }
 };
 
-// Consecutive rows of n values. Planar: the first row belongs to `channel`, the following to the next channels.
+// Consecutive rows of n values. Planar: the first row belongs to `channel`, the next row to the next channel.
 // Interleaved: n is `channels`, and `channel` is 0.
 struct Rows {
   int64_t count, n, channel, channels;
 };
 
-// The first values of a span, `rows` rows of n values, whose mean is used as pivot; `count` of them are valid.
+// The start of a span: `rows` rows of n values, `count` of them valid. Their mean is the pivot.
 struct Sample {
   int64_t rows, n, count;
 };
 
-// The loops of one activation. Elementwise loops come in pairs: planar and interleaved.
+// The loops for one activation. Elementwise loops come in pairs: planar and interleaved.
 template <typename T>
 struct ActivatedLoops {
   using A = Accumulate<T>;
 
   // y = act(z); `residual` may be null.
   void (*normalize[2])(const T* x, const T* residual, T* y, Rows, const NormalizeFactors<A>&);
-  // dx, without a residual. Where `valid` is 0, dx is dy * scale. It has a byte for each value of a row (the same for
-  // all rows), or interleaved for each row; it may be null, and must be for all activations but Identity.
+  // dx, without a residual. Where `valid` is 0, dx is dy * scale. Planar: a byte per value, the same for all rows.
+  // Interleaved: a byte per row. Null without a mask, and for all activations except Identity.
   void (*gradient[2])(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows, const GradientFactors<A>&);
   // Planar: `rows` rows of n values of one channel, `stride` apart.
   Pair (*sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
-  // Interleaved: writes the sums of each channel, [2][channels], to `out`. `columns` is scratch memory of that size.
+  // Interleaved: writes per-channel sums, [2][channels], to `out`. `columns` is scratch memory of this size.
   void (*sums_columns)(const Gradients<T>&, int64_t rows, int64_t channels, A* columns, double* out);
 };
 
@@ -86,22 +86,22 @@ template <typename T>
 struct Loops {
   using A = Accumulate<T>;
 
-  // Planar: `rows` rows of n values of one channel, `stride` apart. `valid` has a byte for each value, row after row,
-  // of which `count` are 1; it is null if all values are valid.
+  // Planar: `rows` rows of n values of one channel, `stride` apart. `valid` has a byte per value, `count` of them 1;
+  // null if all values are valid.
   Pair (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample&,
                   int64_t count);
-  // Interleaved: writes mean and m2 of each channel, [2][channels], to `out`. `list` has the numbers of the rows, or is
-  // null for consecutive rows. `columns` is scratch memory of 3 * channels values.
+  // Interleaved: writes mean and m2 of each channel, [2][channels], to `out`. `list` has row indices; null for
+  // consecutive rows. `columns` is scratch memory for 3 * channels values.
   void (*moments_columns)(const T* x, const int64_t* list, int64_t rows, int64_t channels, A* columns, double* out);
   ActivatedLoops<T> activated[kActivations];
 };
 
-// Returns the loops for the best instruction set of this CPU, or for BAGUA_SYNCBN_CPU_CAPABILITY ("baseline", "avx2",
-// "avx512") if the CPU has it.
+// Returns the loops for the best instruction set of this CPU, or a lesser one named by BAGUA_SYNCBN_CPU_CAPABILITY
+// ("baseline", "avx2").
 template <typename T>
 const Loops<T>& loops();
 
-// The name of that instruction set.
+// Returns the name of the instruction set in use.
 const char* cpu_capability();
 
 }  // namespace bagua_syncbn

@@ -1,12 +1,30 @@
-// batch_norm_stats: packs mean, biased variance and count of each channel, of the valid positions if there is a mask.
+// batch_norm_stats: per-channel mean, biased variance and count, optionally with a mask, packed for the exchange.
 
 #include "channels.h"
 #include "kernels.h"
-#include "mask.h"
 #include "work.h"
 
 namespace bagua_syncbn::cpu {
 namespace {
+
+// Returns the sum of n bytes that are 1 or 0. Adds words of 8 bytes, which overflow after 255 additions.
+int64_t count_of(const uint8_t* valid, int64_t n) {
+  constexpr int64_t kWord = 8, kMost = 255;
+  int64_t count = 0, j = 0;
+  while (j + kWord <= n) {
+    const int64_t words = std::min(kMost, (n - j) / kWord);
+    uint64_t sums = 0;
+    for (int64_t w = 0; w < words; ++w, j += kWord) {
+      uint64_t word;
+      std::memcpy(&word, valid + j, kWord);
+      sums += word;
+    }
+    constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+    count += static_cast<int64_t>(((sums & kEven) + (sums >> 8 & kEven)) * 0x0001000100010001 >> 48);
+  }
+  for (; j < n; ++j) count += valid[j];
+  return count;
+}
 
 // Chan, Golub and LeVeque: merges the moments of `added` values into those of `count` values.
 struct MergeMoments {
@@ -21,14 +39,14 @@ struct MergeMoments {
   }
 };
 
-// Returns [mean | m2]. `positions` as in for_each_stretch.
+// Returns [mean | m2].
 template <typename T>
-std::vector<double> planar_stats(const T* x, const Geometry& g, const uint8_t* positions) {
+std::vector<double> planar_stats(const T* x, const Geometry& g, const uint8_t* mask) {
   constexpr int64_t kSample = 256, kMaskedSample = 1024;
   const int64_t stride = g.channels * g.inner;
   return reduce_planar<MergeMoments>(
       g, [&](int64_t channel, int64_t sample, int64_t offset, int64_t rows, int64_t n, Pair& moments) {
-        const uint8_t* valid = positions ? positions + sample * g.inner + offset : nullptr;
+        const uint8_t* valid = mask ? mask + sample * g.inner + offset : nullptr;
         const int64_t count = valid ? count_of(valid, rows * n) : rows * n;
         if (count == 0) return count;
         Sample first{1, std::min(kSample, n), std::min(kSample, n)};
@@ -45,45 +63,34 @@ std::vector<double> planar_stats(const T* x, const Geometry& g, const uint8_t* p
 }
 
 template <typename T>
-std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8_t* positions) {
+std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8_t* mask) {
   using A = Accumulate<T>;
   return reduce_interleaved<MergeMoments, A>(g, [&](int64_t row, int64_t rows, A* scratch, double* out) {
-    int64_t list[kMaxTileRows], count = positions ? 0 : rows;  // the valid rows
-    for (int64_t j = 0; positions && j < rows; ++j) {          // without a branch, which could not be predicted
+    int64_t list[kMaxTileRows], count = mask ? 0 : rows;  // the valid rows
+    for (int64_t j = 0; mask && j < rows; ++j) {          // no branch: it would be unpredictable
       list[count] = j;
-      count += positions[row + j];
+      count += mask[row + j];
     }
     const T* tile = x + row * g.channels;
-    if (count > 0) loops<T>().moments_columns(tile, positions ? list : nullptr, count, g.channels, scratch, out);
+    if (count > 0) loops<T>().moments_columns(tile, mask ? list : nullptr, count, g.channels, scratch, out);
     return count;
   });
 }
 
 }  // namespace
 
-void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Header& header,
+void stats(const void* x, DType dtype, const Geometry& g, const uint8_t* mask, void* packed, const Header& header,
            Device&) {
-  const std::vector<uint8_t> bytes = positions_of(mask, g.batch);
-  const uint8_t* positions = mask ? bytes.data() : nullptr;
-  const int64_t count = positions ? count_of(positions, g.rows()) : g.rows();
+  const int64_t count = mask ? count_of(mask, g.rows()) : g.rows();
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Stored;
     std::vector<double> moments(2 * g.channels);  // zeros if there are no values
     if (count > 0)
-      moments = (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(static_cast<const T*>(x), g, positions);
+      moments = (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(static_cast<const T*>(x), g, mask);
     for (int64_t c = 0; c < g.channels; ++c) {
       const double mean = moments[c], m2 = moments[g.channels + c];
       pack_moments<Accumulate<T>>(packed, g.channels, c, mean, m2, static_cast<double>(count), header);
     }
-  });
-}
-
-void write_zeros_and_header(const Header& header, void* target, int64_t zeros, DType accumulate, Device&) {
-  dispatch(accumulate, [&](auto tag) {
-    using A = Accumulate<typename decltype(tag)::Stored>;
-    A* values = static_cast<A*>(target);
-    std::fill_n(values, zeros, A(0));
-    pack_header(values + zeros, header);
   });
 }
 

@@ -1,4 +1,4 @@
-// Splits work into pieces that depend only on sizes, never on the number of threads, so that results do not either.
+// Splits work into pieces. Pieces depend only on sizes, so results do not depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -6,26 +6,26 @@
 #include <cstring>
 #include <vector>
 
-#include "../layout.h"
+#include "../arguments.h"
 #include "../stable_abi.h"
 #include "loops.h"
 
 namespace bagua_syncbn::cpu {
 
-// Smallest number of values that is worth waking another thread.
+// Minimum number of values per thread.
 constexpr int64_t kGrain = 32768;
 
-// Number of values that are added in the accumulate type before they are merged in double.
+// Number of values that are summed in the accumulate type before they are merged in double.
 constexpr int64_t kSpan = 16384;
 
 // Maximum values and rows of a tile.
 constexpr int64_t kTileValues = 65536;
 constexpr int64_t kMaxTileRows = 256;
 
-// A reduction has at least this many parts if each has kGrain values or more: enough for all threads of a machine.
+// A reduction has at least this many parts if each has kGrain values or more: enough for all cores.
 constexpr int64_t kParts = 64;
 
-// Calls body(begin, end) on ranges of `count` pieces of about `values` values each.
+// Calls body(begin, end) on ranges of `count` pieces with about `values` values each.
 template <typename Body>
 void parallel_over(int64_t count, int64_t values, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / values);
@@ -36,9 +36,8 @@ void parallel_over(int64_t count, int64_t values, const Body& body) {
   }
 }
 
-// Returns whether to write `output` with streaming stores, which avoid reading the lines that they overwrite: if it is
-// larger than a core's share of the last-level cache, so that its next reader would miss anyway, and if all vectors of
-// all rows are aligned.
+// Returns whether to use streaming stores, which do not read the memory that they overwrite: if `output` exceeds a
+// core's share of the last-level cache (its next reader would miss anyway), and all vectors are aligned.
 template <typename T>
 bool streams(const T* output, const Geometry& g) {
   constexpr int64_t kLarge = int64_t(16) << 20, kLine = 64, kSize = sizeof(T);
@@ -47,12 +46,12 @@ bool streams(const T* output, const Geometry& g) {
   return g.rows() * g.channels * kSize >= kLarge && row % kLine == 0 && address % kLine == 0;
 }
 
-// Reductions return two results per channel, [2][channels]. A Merge(count, added) merges the results of `added` values
-// into those of `count` values: merge(first, second, added_first, added_second). The input must not be empty.
+// Reductions return two results per channel, [2][channels]. Merge(count, added) merges the results of `added` values
+// into the results of `count` values: merge(first, second, added_first, added_second). The input must not be empty.
 
-// Planar: the (batch, inner) values of a channel are split into parts, along the batch first, and parts into spans of
+// Planar: splits the (batch, inner) values of a channel into parts, along the batch first, and parts into spans of
 // about kSpan values. reduce(channel, sample, offset, rows, n, result) reduces a span of `rows` rows of n values and
-// returns the number of valid ones.
+// returns the number of valid values.
 template <typename Merge, typename Reduce>
 std::vector<double> reduce_planar(const Geometry& g, const Reduce& reduce) {
   struct Part {
@@ -98,8 +97,8 @@ std::vector<double> reduce_planar(const Geometry& g, const Reduce& reduce) {
   return totals;
 }
 
-// Interleaved: the rows are split into parts, and parts into tiles; two tiles fit the L2 cache. reduce(row, rows,
-// scratch, out) reduces a tile and returns the number of valid rows. `scratch` has 3 * channels values.
+// Interleaved: splits the rows into parts, and parts into tiles; two tiles fit the L2 cache. reduce(row, rows, scratch,
+// out) reduces a tile and returns the number of valid rows. `scratch` has 3 * channels values.
 template <typename Merge, typename A, typename Reduce>
 std::vector<double> reduce_interleaved(const Geometry& g, const Reduce& reduce) {
   const int64_t rows = g.rows(), channels = g.channels, width = 2 * channels;
@@ -131,19 +130,19 @@ std::vector<double> reduce_interleaved(const Geometry& g, const Reduce& reduce) 
   return results;
 }
 
-// Runs an elementwise pass: calls write(offset, rows, valid), where `valid` is null or the mask for the loops.
-// `positions` has a byte for each of (batch, inner), or is null.
+// Runs an elementwise pass: calls write(offset, rows, valid), where `valid` is the part of `mask` for these rows. Both
+// may be null.
 template <typename Write>
-void for_each_stretch(const Geometry& g, const uint8_t* positions, const Write& write) {
+void for_each_stretch(const Geometry& g, const uint8_t* mask, const Write& write) {
   if (g.interleaved) {
     return parallel_over(g.rows(), g.channels, [&](int64_t begin, int64_t end) {
-      write(begin * g.channels, Rows{end - begin, g.channels, 0, g.channels}, positions ? positions + begin : nullptr);
+      write(begin * g.channels, Rows{end - begin, g.channels, 0, g.channels}, mask ? mask + begin : nullptr);
     });
   }
   parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
     while (begin < end) {  // with a mask, one sample at a time
-      const int64_t sample = begin / g.channels, last = positions ? std::min(end, (sample + 1) * g.channels) : end;
-      const uint8_t* valid = positions ? positions + sample * g.inner : nullptr;
+      const int64_t sample = begin / g.channels, last = mask ? std::min(end, (sample + 1) * g.channels) : end;
+      const uint8_t* valid = mask ? mask + sample * g.inner : nullptr;
       if (valid && std::memchr(valid, 0, g.inner) == nullptr) valid = nullptr;
       write(begin * g.inner, Rows{last - begin, g.inner, begin % g.channels, g.channels}, valid);
       begin = last;

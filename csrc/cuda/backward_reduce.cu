@@ -1,16 +1,16 @@
-// batch_norm_backward_reduce: per-channel sums of g and of g * (x - mean), and this rank's gradients of weight and bias
-// from them; g = dy * act'(z), which can be stored.
+// batch_norm_backward_reduce: per-channel sums of g = dy * act'(z) and g * (x - mean), and this rank's gradients of
+// weight and bias. Optionally stores g.
 //
-// Threads are mapped to data as in stats.cu. A thread sums a batch before it adds it to its total, the block sums over
-// its threads, and merge_sums over the parts of a channel, in double.
+// A thread sums a batch before it adds it to its total. The block sums over its threads, and merge_sums over the parts
+// of a channel, in double.
 
-#include "act.cuh"
+#include "normalize.cuh"
 #include "reduce.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Sums of a part of a channel.
+// Sums over one part of a channel.
 struct SumsPart {
   double dy, dy_xmu;
 };
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates;
   constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
-  // Interleaved kernels with an activation have no registers for sums of a batch.
+  // Interleaved kernels with an activation have no registers left for batch sums.
   constexpr bool kSumsBatch = !kActivates || Traits::kPlanar;
   Batch<Traits> batch(plan, false);
   Loaded<Traits> grads, values, residuals;
@@ -52,23 +52,23 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   Sums<A, kLanes> sums{};
   while (batch.any) {
     Sums<A, kLanes> added{};
-#pragma unroll(Traits::kUnroll)
+#pragma unroll
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto slot = batch.pop();
-      const auto dy_slot = grads.pop(), x_slot = values.pop();
+      const auto dy_slot = grads.slot(u), x_slot = values.slot(u);
       A g[kWidth];
       if constexpr (kActivates) {
         normalize(factors, x_slot, g);
-        if (residual != nullptr) add(residuals.pop(), g);
+        if (residual != nullptr) add(residuals.slot(u), g);
         activate<true>(g, act);
       }
 #pragma unroll
       for (int w = 0; w < kWidth; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = kActivates ? g[w] * dy_value : dy_value;
-        if (slot.counts(w)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
+        if (!Traits::kPlanar || batch.counts(w, u)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
       }
-      if (kActivates && grad_buffer != nullptr) store_slot(grad_buffer, slot.slot, narrow_all<typename Traits::T>(g));
+      if (kActivates && grad_buffer != nullptr)
+        store_slot(grad_buffer, batch.slots[u], narrow_all<typename Traits::T>(g));
     }
     if (kSumsBatch) sums.merge(added);
     if (batch.walk.done()) break;
@@ -99,14 +99,18 @@ __global__ void __launch_bounds__(kThreads)
 void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device) {
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
+  const auto merge = [&](auto value, int64_t parts, const SumsPart* sums) {
+    using A = Accumulate<decltype(value)>;
+    launch_merge<merge_sums<A>>(device, g.channels, parts, sums, g.channels, arguments);
+  };
+  if (g.rows() == 0) return dispatch(dtype, [&](auto value) { merge(value, 0, nullptr); });
   const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad_buffer)};
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
     SumsPart* const parts = allocate_parts<SumsPart>(device, plan);
     Kernel<backward_reduce_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, grad_buffer,
                                                    arguments, epilogue.residual, epilogue.act, parts);
-    if (parts != nullptr)
-      launch_merge<merge_sums<typename Chosen::A>>(device, g.channels, plan.parts, parts, g.channels, arguments);
+    if (parts != nullptr) merge(typename Chosen::T(), plan.parts, parts);
   };
   const bool activates = epilogue.act.code != 0 || grad_buffer != nullptr;
   if (activates) return choose_kernel<Op::kBackwardReduce, false, true>(dtype, g, tensors, start);

@@ -2,10 +2,46 @@
 // with and without a mask.
 #pragma once
 
-#include "traits.cuh"
 #include "walk.cuh"
 
 namespace bagua_syncbn::cuda {
+
+enum class Op { kStats, kElemt, kBackwardReduce, kBackwardElemt };
+
+// Compile-time constants of a kernel that reads a whole tensor in layout Plan_ (split.h): kWidth_ values of type T_ at
+// a time, with a mask, or with an activation and a residual.
+template <Op kOp, typename T_, int kWidth_, typename Plan_, bool kMasked_, bool kActivates_>
+struct Traits {
+  using T = T_;
+  using A = Accumulate<T>;
+  using Plan = Plan_;
+  static constexpr int kWidth = kWidth_;
+  static constexpr bool kMasked = kMasked_;
+  static constexpr bool kActivates = kActivates_;
+  static constexpr bool kPlanar = std::is_same_v<Plan, Planar>;
+  static constexpr bool kReduces = kOp == Op::kStats || kOp == Op::kBackwardReduce;
+
+  // Channels per thread, and maximum channels per block.
+  static constexpr int kLanes = kPlanar ? 1 : kWidth;
+  static constexpr int kTile = kPlanar ? 1 : kWidth == 1 ? kWarp : kLineBytes / kVectorBytes * kWidth;
+
+  // Slots per batch. Twice as many if they are scalar, half as many for two input tensors.
+  static constexpr bool kOneInput = kOp == Op::kStats || (kOp == Op::kElemt && !kActivates);
+  static constexpr int kSlots = (kWidth == 1 ? 2 : 1) * kBatch / (kOneInput ? 1 : 2);
+  // A reduction leaves the tensor in the cache for the next pass. An element-wise kernel is the last to read it.
+  static constexpr Read kRead = kReduces ? Read::kAgain : Read::kLast;
+
+  // Blocks per multiprocessor for which the compiler limits registers; 0: no limit. With one block more, it spills
+  // registers or delays a load on at least one card.
+  static constexpr int resident() {
+    constexpr int size = sizeof(T);
+    if (kOp == Op::kStats) return kMasked ? 2 : kPlanar || size == 4 ? 4 : size == 8 ? 3 : 2;
+    if (kOp == Op::kElemt) return (size == 8 ? 3 : 4) - kActivates;
+    if (kActivates) return size == 4 ? 3 : 2;
+    if (kOp == Op::kBackwardElemt) return kMasked && kWidth == 8 ? 2 : 3;
+    return kPlanar ? (kWidth == 1 ? 4 : 0) : size == 8 ? 2 : 3;
+  }
+};
 
 // The unsigned integer of kBytes bytes.
 template <int kBytes>
@@ -13,26 +49,13 @@ using Unsigned =
     std::conditional_t<kBytes == 8, uint64_t,
                        std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
 
-// Planar: a bit for each valid value of `slot`, which is in `sample` and `channel`.
+// Planar: returns a bit for each valid value of `slot`, which is in `sample` and `channel`.
 template <int W>
-__device__ __forceinline__ unsigned valid_bits(const Mask& mask, const Planar& plan, int64_t channel, int64_t sample,
+__device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
                                                const Slot<W>& slot) {
   if (slot.last <= 0) return 0;
-  const int64_t begin = slot.offset - (sample * plan.channels + channel) * plan.inner;  // negative before the row
+  const uint8_t* valid = mask + slot.offset - (sample * (plan.channels - 1) + channel) * plan.inner;
   unsigned bits = 0;
-  if (mask.positions == nullptr) {
-    const int64_t length = mask.lengths[sample];
-    int64_t position = begin + slot.first;
-    if (mask.length != plan.inner) position %= mask.length;
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      if (!slot.holds(j)) continue;
-      if (position < length) bits |= 1u << j;
-      if (++position == mask.length) position = 0;
-    }
-    return bits;
-  }
-  const uint8_t* valid = mask.positions + sample * plan.inner + begin;
   if constexpr (W > 1) {
     if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
       const auto word = *reinterpret_cast<const Unsigned<W>*>(valid);
@@ -48,25 +71,7 @@ __device__ __forceinline__ unsigned valid_bits(const Mask& mask, const Planar& p
   return bits;
 }
 
-// Interleaved: 1 if `row`, which `slot` is in, is valid.
-__device__ __forceinline__ unsigned valid_bits(const Mask& mask, const Interleaved&, int64_t, int64_t row,
-                                               const RowSlot& slot) {
-  return slot.offset >= 0 &&
-         (mask.positions != nullptr ? mask.positions[row] != 0 : row % mask.length < mask.lengths[row / mask.inner]);
-}
-
-// Returns the first of `items` and moves the others up. An array with an index that is not a compile-time constant
-// would be in local memory.
-template <typename V, int K>
-__device__ __forceinline__ V take(V (&items)[K]) {
-  const V first = items[0];
-#pragma unroll
-  for (int k = 1; k < K; ++k) items[k - 1] = items[k];
-  return first;
-}
-
-// A batch of slots. All channels share a mask, so its bytes are mostly cached: they are read after the loads of values
-// were issued.
+// A batch of slots. All channels share a mask, so its bytes are mostly cached: they are loaded after the values.
 template <typename Traits>
 class Batch {
  public:
@@ -74,22 +79,11 @@ class Batch {
   static constexpr int kBits = Traits::kPlanar ? Traits::kWidth : 1;  // per slot
   using Walk = std::conditional_t<Traits::kPlanar, PlanarWalk<Traits::kWidth>, InterleavedWalk<Traits::kWidth>>;
 
-  struct Taken {
-    typename Walk::Slot slot;
-    unsigned valid;
-
-    // True if value w is valid. An empty interleaved slot is all zeros, which add nothing to a sum of gradients.
-    __device__ __forceinline__ bool counts(int w) const {
-      if (!Traits::kMasked && !Traits::kPlanar) return true;
-      return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
-    }
-  };
-
   Walk walk;
   typename Walk::Slot slots[kSlots];
   bool any;  // whether there is a slot
 
-  __device__ __forceinline__ Batch(const typename Traits::Plan& plan, bool reversed, const Mask& mask = {})
+  __device__ __forceinline__ Batch(const typename Traits::Plan& plan, bool reversed, const uint8_t* mask = nullptr)
       : walk(plan, reversed), plan_(plan), mask_(mask) {}
 
   __device__ __forceinline__ void next() {
@@ -100,14 +94,15 @@ class Batch {
       slots[u] = walk.next();
     }
   }
-  // Determines the valid values. To be called after the loads.
+  // Determines the valid values. Call it after the loads.
   __device__ __forceinline__ void read_mask() {
     valid_ = 0;
 #pragma unroll
     for (int u = 0; u < kSlots; ++u) valid_ |= valid(u) << (u * kBits);
   }
 
-  // True if value w of slot u is valid.
+  // True if value w of slot u is valid. Without a mask, this is not needed for interleaved gradient sums: empty slots
+  // have zeros, which add nothing.
   __device__ __forceinline__ bool counts(int w, int u) const {
     return (valid_ >> (u * kBits + (kBits == 1 ? 0 : w)) & 1) != 0;
   }
@@ -115,26 +110,21 @@ class Batch {
   __device__ __forceinline__ int count() const { return __popc(valid_); }
   __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - kSlots * kBits); }
 
-  // Removes the first slot.
-  __device__ __forceinline__ Taken pop() {
-    const Taken first{take(slots), valid_};
-    valid_ >>= kBits;
-    return first;
-  }
-
  private:
   __device__ __forceinline__ unsigned valid(int u) const {
-    if constexpr (Traits::kMasked) return valid_bits(mask_, plan_, walk.channel, places_[u], slots[u]);
+    if constexpr (!Traits::kPlanar && Traits::kMasked) return slots[u].mask() != 0 && mask_[places_[u]] != 0;
+    if constexpr (Traits::kPlanar && Traits::kMasked)
+      return valid_bits(mask_, plan_, walk.channel, places_[u], slots[u]);
     return slots[u].mask();
   }
 
   const typename Traits::Plan& plan_;
-  const Mask mask_;
+  const uint8_t* const mask_;
   int64_t places_[kSlots];  // samples or rows
   unsigned valid_;          // kBits for each slot
 };
 
-// The values of a batch in one tensor, as they were loaded.
+// Loaded values of a batch in one tensor.
 template <typename Traits>
 struct Loaded {
   using T = typename Traits::T;
@@ -147,7 +137,7 @@ struct Loaded {
     for (int u = 0; u < kSlots; ++u) bits[u] = load_slot<W, Traits::kRead>(tensor, batch.slots[u], batch.walk.whole());
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
-  // Replaces invalid values by those of their channels in `others`.
+  // Replaces each invalid value by its channel's value in `others`.
   __device__ __forceinline__ void replace(const Batch<Traits>& batch,
                                           const typename Traits::A (&others)[Traits::kLanes]) {
 #pragma unroll
@@ -159,12 +149,6 @@ struct Loaded {
       }
       memcpy(&bits[u], &pack, sizeof(pack));
     }
-  }
-  // Removes the first slot.
-  __device__ __forceinline__ Pack<T, W> pop() {
-    const Pack<T, W> first = slot(0);
-    take(bits);
-    return first;
   }
 };
 

@@ -14,7 +14,7 @@ using namespace bagua_syncbn;
 using namespace bagua_syncbn::cuda;
 std::map<std::string, double[4]> largest;  // errors, by op and dtype
 
-// Returns pseudo-random numbers between `low` and `high`, in memory that host and device share.
+// Returns pseudo-random numbers between `low` and `high`, in pinned memory.
 template <typename T>
 T* numbers(int64_t count, double low = 0, double high = 1) {
   static uint32_t state = 1;
@@ -43,7 +43,6 @@ struct Check {
   A *bias = numbers<A>(channels), *sums = numbers<A>(2 * channels), *packed = numbers<A>(2 * row_size);
   int64_t* count = reinterpret_cast<int64_t*>(numbers<double>(1));
   uint8_t* valid = reinterpret_cast<uint8_t*>(numbers<T>(rows));
-  const Mask mask{valid, nullptr, g.inner, g.inner};
   const Factors factors{{mean, accumulate}, {invstd, accumulate}, {weight, accumulate}, {bias, accumulate}};
   DefaultStream device;
   int64_t at(int64_t r, int64_t c) const {
@@ -51,7 +50,7 @@ struct Check {
   }
   double value(const T* tensor, int64_t row, int64_t c) const { return widen(tensor[at(row, c)]); }
 
-  // Notes the error of `got`, computed from terms of size `scale`, as a share of the allowed error.
+  // Records the error of `got`, which was computed from terms of size `scale`, as a share of the allowed error.
   template <typename V>
   void compare(const char* op, V got, double expected, double scale = 0) const {
     const double rounding = sizeof(V) == 8 ? 1e-13 : sizeof(V) == 4 ? 1e-6 : std::is_same_v<V, __half> ? 1e-3 : 8e-3;
@@ -60,14 +59,14 @@ struct Check {
     noted = std::max(noted, std::isnan(error) ? HUGE_VAL : error);
   }
 
-  // Statistics of a rank with all values and of a rank with the valid ones, and their merge.
+  // Two ranks, the second with a mask, and their merge.
   void check_statistics() {
     const auto counts = [&](int rank, int64_t r) { return rank == 0 || valid[r] ? 1 : 0; };
     for (int64_t r = 0; r < rows; ++r) valid[r] = r % 3 != 1;
     A *merged = numbers<A>(2 * channels), *running = numbers<A>(2 * channels, 0.5, 0.5);
     const MutablePerChannel running_mean{running, accumulate}, running_var{running + channels, accumulate};
     stats(x, dtype, g, nullptr, packed, {}, device);
-    stats(x, dtype, g, &mask, packed + row_size, {}, device);
+    stats(x, dtype, g, valid, packed + row_size, {}, device);
     gather_stats({packed, 2, channels, accumulate, merged, merged + channels, count, running_mean, running_var, nullptr,
                   false, 0.1, 1e-5, 0, true, nullptr, false, 0},
                  device);
@@ -93,7 +92,7 @@ struct Check {
     }
   }
 
-  // The other ops: plain, with a mask, or with a sigmoid and (except in the gradient of the input) a residual.
+  // The other ops: plain, with a mask, or with a sigmoid and (except in backward_elemt) a residual.
   void check_passes(bool masked, bool activates) {
     const Act<double> act{activates ? static_cast<int64_t>(Code::kSigmoid) : 0, 0};
     const Epilogue epilogue{activates ? residual : nullptr, act};
@@ -102,8 +101,8 @@ struct Check {
     const MutablePerChannel grad_weight{grads, accumulate}, grad_bias{grads + channels, accumulate};
     elemt(x, out, dtype, g, factors, epilogue, device);
     backward_reduce(dy, x, grad_buffer, dtype, g, {factors, sums, grad_weight, grad_bias, {}}, epilogue, device);
-    backward_elemt(dy, x, dx, dtype, g, {factors, {sums, accumulate}, count, 0, 1, 0, nullptr},
-                   masked ? &mask : nullptr, {nullptr, act}, device);
+    backward_elemt(dy, x, dx, dtype, g, {factors, sums, count, 0, 1, 0, nullptr}, masked ? valid : nullptr,
+                   {nullptr, act}, device);
     expect_success(cudaDeviceSynchronize());
     for (int64_t c = 0; c < channels; ++c) {
       const double average = sums[c] / double(*count), slope = sums[channels + c] * pow(invstd[c], 2) / double(*count);

@@ -1,11 +1,8 @@
-// batch_norm_elemt: y = act((x - mean) * invstd * weight + bias + residual).
-//
-// Planar: a block takes a part of a channel. Interleaved: a block takes some rows of a tile of channels, a thread
-// kLanes channels (walk.cuh). The mean is subtracted first: folded into the bias, it would cancel if it is large
-// compared to the deviation.
+// batch_norm_elemt: y = act((x - mean) * invstd * weight + bias + residual). The mean is subtracted first: folded into
+// the bias, it would cancel if it is large compared to the deviation.
 
-#include "act.cuh"
 #include "launch.cuh"
+#include "normalize.cuh"
 
 namespace bagua_syncbn::cuda {
 namespace {
@@ -29,14 +26,13 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   NormalizeFactors<A> factors[Traits::kLanes];  // waited for together with the first batch
   share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(tensors, c); });
   while (batch.any) {
-#pragma unroll(Traits::kUnroll)
+#pragma unroll
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto slot = batch.pop();
       A z[Traits::kWidth];
-      normalize(factors, values.pop(), z);
-      if (kActivates && residual != nullptr) add(residuals.pop(), z);
+      normalize(factors, values.slot(u), z);
+      if (kActivates && residual != nullptr) add(residuals.slot(u), z);
       if (kActivates) activate<false>(z, act);
-      store_slot(y, slot.slot, narrow_all<typename Traits::T>(z));
+      store_slot(y, batch.slots[u], narrow_all<typename Traits::T>(z));
     }
     if (batch.walk.done()) break;
     load();

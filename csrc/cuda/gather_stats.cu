@@ -1,8 +1,8 @@
 // batch_norm_gather_stats: merges the statistics of all ranks and updates the running statistics.
 //
-// A thread merges a channel in double, in two passes over the ranks: mean and average variance, then the deviations of
-// the means. A rank's weight is its share of all values, which one lane of a warp computes for the others. The order
-// depends on the number of ranks only, so all ranks get the same bits.
+// A thread merges one channel in double, in two passes over the ranks: mean and average variance, then deviations of
+// the means. A rank's weight is its share of all values, which one lane computes for its warp. The order depends only
+// on the number of ranks, so all ranks get the same bits.
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -10,12 +10,12 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Ranks whose values a thread loads before it uses the first.
+// Number of ranks whose values a thread loads before it uses the first.
 constexpr int kRanksAtOnce = 8;
-// Threads of each of several blocks: few, so that many multiprocessors share the arithmetic in double.
+// Threads per block if there are several blocks: few, so that many multiprocessors share the double arithmetic.
 constexpr int kFewThreads = 64;
 
-// Returns the sum over the lanes of a warp to all of them.
+// Returns the sum over the lanes of a warp, to all lanes.
 template <typename V>
 __device__ __forceinline__ V add_lanes(V value) {
 #pragma unroll
@@ -23,13 +23,13 @@ __device__ __forceinline__ V add_lanes(V value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The gathered rows of all ranks. Constructed, and used to merge channels, by all lanes of a warp together.
+// The gathered rows of all ranks. All lanes of a warp construct it and merge together.
 template <typename A>
 class Ranks {
   const A* rows;
   int64_t channels, header_size, row_size;
   int number;
-  double inverse;  // of the total; NaN if a row is invalid
+  double inverse;  // 1 / total; NaN if a row is invalid
 
  public:
   bool valid;         // whether all rows are valid
@@ -116,19 +116,18 @@ class SumOfRanks {
   }
 };
 
-// running += momentum * (value - running), in double; `old` is the value of `running`.
+// running += momentum * (value - running), in double. `old` is the loaded value of `running`.
 __device__ void update_running(const MutablePerChannel& running, int64_t c, const ChannelValue& old, double value,
                                double momentum) {
   const double before = old.as<double>();
   write_channel(running, c, before + momentum * (value - before));
 }
 
-// What a launch of merge_ranks does. Two launches share the work if a thread must know more than its own channels
-// before it updates a buffer (the counter of batches, which one thread changes, or whether all channels are finite),
-// and the channels need several blocks.
+// The work of a merge_ranks launch. With several blocks, it takes two launches if an update depends on more than one
+// channel: on the counter of batches, which one thread changes, or on whether all channels are finite.
 enum class Phase { kAll, kMerge, kUpdate };
 
-// `found`, used between kMerge and kUpdate: for each block 1 if its statistics are finite, then the momentum.
+// `found` passes values from kMerge to kUpdate: 1 for each block with finite statistics, then the momentum.
 template <typename A, typename Source>
 __global__ void __launch_bounds__(kThreads, 2)
     merge_ranks(const GatherArguments arguments, Phase phase, double* found) {
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (!ranks.valid) ranks.record(arguments);
     }
   }
-  // Also the barrier after which all threads of the block have read the counter.
+  // This barrier also ensures that all threads of the block have read the counter.
   finite = __syncthreads_and(finite) || !arguments.skip_nonfinite;
   if (phase == Phase::kMerge) {
     if (threadIdx.x == 0) found[blockIdx.x] = finite;

@@ -1,21 +1,15 @@
-// Chooses kernels and launches them. The only place with a launch.
+// Chooses and launches kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <initializer_list>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
+#include "batch.cuh"
 #include "kernels.h"
-#include "traits.cuh"
 
 namespace bagua_syncbn::cuda {
-
-inline void expect(bool success, const char* problem) {
-  if (!success) throw std::runtime_error(std::string("CUDA: expected success, got ") + problem);
-}
 
 inline void expect_success(cudaError_t error) {
   if (error == cudaSuccess) return;
@@ -23,7 +17,7 @@ inline void expect_success(cudaError_t error) {
   expect(false, cudaGetErrorString(error));
 }
 
-// All kernels of the library, to load them before the first one runs (device.cu).
+// All kernels of the library. load_kernels() loads them before the first launch.
 inline std::vector<const void*>& all_kernels() {
   static std::vector<const void*> kernels;
   return kernels;
@@ -40,7 +34,7 @@ struct Kernel<kKernel> {
   // the kernel.
   template <typename... Arguments>
   static void launch(const Extent& grid, const Extent& block, Stream stream, const Arguments&... arguments) {
-    static_cast<void>(&known);  // instantiates it
+    static_cast<void>(&known);  // forces its instantiation
     expect(grid.x <= INT32_MAX, "more channels than a grid has blocks");
     const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
     const dim3 threads(static_cast<unsigned>(block.x), static_cast<unsigned>(block.y));
@@ -59,24 +53,18 @@ struct Kernel<kKernel> {
   }
 };
 
-// Calls `start(traits, plan)` with the Traits and the plan of the kernel for the layout of `tensor`.
+// Calls start(traits, plan) for the layout of `tensor`.
 template <Op kOp, typename T, int kWidth, bool kMasked, bool kActivates, typename Start>
 void choose_layout(const Geometry& g, const void* tensor, const Start& start) {
-  const char* const too_large = "more than 2^30 values in a row, slots of a channel, or rows in a part of it";
   using Interleaves = Traits<kOp, T, kWidth, Interleaved, kMasked, kActivates>;
-  if (g.interleaved) {
-    const Interleaved plan = split_interleaved(g, kWidth, Interleaves::kReduces);
-    expect(fits(plan), too_large);
-    return start(Interleaves(), plan);
-  }
+  if (g.interleaved) return start(Interleaves(), split_interleaved(g, kWidth, Interleaves::kReduces));
   const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % kWidth);
-  const Planar plan = split_planar(g, kWidth, misaligned, Interleaves::kReduces);
-  expect(fits(plan), too_large);
-  start(Traits<kOp, T, kWidth, Planar, kMasked, kActivates>(), plan);
+  start(Traits<kOp, T, kWidth, Planar, kMasked, kActivates>(),
+        split_planar(g, kWidth, misaligned, Interleaves::kReduces));
 }
 
-// The same, for the dtype, layout and alignment of `tensors`. All tensors that the kernel reads or writes must be
-// included.
+// Calls start(traits, plan) for the dtype, layout and alignment of `tensors`: all tensors that the kernel reads or
+// writes.
 template <Op kOp, bool kMasked, bool kActivates, typename Start>
 void choose_kernel(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors, const Start& start) {
   dispatch(dtype, [&](auto value) {

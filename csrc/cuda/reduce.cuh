@@ -1,4 +1,4 @@
-// Reductions over the threads of a block, and over the blocks of a channel. The order of every sum is fixed, so results
+// Reductions over the threads of a block and over the blocks of a channel. The order of every sum is fixed, so results
 // do not depend on scheduling.
 #pragma once
 
@@ -22,8 +22,8 @@ __device__ __forceinline__ V from_lane_after(const V& value, int distance) {
   return result;
 }
 
-// Mean and sum of squared deviations (m2) of a thread's channels, over `count` values each. A mean is relative to a
-// center, which is one of the values: in float32, this is as precise as deviations from the center are.
+// Mean and sum of squared deviations (m2) for each of a thread's channels, over `count` values. The mean is relative to
+// a center, which is one of the values, and so as precise as deviations from the center.
 template <typename A, int kLanes>
 struct Moments {
   A center[kLanes], mean[kLanes], m2[kLanes];
@@ -61,8 +61,8 @@ struct Sums {
   __device__ __forceinline__ Sums<A, 1> lane(int i) const { return {{first[i]}, {second[i]}}; }
 };
 
-// Merges `value` over the threads of a block that have the same channels: threads are in rows of `columns`, each with
-// kLanes of the block's channels, kTile at most. Thread t gets the result for channel t. Called by all threads, with a
+// Merges `value` over the threads of a block that have the same channels. Threads form rows of `columns`; each has
+// kLanes of the block's (at most kTile) channels. Thread t gets the result for channel t. Called by all threads, with a
 // barrier between two calls.
 template <int kTile = 1, template <typename, int> typename S, typename A, int kLanes>
 __device__ __forceinline__ S<A, 1> reduce_block(S<A, kLanes> value, int columns = 1) {
@@ -79,14 +79,15 @@ __device__ __forceinline__ S<A, 1> reduce_block(S<A, kLanes> value, int columns 
   return result;
 }
 
-// Memory for the results of the parts of each channel, which a second kernel merges; null if there is one part.
+// Allocates the parts' results, which a second kernel merges; null if there is one part.
 template <typename Part, typename Plan>
 Part* allocate_parts(Device& device, const Plan& plan) {
   if (plan.parts == 1) return nullptr;
   return reinterpret_cast<Part*>(device.allocate(plan.parts * plan.channels * (sizeof(Part) / sizeof(double))));
 }
 
-// Launches kMerge with a block for each channel, which merges `parts` results.
+// Launches kMerge, with a block per channel, to merge `parts` results. Without any, it writes the results of an empty
+// input.
 template <auto kMerge, typename... Arguments>
 void launch_merge(const Device& device, int64_t channels, int64_t parts, const Arguments&... arguments) {
   Kernel<kMerge>::launch({channels, 1}, {power_of_two(parts, kWarp, kThreads), 1}, device.stream, parts, arguments...);

@@ -1,69 +1,74 @@
-// Split of a tensor over blocks and threads. It depends only on sizes and alignment, so results do not depend on the
-// card or on other work there.
+// Splits a tensor over blocks and threads. The split depends only on sizes and alignment, so results do not depend on
+// the card or on concurrent work.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <stdexcept>
+#include <string>
 
-#include "../host_device.h"
-#include "../layout.h"
+#include "../arguments.h"
 
 namespace bagua_syncbn::cuda {
 
-// Maximum threads of a block, and threads of a warp.
+// Threads: maximum per block, and per warp.
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-// Bytes of a vector: the widest load that all cards have. A batch of vectors has at most 32 values, so a thread keeps a
-// bit for each in an integer.
+// Bytes per vector: the widest load that all cards have. A batch of vectors has at most 32 values, so a 32-bit integer
+// holds a bit for each value.
 constexpr int kVectorBytes = 16;
-// Bytes of a row per interleaved block: a cache line. In a reduction half of one, which memory still delivers at full
-// speed: more threads of a block share a channel, and fewer parts remain to be merged.
+// Row bytes per interleaved block: a cache line. In reductions half a line, which memory still delivers at full speed:
+// more threads share a channel, and fewer parts remain to be merged.
 constexpr int kLineBytes = 128;
 constexpr int kReducedBytes = 64;
 
-// Maximum blocks of a launch. Element-wise: several waves on the largest cards. Reductions: one wave of four blocks on
-// each of 132 multiprocessors, since starting, finishing and merging a block costs as much as a batch or two.
-constexpr int64_t kReduceBlocks = 528;
+// Maximum blocks per launch. Element-wise kernels: several waves on the largest cards. Reductions: one wave of four
+// blocks on each of 132 multiprocessors, or of three if they are interleaved, which needs more registers. Starting,
+// finishing and merging a block costs as much as a batch or two.
 constexpr int64_t kElementBlocks = 4096;
-// The same for interleaved reductions, which need more registers: three on each multiprocessor.
+constexpr int64_t kReduceBlocks = 528;
 constexpr int64_t kReduceRowBlocks = 396;
-// Two blocks on each multiprocessor. With fewer blocks, parts get smaller, down to a batch for each thread.
+// Two blocks per multiprocessor. With fewer blocks, parts get smaller, down to a batch per thread.
 constexpr int64_t kFewBlocks = 264;
 // Vectors that a thread loads before it uses the first value.
 constexpr int kBatch = 4;
-// Minimum slots for each thread of a part, once there are kFewBlocks blocks.
+// Minimum slots per thread and part, if there are kFewBlocks blocks.
 constexpr int64_t kFewestSlots = kBatch + kBatch / 2;
-// Limit for the values of a planar row, the slots of a planar channel and the rows of an interleaved part.
+// Limits the values of a planar row, the slots of a planar channel and the rows of an interleaved part, so that a
+// thread needs only 32-bit indices.
 constexpr int64_t kMost = int64_t(1) << 30;
+
+inline void expect(bool success, const char* problem) {
+  if (!success) throw std::runtime_error(std::string("CUDA: expected success, got ") + problem);
+}
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Values of a vector.
+// Values per vector.
 constexpr int64_t vector_width(int64_t value_size) {
   return kVectorBytes / value_size;
 }
 
-// Returns the smallest power of two that is at least `value`, within [low, high], which are powers of two.
+// Rounds `value` up to a power of two within [low, high], which are powers of two.
 inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
   int64_t power = low;
   while (power < value && power < high) power *= 2;
   return power;
 }
 
-// The split of `count` slots or rows over `parts` blocks of `threads`.
+// Splits `count` slots or rows over `parts` blocks with `threads` threads.
 //
-// Element-wise kernels launch more blocks than run at a time: contiguous ranges of nearly equal length. The blocks of a
-// reduction all run at the same time: they take turns, one slot for each thread, so that the tail of the tensor stays
-// cached for the next pass. The host divides: on the device, a division takes longer than all else before the first
-// load.
+// Element-wise kernels launch more blocks than run at a time: contiguous ranges of nearly equal length. All blocks of a
+// reduction run at the same time: they take turns, one slot per thread, so that the tail of the tensor stays cached for
+// the next pass. The host divides: a division on the device takes longer than everything else before the first load.
 struct Sharing {
   int64_t count;
-  int64_t length;  // of a range, or of a turn
+  int64_t length;  // range or turn
   int64_t longer;  // number of ranges (the first ones) that are longer by one
-  int64_t step;    // from a slot or row of a thread to the next one
+  int64_t step;    // to the next slot or row of a thread
   bool in_turns;
 
   Sharing(int64_t count, int64_t parts, int64_t threads, bool in_turns)
@@ -83,20 +88,19 @@ struct Extent {
   int64_t x, y;
 };
 
-// Planar: a block takes a part of the slots of a channel. Slots are aligned vectors in memory; the first and the last
-// one of a row can extend beyond the row.
+// Planar: a block takes some slots of a channel. Slots are aligned vectors in memory; the first and last slot of a row
+// may extend beyond the row.
 struct Planar {
-  int64_t batch;
   int64_t channels;
   int64_t inner;
-  int64_t slots;    // of a row
-  int64_t parts;    // of a channel
-  int64_t threads;  // of a block
+  int64_t slots;    // per row
+  int64_t parts;    // per channel
+  int64_t threads;  // per block
   Sharing sharing{1, 1, 1, false};
   uint32_t inverse = 0;           // 2^32 / slots, to divide by
-  int slots_on = 0, rows_on = 0;  // from a slot of a thread to the next one
-  int64_t values_on = 0;          // as rows_on, in values
-  int64_t row_step = 0;           // from a row of a channel to the next one, in values
+  int slots_on = 0, rows_on = 0;  // to the next slot of a thread
+  int64_t values_on = 0;          // rows_on in values
+  int64_t row_step = 0;           // values to the next row of a channel
   int misaligned = 0;             // values from an aligned address to the start of the tensor
   bool cut_before = false;        // whether the first slot starts before the tensor
   bool cut_after = false;         // whether the last slot ends after the tensor
@@ -107,20 +111,19 @@ struct Planar {
 
 // Interleaved: a block takes some rows of a tile of channels.
 struct Interleaved {
-  int64_t height;  // rows of the tensor
   int64_t channels;
   int64_t tiles;
-  int64_t parts;    // of a tile
+  int64_t parts;    // per tile
   int64_t columns;  // threads along a row
   int64_t rows;     // threads across rows
   Sharing sharing{1, 1, 1, false};
-  int64_t step = 0;  // from a slot of a thread to the next one, in values
+  int64_t step = 0;  // values to the next slot of a thread
 
   Extent grid() const { return {tiles, parts}; }
   Extent block() const { return {columns, rows}; }
 };
 
-// Returns the number of parts of each of `units` channels or tiles. `slots`: slots of a thread if there is one part.
+// Returns the number of parts per unit, a channel or tile. `slots`: slots per thread if there is one part.
 inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, bool reduces) {
   const int64_t least = width == 1 ? kBatch : kBatch / 2;  // a batch of two tensors
   const int64_t several = slots / kFewestSlots;
@@ -129,7 +132,7 @@ inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, bool reduce
   return std::max<int64_t>(1, std::min(most / units, std::max(several, fill)));
 }
 
-// Whether the kernels can load vectors from all of these addresses. Planar rows can be misaligned if all tensors are
+// Whether the kernels can load vectors from these addresses. Planar rows may be misaligned if all tensors are
 // misaligned alike.
 inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
   const int64_t width = vector_width(value_size);
@@ -145,8 +148,9 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
 inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, bool reduces) {
   const bool aligned = misaligned == 0 && g.inner % width == 0;
   const int64_t slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width), all = g.batch * slots;
-  Planar plan{g.batch, g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, reduces), kThreads};
-  // If the blocks fill the card, small ones, so that each thread has enough work.
+  expect(g.inner <= kMost && g.batch < kMost && all < kMost, "more than 2^30 values in a row, or slots in a channel");
+  Planar plan{g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, reduces), kThreads};
+  // Small blocks if they fill the card, so that each thread has enough work.
   const int64_t slots_of_thread = plan.parts * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
   plan.threads = power_of_two(ceil_div(ceil_div(all, plan.parts), slots_of_thread), kWarp, kThreads);
   plan.sharing = {all, plan.parts, plan.threads, reduces};
@@ -161,28 +165,18 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, boo
   return plan;
 }
 
-// Whether 32 bits are enough for the indices of a thread. Larger inputs are refused.
-inline bool fits(const Planar& plan) {
-  return plan.inner <= kMost && plan.batch < kMost && plan.batch * plan.slots < kMost;
-}
-
-inline bool fits(const Interleaved& plan) {
-  return ceil_div(plan.height, plan.parts) < kMost;
-}
-
 inline Interleaved split_interleaved(const Geometry& g, int64_t width, bool reduces) {
-  Interleaved plan{g.rows(), g.channels, 1, 1, 1, 1};
-  const int64_t slots = ceil_div(g.channels, width);
+  Interleaved plan{g.channels, 1, 1, 1, 1};
+  const int64_t slots = ceil_div(g.channels, width), height = g.rows();
   const int64_t bytes = reduces ? kReducedBytes : kLineBytes;
   plan.columns = power_of_two(slots, 1, width == 1 ? kWarp : bytes / kVectorBytes);
   plan.tiles = ceil_div(slots, plan.columns);
-  const int64_t threads =
-      power_of_two(plan.columns * plan.height, 64, kThreads);  // at least one for each channel of a tile
-  plan.rows = threads / plan.columns;
-  const int64_t slots_of_thread = plan.height / plan.rows;
-  plan.parts = parts_of(plan.tiles, slots_of_thread, width, reduces);
+  // At least one thread per channel of a tile.
+  plan.rows = power_of_two(plan.columns * height, 64, kThreads) / plan.columns;
+  plan.parts = parts_of(plan.tiles, height / plan.rows, width, reduces);
   if (reduces) plan.parts = std::max<int64_t>(1, std::min(plan.parts, kReduceRowBlocks / plan.tiles));
-  plan.sharing = {plan.height, plan.parts, plan.rows, reduces && plan.height < kMost};
+  expect(ceil_div(height, plan.parts) < kMost, "more than 2^30 rows in a part of a channel");
+  plan.sharing = {height, plan.parts, plan.rows, reduces && height < kMost};
   plan.step = plan.sharing.step * plan.channels;
   return plan;
 }

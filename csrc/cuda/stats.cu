@@ -1,11 +1,9 @@
-// batch_norm_stats: per-channel mean, biased variance and count, of all values or of those that a mask selects, packed
-// into the message that ranks exchange. Also the message of a rank without values.
+// batch_norm_stats: per-channel mean, biased variance and count, optionally with a mask, packed for the exchange.
 //
-// Planar: a block takes a part of a channel, its threads take slots in turn (walk.cuh). Interleaved: a block takes some
-// rows of a tile of channels, a thread kLanes channels. Each thread sums deviations from a center, its first valid
-// value, and their squares, one batch at a time. This stays precise if the mean is large compared to the deviation. A
-// center far from the mean costs little: it is one of the values, so it makes the variance as large. The block merges
-// the moments of its threads. If a channel has several parts, merge_stats merges them in double.
+// Each thread sums deviations from a center, its first valid value, and their squares, one batch at a time. This stays
+// precise if the mean is large compared to the deviation. A center far from the mean costs little: it is one of the
+// values, so it makes the variance as large. The block merges the moments of its threads. If a channel has several
+// parts, merge_stats merges them in double.
 
 #include "../packed_stats.h"
 #include "batch.cuh"
@@ -14,15 +12,15 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Moments of a part of a channel.
+// Moments of one part of a channel.
 struct StatsPart {
   double mean, m2, count;
 };
 
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
-    stats_kernel(typename Traits::Plan plan, const typename Traits::T* x, Mask mask, StatsPart* parts, void* packed,
-                 Header header) {
+    stats_kernel(typename Traits::Plan plan, const typename Traits::T* x, const uint8_t* mask, StatsPart* parts,
+                 void* packed, Header header) {
   using A = typename Traits::A;
   constexpr int kSlots = Traits::kSlots, kWidth = Traits::kWidth, kLanes = Traits::kLanes;
   Batch<Traits> batch(plan, false, mask);
@@ -43,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
         if (batch.counts(i % kWidth, i / kWidth)) moments.center[i % kLanes] = value;
       }
     }
-    // Invalid values become centers, with a deviation of zero. A branch for each value would diverge in most warps.
+    // Centers replace invalid values: their deviation is zero. A branch per value would diverge in most warps.
     if (!batch.full()) values.replace(batch, moments.center);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -77,56 +75,47 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   }
 }
 
-// In two passes: the mean of a channel, then the squared deviations from it. Means are relative to the first one, so
-// that the variance of equal values is 0.
+// Sums over parts relative to the mean of a part: the variance of equal values is 0, whatever their mean is.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Header header) {
-  const StatsPart* const own = parts + blockIdx.x * count;
-  const double origin = own[0].mean;
+  const StatsPart* own = parts + blockIdx.x * count;
+  int64_t first = 0;
+  while (first + 1 < count && own[first].count == 0) ++first;
+  const double origin = count > 0 ? own[first].mean : 0;
   Sums<double, 1> values{}, squares{};
-  for (int64_t p = threadIdx.x; p < count; p += blockDim.x)
-    values.add(0, own[p].count, own[p].count * (own[p].mean - origin));
-  values = reduce_block(values);
-  __shared__ double mean;
-  if (threadIdx.x == 0) mean = origin + values.second[0] / max(values.first[0], 1.0);
-  __syncthreads();
   for (int64_t p = threadIdx.x; p < count; p += blockDim.x) {
-    const double difference = own[p].mean - mean;
-    squares.add(0, own[p].m2 + own[p].count * difference * difference, 0);
+    const double weight = own[p].count, difference = own[p].mean - origin;
+    values.add(0, weight, weight * difference);
+    squares.add(0, own[p].m2 + weight * difference * difference, 0);
   }
+  values = reduce_block(values);
+  __syncthreads();
   squares = reduce_block(squares);
-  if (threadIdx.x == 0) pack_moments<A>(packed, channels, blockIdx.x, mean, squares.first[0], values.first[0], header);
-}
-
-template <typename A>
-__global__ void __launch_bounds__(kThreads) write_zeros(A* target, int64_t zeros, const Header header) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < zeros) target[i] = A(0);
-  if (i == 0) pack_header(target + zeros, header);
+  if (threadIdx.x != 0) return;
+  const double shift = values.second[0] / max(values.first[0], 1.0);
+  const double m2 = squares.first[0] - shift * values.second[0];
+  pack_moments<A>(packed, channels, blockIdx.x, origin + shift, m2 < 0 ? 0 : m2, values.first[0], header);
 }
 
 }  // namespace
 
-void stats(const void* x, DType dtype, const Geometry& g, const Mask* mask, void* packed, const Header& header,
+void stats(const void* x, DType dtype, const Geometry& g, const uint8_t* mask, void* packed, const Header& header,
            Device& device) {
+  const auto merge = [&](auto value, int64_t parts, const StatsPart* moments) {
+    using A = Accumulate<decltype(value)>;
+    launch_merge<merge_stats<A>>(device, g.channels, parts, moments, g.channels, packed, header);
+  };
+  if (g.rows() == 0) return dispatch(dtype, [&](auto value) { merge(value, 0, nullptr); });
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
     StatsPart* const parts = allocate_parts<StatsPart>(device, plan);
-    Kernel<stats_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, x,
-                                         mask == nullptr ? Mask{} : *mask, parts, packed, header);
-    if (parts != nullptr)
-      launch_merge<merge_stats<typename Chosen::A>>(device, g.channels, plan.parts, parts, g.channels, packed, header);
+    Kernel<stats_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, x, mask, parts, packed,
+                                         header);
+    if (parts != nullptr) merge(typename Chosen::T(), plan.parts, parts);
   };
   if (mask != nullptr) return choose_kernel<Op::kStats, true, false>(dtype, g, {x}, start);
   choose_kernel<Op::kStats, false, false>(dtype, g, {x}, start);
-}
-
-void write_zeros_and_header(const Header& header, void* target, int64_t zeros, DType accumulate, Device& device) {
-  dispatch(accumulate, [&](auto value) {
-    using Write = Kernel<write_zeros<Accumulate<decltype(value)>>>;
-    Write::launch({ceil_div(zeros + 1, kThreads), 1}, {kThreads, 1}, device.stream, target, zeros, header);
-  });
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -33,12 +33,12 @@ BAGUA_SYNCBN_HOST_DEVICE __forceinline__ T narrow(Accumulate<T> value) {
   }
 }
 
-// Values of type T in a vector.
+// Values of type T per vector.
 template <typename T>
 constexpr int kVector = static_cast<int>(vector_width(sizeof(T)));
 
 // W values that are loaded and stored together. They keep their storage type until all loads of a batch are issued: a
-// conversion would wait for its load.
+// conversion waits for its load.
 template <typename T, int W>
 struct alignas(W * sizeof(T)) Pack {
   T values[W];
@@ -55,7 +55,7 @@ __device__ __forceinline__ Pack<T, W> pack_of(const Bits<T, W>& bits) {
   return pack;
 }
 
-// Planar: values `first` to `last` - 1 of the W at `offset` belong to the row; none if `last` <= 0.
+// Planar: of the W values at `offset`, `first` to `last` - 1 belong to the row; none if `last` <= 0.
 template <int W>
 struct Slot {
   int64_t offset;
@@ -68,7 +68,7 @@ struct Slot {
   __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
 };
 
-// Interleaved: all values at `offset`; none if it is negative.
+// Interleaved: all W values at `offset`; none if it is negative. Needs fewer registers than a Slot.
 struct RowSlot {
   int64_t offset;
 
@@ -76,7 +76,7 @@ struct RowSlot {
   __device__ __forceinline__ unsigned mask() const { return offset >= 0; }
 };
 
-// Whether the next pass reads the tensor again. If not, its lines are marked to be evicted first.
+// kLast: no later pass reads the tensor, so its cache lines are evicted first.
 enum class Read { kAgain, kLast };
 
 template <Read kRead, typename V>
@@ -88,7 +88,7 @@ __device__ __forceinline__ V load(const V* address) {
   }
 }
 
-// Loads the W values of `slot`; those outside of its row are arbitrary. `whole`: all W values are inside the tensor, so
+// Loads the W values of `slot`. Values outside its row are arbitrary. `whole`: all W values are inside the tensor, so
 // one load is safe.
 template <int W, Read kRead, typename T>
 __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
@@ -150,14 +150,14 @@ BAGUA_SYNCBN_HOST_DEVICE auto dispatch(DType dtype, const Body& body) {
   __builtin_unreachable();
 }
 
-// A value of a per-channel tensor of any dtype, as it was loaded. as() converts it, which branches on the dtype and
-// waits for the load: so a thread loads the values of several tensors before it converts the first.
+// A loaded value of a per-channel tensor of any dtype. as() converts it, which branches on the dtype and waits for the
+// load: a thread loads from several tensors before it converts the first value.
 struct ChannelValue {
   DType dtype = DType::kFloat;
   uint64_t bits = 0;
 
   ChannelValue() = default;
-  // Value c of `tensor`, or `otherwise` if there is no tensor.
+  // Loads value c of `tensor`; `otherwise` if the tensor is null.
   __device__ __forceinline__ ChannelValue(const PerChannel& tensor, int64_t c, float otherwise = 0)
       : dtype(tensor.data == nullptr ? DType::kFloat : tensor.dtype) {
     if (tensor.data == nullptr) {

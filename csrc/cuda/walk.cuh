@@ -1,4 +1,4 @@
-// Iteration of a thread over its part of a tensor, in slots of W values.
+// Iterates over the slots of a thread, W values each. docs/cuda_kernels.md has a picture.
 #pragma once
 
 #include "split.h"
@@ -10,8 +10,8 @@ __device__ __forceinline__ int thread_index() {
   return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-// The index of this block in memory order; `reversed`: from the end of the tensor, which the previous pass left in the
-// cache.
+// Index of this block in memory order. `reversed` counts from the end of the tensor, which the previous pass left in
+// the cache.
 struct Place {
   unsigned x, y;
 
@@ -19,11 +19,7 @@ struct Place {
       : x(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x), y(reversed ? gridDim.y - 1 - blockIdx.y : blockIdx.y) {}
 };
 
-// Planar: block (channel, part). Threads take the slots of the channel in turn, sample by sample. Two parts, a and b,
-// of two threads each, in turns, with seven slots in a row:
-//
-//     sample 0  | a0 a1 b0 b1 a0 a1 b0 |
-//     sample 1  | b1 a0 a1 b0 b1 a0 a1 |
+// Planar: block (channel, part). Threads take the slots of the channel in turn, sample by sample.
 template <int W>
 class PlanarWalk {
  public:
@@ -49,10 +45,10 @@ class PlanarWalk {
     offset_ = (sample_ * plan.channels + channel) * plan.inner;
   }
 
-  // Threads of the block along its channels, and this thread's place among them.
+  // Threads of the block along its channels, and the index of this thread among them.
   __device__ __forceinline__ int columns() const { return 1; }
   __device__ __forceinline__ int column() const { return 0; }
-  // The channel that this thread reads and writes per-channel values of, or -1.
+  // The channel whose per-channel values this thread reads and writes, or -1.
   __device__ __forceinline__ int64_t own_channel() const { return thread_index() == 0 ? channel : -1; }
 
   __device__ __forceinline__ bool done() const { return left_ <= 0; }
@@ -60,12 +56,12 @@ class PlanarWalk {
   // The sample of the next slot.
   __device__ __forceinline__ int64_t place() const { return sample_; }
 
-  // True if every slot of the part is inside the tensor, including the values of neighboring rows.
+  // True if all slots of the part are inside the tensor, including their values from neighboring rows.
   __device__ __forceinline__ bool whole() const { return whole_; }
 
-  // Returns the next slot, an empty one at the end. Without a branch, so that all slots of a batch are found at once.
+  // Returns the next slot, which is empty at the end. Has no branch, so all slots of a batch are found at once.
   __device__ __forceinline__ Slot next() {
-    // The offset of the row within its first slot.
+    // Offset of the row within its first slot.
     const int shift = W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(offset_) + plan_.misaligned) % W);
     const int begin = slot_ * W - shift, rest = static_cast<int>(plan_.inner) - begin;
     const Slot slot{offset_ + begin, begin < 0 ? shift : 0, done() ? 0 : min(rest, W)};
@@ -81,23 +77,18 @@ class PlanarWalk {
  private:
   const Planar& plan_;
   bool whole_;
-  int64_t offset_;  // of the row
+  int64_t offset_;  // start of the row
   int sample_, slot_;
   int left_;  // slots from the next one to the end of the part
 };
 
 // Interleaved: block (tile, part). A thread has the same W channels in every row.
-//
-//   part: rows r0 .. r1, tile of columns * W channels  columns = 2, rows = 2, W = 4
-//     row r0         | t0 t0 t0 t0 t1 t1 t1 t1 |
-//     row r0 + 1     | t2 t2 t2 t2 t3 t3 t3 t3 |
-//     row r0 + 2     | t0 t0 t0 t0 t1 t1 t1 t1 |
 template <int W>
 class InterleavedWalk {
  public:
   using Slot = RowSlot;
 
-  int64_t channel, part;  // the first of the thread's channels
+  int64_t channel, part;  // `channel`: the first channel of the thread
 
   __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
     const Place place(reversed);
@@ -106,7 +97,7 @@ class InterleavedWalk {
     channel = tile_ + threadIdx.x * W;
     const int64_t row = plan.sharing.begin_of(part);
     end_ = plan.sharing.end_of(part);
-    // W divides the number of channels, so a thread has all of its channels or none.
+    // W divides the number of channels, so a thread has W channels or none.
     left_ = channel < plan.channels ? static_cast<int>(end_ - row) - int(threadIdx.y) : 0;
     offset_ = (row + threadIdx.y) * plan.channels + channel;
   }

@@ -48,14 +48,13 @@ def place(values: Tensor, layout: str, offset: int) -> Tensor:
 
 
 def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Positions that count: ``scattered``, ``all`` or ``none`` of them, ``padded``; or ``lengths``."""
+    """Returns the positions that count: ``scattered``, ``all`` or ``none`` of them, or ``padded``."""
     size = (shape[0], *shape[2:])
-    if kind in ("lengths", "padded"):
+    if kind == "padded":
         lengths = torch.randint(-1, shape[-1] + 2, shape[:1])
         if len(lengths) > 1:
             lengths[0] = 0
-        positions = torch.arange(shape[-1]) < lengths.view(-1, *[1] * (len(shape) - 2))
-        return lengths if kind == "lengths" else positions.expand(size).contiguous()
+        return (torch.arange(shape[-1]) < lengths.view(-1, *[1] * (len(shape) - 2))).expand(size).contiguous()
     return torch.rand(size) < {"scattered": 0.5, "all": 1.0, "none": 0.0}[kind]
 
 
@@ -110,7 +109,7 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
         for tensor, layout, offset in zip(values, layouts, case.offsets, strict=True)
     )
     mask = None if case.mask is None else make_mask(case.mask, case.shape)
-    inside = torch.ones_like(input, dtype=torch.bool) if mask is None else reference.of_positions(mask, input)
+    inside = torch.ones_like(input, dtype=torch.bool) if mask is None else mask.unsqueeze(1)
     factors = torch.randn(4, channels).to(accumulate).unbind()
     mean, invstd, sums = factors[0], factors[1].abs() + 0.5, torch.cat(factors[2:])
     weight = bias = None

@@ -1,7 +1,7 @@
-"""The CUDA kernels on the CPU: ops as torch calls them, register.cpp and all, over ``tests/ops/emulator``.
+"""Compiles and loads the CUDA ops for the CPU, with ``tests/ops/emulator`` instead of the CUDA runtime.
 
-Only what asks for a device and a stream is replaced, by ``emulator/context.cpp``. Where AddressSanitizer was loaded
-before Python, as ``make sanitize`` does, all of it is compiled for that.
+``emulator/context.cpp`` replaces only the device and the stream. Under AddressSanitizer (``make sanitize``), the
+library is compiled with sanitizers.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ from bagua_syncbn.ops.definition import SCHEMAS
 ROOT = Path(__file__).parents[2]
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR")
-# Undefined behaviour that a kernel can run into: all of it takes half as long again to compile.
+# Undefined behavior that a kernel can cause. Checking all kinds takes 1.5 times as long to compile.
 UNDEFINED = "alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow"
-ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")  # a card traps on misaligned vectors too
+ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")  # a GPU also traps on misaligned vectors
 SANITIZED = ("-g1", f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all")
 
 
 def find_headers() -> Path | None:
-    """The include directory of the CUDA toolkit, of which only headers are needed."""
+    """Returns the include directory of the CUDA toolkit. The emulator needs only its headers."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
     found = (Path(home, "include") for home in homes if home)
@@ -39,7 +39,7 @@ def find_headers() -> Path | None:
 
 
 def build_library(headers: Path) -> Path:
-    """Returns the library in build/tests, made once for these sources, flags and versions."""
+    """Returns the library in build/tests, compiled once per sources, flags and versions."""
     sanitized = SANITIZED if "libasan" in os.environ.get("LD_PRELOAD", "") else ALIGNED
     flags = ["g++", *FLAGS, *sanitized]
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
@@ -50,7 +50,7 @@ def build_library(headers: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "emulated.so"
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
         if not library.exists():
             _compile(flags, headers, folder).replace(library)
     return library
@@ -82,7 +82,7 @@ def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
 
 
 def compile_check(folder: Path, wrong: str | None) -> Path:
-    """Compiles csrc/cuda/check.cu for the emulator, without the factor that ends the line ``wrong`` of the kernels."""
+    """Compiles csrc/cuda/check.cu for the emulator. Removes the last factor of the line ``wrong`` in the kernels."""
     sources = Path(shutil.copytree(CSRC, folder / "csrc"))
     if wrong is not None:
         (file,) = (path for path in sources.glob("cuda/*.cuh") if wrong in path.read_text())
@@ -95,15 +95,15 @@ def compile_check(folder: Path, wrong: str | None) -> Path:
 
 
 class Library(NamedTuple):
-    """The library of :func:`build_library`, loaded.
+    """The loaded library.
 
     Attributes:
-        ops: all by name, which are torch.ops.bagua_syncbn_emulated.
-        emulate_support: sets whether the kernels run on the device: 0, or what ``_C.cuda_support`` gives besides.
-        count_kernels: returns how many kernels there are.
-        launches: returns the names of the kernels that were launched since the last call of it, with "in parts" after
-            those whose grid has parts.
-        definitions: the ops last as long as this.
+        ops: torch.ops.bagua_syncbn_emulated, by name.
+        emulate_support: sets the result of ``_C.cuda_support``.
+        count_kernels: returns the number of kernels.
+        launches: returns the names of the kernels launched since its last call, followed by " in parts" if several
+            blocks share a channel.
+        definitions: keeps the ops alive.
     """
 
     ops: SimpleNamespace

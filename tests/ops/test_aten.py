@@ -1,4 +1,4 @@
-"""The ops by ATen's CUDA kernels, for which functions of the CPU stand: aten_functions.py."""
+"""The ops on ATen's CUDA kernels, which CPU functions (aten_functions.py) replace here."""
 
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ from tests.helpers.cases import Case, compare, run_ranks
 from tests.helpers.comparison import OpCase, check
 
 
-def test_four_ops_go_over_the_input_by_atens_kernels(called):
+def test_four_ops_use_atens_kernels(called):
     check(aten, OpCase((2, 3, 5, 6)), torch.float32)
     assert {*called} == {*ATEN}
 

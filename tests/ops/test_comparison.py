@@ -1,4 +1,4 @@
-"""Native kernels are compared with plain torch before they serve a device; here both run on the CPU."""
+"""The comparison of native kernels with plain torch at first use; here both run on the CPU."""
 
 import logging
 from functools import partial
@@ -41,17 +41,17 @@ def ops_by(name, function):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The devices whose kernels were turned off; the CPU stands for the first one."""
+    """Returns the list of devices whose kernels were turned off. The CPU stands for device 0."""
     turned_off = []
-    library = SimpleNamespace(cuda_support=lambda device: (0, 13000, 13000), turn_off_cuda=turned_off.append)
-    monkeypatch.setattr(fallback, "_HAS_NATIVE", True)
+    library = SimpleNamespace(cuda_support=lambda device: 0, turn_off_cuda=turned_off.append)
+    for module in (comparison, fallback):
+        monkeypatch.setattr(module, "HAS_NATIVE", True)
     monkeypatch.setattr(fallback, "_turned_off", {})
     monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(fallback, "WANTED", "native")
     monkeypatch.setattr(fallback, "import_module", lambda name: library)
     monkeypatch.setattr(comparison, "_checked", set())
-    for name, result in (("get_sync_debug_mode", 0), ("get_device_name", "H100")):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
     for name, function in ATEN.items():
         monkeypatch.setattr(torch, name, function)
     return turned_off
@@ -60,7 +60,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_right_kernels_agree_with_plain_torch(ops, dtype, implementation, monkeypatch):
-    """With room for the rounding of others: CUDA's kernels need a fifth of it, those of the CPU for half more."""
+    """Emulated CUDA kernels need at most a fifth of the tolerance."""
     needed = 1 if implementation[0] == "here" else 1 / 5
     monkeypatch.setattr(comparison, "_ROUNDING", {of: needed * most for of, most in comparison._ROUNDING.items()})
     assert comparison.find_difference(ops, CPU, dtype) is None
@@ -73,8 +73,8 @@ def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
         assert comparison.find_difference(emulated, CPU, dtype) is None
         launched = set(library.launches())
         kernels = {name.removesuffix(" in parts") for name in launched}
-        undivided = {name for name in kernels if name.startswith(("merge_", "write_zeros<"))}
-        assert len(undivided) == (4 if dtype == torch.float64 else 5)  # only narrower statistics add up in float64
+        undivided = {name for name in kernels if name.startswith("merge_")}
+        assert len(undivided) == (3 if dtype == torch.float64 else 4)  # float64 statistics are never summed over ranks
         assert launched == kernels | {f"{name} in parts" for name in kernels - undivided}
         everything |= kernels
     assert len(everything) == library.count_kernels() > 100
@@ -82,7 +82,7 @@ def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_derivative_is_compared_where_rounding_decides_it(dtype, monkeypatch):
-    """So near a kink that it could be on either side."""
+    """Near a kink, rounding decides on which side a value is."""
     kinks = {"relu": (0,), "relu6": (0, 6), "leaky_relu": (0,), "elu": (0,), "hardswish": (-3, 3)}
     gradient, distances = activations.gradient, []
 
@@ -115,11 +115,6 @@ def test_a_wrong_kernel_is_named(kernels, name, change, dtype):
 
     difference = comparison.find_difference(ops_with(name, changed), CPU, dtype)
     assert difference.startswith(f"{name} for {dtype} differs from float64 by ")
-
-
-def first_lines_only(op, x, caller, call, mask=None, *adds_up):
-    flat = mask is not None and mask.dtype == torch.int64 and x.dim() == 4 and x.is_contiguous()
-    return op(x.flatten(2) if flat else x, caller, call, mask, *adds_up)
 
 
 def most_of_a_row(op, x, *options):
@@ -180,7 +175,6 @@ def without_record(op, *arguments):
 
 
 FAULTS = [
-    ("stats", torch.float64, first_lines_only),
     ("stats", torch.float32, most_of_a_row),
     ("stats", torch.float16, zeros_after_256_channels),
     ("stats", torch.bfloat16, lambda op, *arguments: op(*arguments).float().double()),  # sums of large groups
@@ -202,7 +196,7 @@ def test_faults_that_only_some_inputs_show_are_found(op, dtype, fault):
     assert comparison.find_difference(ops_by(f"batch_norm_{op}", fault), CPU, dtype).startswith(f"batch_norm_{op} for")
 
 
-def test_kernels_that_give_zeros_agree_where_zeros_are_right(kernels, monkeypatch):
+def test_zeros_are_compared_without_a_relative_tolerance(kernels, monkeypatch):
     zeros, tiny = (
         ops_with("batch_norm_elemt", lambda output, value=value: torch.full_like(output, value)) for value in (0, 1e-30)
     )
@@ -211,7 +205,7 @@ def test_kernels_that_give_zeros_agree_where_zeros_are_right(kernels, monkeypatc
     assert "differs from float64 by 1e-30, where values reach 0" in comparison.find_difference(tiny, CPU, torch.float32)
 
 
-def test_kernels_are_compared_once_for_each_dtype_and_right_ones_stay(kernels, caplog):
+def test_kernels_are_compared_once_per_dtype_and_stay_if_right(kernels, caplog):
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
         for dtype in (torch.float32, torch.float32, torch.float16):
             comparison.check_kernels(torch.ones(2, 3, dtype=dtype))
@@ -226,7 +220,7 @@ def test_kernels_are_compared_once_for_each_dtype_and_right_ones_stay(kernels, c
     (torch.neg, "batch_norm_elemt for torch.float32 differs from float64 by"),
     (fail, "batch_norm_elemt for torch.float32 fails: CUDA: expected success, got too many resources"),
 ])  # fmt: skip
-def test_where_kernels_are_wrong_or_fail_atens_compute_and_say_so(kernels, monkeypatch, caplog, change, said):
+def test_wrong_or_failing_kernels_are_replaced_by_atens_with_a_warning(kernels, monkeypatch, caplog, change, said):
     monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", change))
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
         comparison.check_kernels(torch.ones(2, 3))
@@ -234,11 +228,11 @@ def test_where_kernels_are_wrong_or_fail_atens_compute_and_say_so(kernels, monke
     assert f"ATen, because on H100, {said}" in caplog.text
     with pytest.warns(RuntimeWarning, match=f"uses ATen's kernels on cpu: on H100, {said}"):
         torch.ops.bagua_syncbn_fallback.batch_norm_stats(torch.ones(2, 3))
-    comparison.check_kernels(torch.ones(2, 3, dtype=torch.float64))  # ATen's compute: there is nothing to compare
+    comparison.check_kernels(torch.ones(2, 3, dtype=torch.float64))  # ATen's kernels are not compared
     assert kernels == [0]
 
 
-def test_a_first_call_in_a_capture_is_refused_where_kernels_would_run_that_are_not_compared(kernels, monkeypatch):
+def test_a_first_call_in_a_capture_is_refused_if_kernels_need_a_comparison(kernels, monkeypatch):
     monkeypatch.setattr(comparison, "is_capturing", lambda: True)
     half = torch.ones(2, 3).half()
     with pytest.raises(
@@ -250,11 +244,11 @@ def test_a_first_call_in_a_capture_is_refused_where_kernels_would_run_that_are_n
         eager.setattr(comparison, "is_capturing", lambda: False)
         assert comparison.check_kernels(half)
     assert comparison.check_kernels(half)
-    fallback.turn_off(0, "they are wrong")
+    monkeypatch.setattr(comparison, "HAS_NATIVE", False)
     assert not comparison.check_kernels(torch.ones(2, 3))
 
 
-def test_a_call_without_memory_says_nothing_about_kernels(kernels, monkeypatch):
+def test_running_out_of_memory_does_not_turn_kernels_off(kernels, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("memory: expected 70368744177664 values of 4 bytes on cpu, got none")
 
@@ -269,8 +263,8 @@ def test_a_call_without_memory_says_nothing_about_kernels(kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["the kernel", "plain torch"])
-def test_a_device_that_computes_nothing_any_more_is_told_from_wrong_kernels(kernels, monkeypatch, where):
-    """As after an illegal access, which CUDA reports at any later call."""
+def test_a_broken_device_raises_instead_of_turning_kernels_off(kernels, monkeypatch, where):
+    """After an illegal access, CUDA fails in every later call."""
     broken = []
 
     def wait(device):
@@ -287,17 +281,15 @@ def test_a_device_that_computes_nothing_any_more_is_told_from_wrong_kernels(kern
         monkeypatch.setattr(torch.ops, "bagua_syncbn", wrong)
     else:
         monkeypatch.setattr(comparison, "reference", wrong)
-    message = (
-        "cpu failed while .* were compared with plain torch for torch.float32, and cannot be used any more .*: CUDA"
-    )
+    message = "comparing the CUDA kernels .* with plain torch for torch.float32 failed on cpu, which may .*: CUDA"
     with pytest.raises(RuntimeError, match=rf"{message}.*BAGUA_SYNCBN_KERNELS=aten"):
         comparison.check_kernels(torch.ones(2, 3))
     assert kernels == []
-    with pytest.raises(RuntimeError, match=r"^CUDA error"):  # another one broke it
+    with pytest.raises(RuntimeError, match=r"^CUDA error"):  # an earlier failure, which is not ours
         comparison.check_kernels(torch.ones(2, 3))
 
 
-def test_modes_of_the_caller_change_nothing(kernels):
+def test_the_comparison_ignores_the_callers_modes_and_random_state(kernels):
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         assert comparison.find_difference(reference, CPU, torch.float32) is None
     generator = torch.get_rng_state()

@@ -1,7 +1,7 @@
 // Elementwise passes: y = act(z), and the gradient of the input.
 
-// Calls body(j, access) for each vector of a row; the last one may be a part. Rows are processed one by one: going down
-// a block of columns is half as fast, because it accesses memory in pieces.
+// Calls body(j, access) for each vector of a row. The last vector may be partial. Blocks of columns would be half as
+// fast, because they access memory in pieces.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   int64_t j = 0;
@@ -10,7 +10,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   if (j < n) body(j, Part{n - j});
 }
 
-// Calls body(row, channel, stream) for each row. The type of `stream` says whether to use streaming stores.
+// Calls body(row, channel, stream) for each row. decltype(stream)::value: whether to use streaming stores.
 template <typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body) {
   const auto all = [&](auto stream) __attribute__((always_inline)) {
@@ -24,7 +24,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body
   end_streaming();
 }
 
-// A per-channel factor: the same for a whole row, or one per column.
+// A per-channel factor: the same for a whole row, or a factor per column.
 template <bool kColumns, typename A>
 struct Factor {
   const A* all;
@@ -102,8 +102,9 @@ BAGUA_SYNCBN_IN_LOOPS void gradient_rows(const T* dy, const T* x, T* dx, const u
       access.fetch(x + start + j + kAhead);
       const Vec<A> value = access.load(x + start + j), deviation = value - normalized.mean.at(j, access);
       const Vec<A> g = access.load(dy + start + j) * Activation::derivative(normalized(value, j, access), p);
-      const Vec<A> projected = counted<kMaskedLanes, A>(valid + j, deviation * projection.at(j, access));
-      const Vec<A> centered = g - counted<kMaskedLanes, A>(valid + j, mean_dy.at(j, access));
+      const Vec<A> projected =
+          access.template counted<kMaskedLanes, A>(valid + j, deviation * projection.at(j, access));
+      const Vec<A> centered = g - access.template counted<kMaskedLanes, A>(valid + j, mean_dy.at(j, access));
       access.template store<stream>(dx + start + j, (centered - projected) * normalized.scale.at(j, access));
     });
   });
@@ -117,7 +118,7 @@ void gradient(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows rows, c
   gradient_rows<Activation, kColumns, false>(dy, x, dx, valid, rows, factors);
 }
 
-// Computes g of the values at `offset`, and writes it if a buffer is given.
+// Computes g at `offset`, and writes it unless the buffer is null.
 template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
 struct GradientOf {
   const T* residual;

@@ -1,10 +1,10 @@
-// Interleaved reductions: sums over rows with one value per channel.
+// Interleaved reductions: sums over rows with a value per channel.
 
-// Number of vectors whose pivots and sums stay in registers: AVX-512 has 32 registers, AVX2 and the baseline have 16.
+// Vectors that are summed together, in registers: AVX-512 has 32 registers, AVX2 and the baseline 16.
 constexpr int kVectorsAtOnce = kBytes == 64 ? 4 : 2;
 
-// Calls body(width, j, access) for blocks of columns: kVectorsAtOnce vectors, then one vector, then a part of one. The
-// type of `width` is the number of vectors.
+// Calls body(width, j, access) for blocks of columns: of kVectorsAtOnce vectors, of one vector, then for the rest.
+// decltype(width)::value is the number of vectors.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_block(int64_t channels, const Body& body) {
   int64_t j = 0;
@@ -14,23 +14,23 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_block(int64_t channels, const Body& body) {
   if (j < channels) body(std::integral_constant<int, 1>(), j, Part{channels - j});
 }
 
-// Sums are loaded and stored once per group of kGroup rows. Groups are small, so that memory is read almost in order:
-// going down long columns takes 1.5 times as long.
+// Sums are loaded and stored once per kGroup rows. Groups are small, so that memory is read almost in order: long
+// columns take 1.5 times as long.
 constexpr int64_t kGroup = 8;
 
-// Prefetch distance for rows of `channels` values.
+// Returns the prefetch distance.
 inline int64_t group_ahead(int64_t channels) {
   return kGroup * channels > kAhead ? kGroup * channels : kAhead;
 }
 
-// Computes two sums per column, sums[2][channels]. term(first, second, center, row, column, access) adds the values of
-// a row to both; `center` is the entry of `centers` for the column.
+// Computes two sums per column, sums[2][channels]. term(first, second, center, row, column, access) adds the terms of a
+// vector to both. `center` is its part of `centers`.
 template <typename A, typename Term>
 BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* centers, A* sums, const Term& term) {
   for (int64_t c = 0; c < 2 * channels; ++c) sums[c] = 0;
   for (int64_t begin = 0; begin < rows; begin += kGroup) {
     const int64_t end = begin + kGroup < rows ? begin + kGroup : rows;
-    // Without inlining it takes 10 % longer.
+    // Takes 10 % longer if not inlined.
     for_each_block<A>(channels, [&](auto width, int64_t j, auto access) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(width)::value;
       Vec<A> center[kVectors], first[kVectors], second[kVectors];
@@ -53,9 +53,9 @@ BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* 
   }
 }
 
-// Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and the sum of their squared
-// deviations is sum(d^2) - sum(d)^2 / n. Cancellation in that difference depends on the distance of p from the mean,
-// which is bounded: p is the mean of one group of rows, and a tile has at most 32 groups.
+// Each column has a pivot p. With d = x - p, the mean of n values is p + sum(d) / n, and m2 is
+// sum(d^2) - sum(d)^2 / n. Cancellation in this difference is bounded: p is the mean of one group of rows, and a tile
+// has at most 32 groups.
 template <typename T, typename RowAt, typename A = Accumulate<T>>
 BAGUA_SYNCBN_IN_LOOPS void moments_columns_of(const T* x, const RowAt& row_at, int64_t rows, int64_t channels,
                                               A* columns, double* out) {

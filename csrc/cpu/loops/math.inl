@@ -1,34 +1,18 @@
-// Functions used by activations. For float: polynomials within 2 units in the last place of the result (normal_cdf: of
-// 1), with the same bits on every instruction set. For double: the C library's functions, lane by lane.
+// Functions for activations. Float: polynomials, within 2 units in the last place of the result (normal_cdf: of 1),
+// with the same bits on every instruction set. Double: the C library's functions, lane by lane.
 
 template <typename V>
 inline V of(double constant) {
   return V{} + static_cast<decltype(V{}[0] + 0)>(constant);
 }
 
-#if BAGUA_SYNCBN_VECTOR_BYTES == 16 && !defined(__FP_FAST_FMAF)
-// Computes in double, where the product is exact. The sum is rounded twice, which changes no result of the polynomials
-// below: this was checked for all floats, and must be checked again if coefficients change.
-__attribute__((noinline)) Vec<float> through_double(Vec<float> a, Vec<float> b, Vec<float> c) {
-  for (int i = 0; i < kWidth<float>; i += kWidth<double>) {
-    const auto wide = [i](Vec<float> v) { return Vec<double>{v[i], v[i + 1]}; };
-    const Vec<double> sum = wide(a) * wide(b) + wide(c);
-    c[i] = static_cast<float>(sum[0]);
-    c[i + 1] = static_cast<float>(sum[1]);
-  }
-  return c;
-}
-#endif
-
 // a * b + c, rounded once.
 inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
 #if defined(BAGUA_SYNCBN_MM)
   return (Vec<float>)BAGUA_SYNCBN_MM(fmadd_ps)(a, b, c);
-#elif defined(__FP_FAST_FMAF)
+#else
   for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
-#else
-  return through_double(a, b, c);
 #endif
 }
 
@@ -49,13 +33,12 @@ inline Vec<float> power_of_two(LaneMask<float> k) {
 // Splits x = k * log(2) + r with |r| <= log(2) / 2, for |x| < 2^15, and computes exp(r) - 1.
 struct Reduced {
   LaneMask<float> k;
-  Vec<float> whole;  // k as float
   Vec<float> expm1;
 
   explicit Reduced(Vec<float> x) {
     const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vec<float> shifted = fused_multiply_add(x, broadcast(1.44269504f), round);
-    whole = shifted - round;
+    const Vec<float> whole = shifted - round;
     k = (LaneMask<float>)shifted - (LaneMask<float>)round;
     const Vec<float> part = fused_multiply_add(whole, broadcast(-0.693359375f), x);
     const Vec<float> r = fused_multiply_add(whole, broadcast(2.12194440e-4f), part);  // log(2) in two parts
@@ -81,11 +64,7 @@ inline Vec<float> exp_of(Vec<float> x) {
 // Clamps the result to normal numbers.
 inline Vec<float> exp_between(Vec<float> x) {
   const Reduced reduced(clamp(x, -87.0f, 88.0f));
-#if BAGUA_SYNCBN_VECTOR_BYTES == 64
-  return (Vec<float>)_mm512_scalef_ps((__m512)(reduced.expm1 + 1.0f), (__m512)reduced.whole);
-#else
   return (reduced.expm1 + 1.0f) * power_of_two(reduced.k);
-#endif
 }
 
 inline Vec<float> magnitude(Vec<float> x) {
@@ -117,7 +96,7 @@ inline Vec<float> normal_cdf(Vec<float> z) {
   return z > 0.0f ? 1.0f - tail : tail;
 }
 
-// Not inlined, because they would be most of the code of the loops.
+// Not inlined: they would be most of the loops' code.
 #define BAGUA_SYNCBN_OF_DOUBLES(name, function)                     \
   __attribute__((noinline)) Vec<double> name(Vec<double> x) {       \
     for (int i = 0; i < kWidth<double>; ++i) x[i] = function(x[i]); \
@@ -137,17 +116,6 @@ inline Vec<double> normal_cdf(Vec<double> z) {
 }
 
 template <typename V>
-inline V times_sigmoid(V a, V x) {
-  return a / (of<V>(1) + exp_between(-x));
-}
-
-template <typename V>
 inline V sigmoid_of(V x) {
-  return times_sigmoid(of<V>(1), x);
-}
-
-template <typename V>
-inline V sigmoid_slope(V x) {
-  const V e = exp_between(x > of<V>(0) ? -x : x), s = of<V>(1) + e;
-  return e / (s * s);
+  return of<V>(1) / (of<V>(1) + exp_between(-x));
 }

@@ -1,7 +1,7 @@
-// Planar reductions: sums over rows of values of one channel.
+// Planar reductions: sums over rows of one channel.
 
-// Calls body(v, offset, access) for each vector of the n values of a row; the last one may be a part. Vector v holds
-// lanes v * kWidth and following of the kLanes.
+// Calls body(v, offset, access) for each vector of a row of n values. The last vector may be partial. Vector v has the
+// lanes from v * kWidth on.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   constexpr int kVectors = kLanes / kWidth<A>;
@@ -28,8 +28,8 @@ struct Lanes {
   static constexpr int kVectors = kLanes / kWidth<A>;
   Vec<A> part[kVectors] = {};
 
-  // Adds the upper half to the lower half repeatedly, in the same order for all vector widths: down to 16 lanes in A,
-  // then in double.
+  // Repeatedly adds the upper half to the lower half, in the same order for all vector widths: to 16 lanes in A, then
+  // in double.
   double total() const {
     constexpr int kLast = 16 / kWidth<A> > 0 ? 16 / kWidth<A> : 1;
     Vec<A> folded[kVectors];
@@ -52,7 +52,7 @@ struct Lanes {
   }
 };
 
-// Maps a position in a row to the position to prefetch: kAhead values later, in this row or the next.
+// Maps a position in a row to the position to prefetch, kAhead values later in this row or the next.
 struct Ahead {
   int64_t distance, n, to_next_row;
   Ahead(int64_t n, int64_t stride) : distance(n < kAhead ? n : kAhead), n(n), to_next_row(stride - n) {}
@@ -63,15 +63,15 @@ struct Ahead {
   }
 };
 
-// Sums deviations from a pivot near the mean. If the pivot is the mean of a 64th of the values, rounding errors grow by
-// a factor of 64 at most, whatever the values are.
+// Sums deviations from a pivot. If the pivot is the mean of a 64th of the values, rounding errors grow at most by a
+// factor of 64, for any values.
 template <bool kMasked, typename T, typename A = Accumulate<T>>
 BAGUA_SYNCBN_IN_LOOPS Pair moments_of(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
                                       const Sample& sample, int64_t count) {
   Lanes<A> first;
   for (int64_t row = 0; row < sample.rows; ++row) {
     for_each_vector<A>(sample.n, [&](int v, int64_t j, const auto& access) {
-      first.part[v] += counted<kMasked, A>(valid + row * n + j, access.load(x + row * stride + j));
+      first.part[v] += access.template counted<kMasked, A>(valid + row * n + j, access.load(x + row * stride + j));
     });
   }
   const A pivot = static_cast<A>(first.total() / sample.count);
@@ -83,7 +83,7 @@ BAGUA_SYNCBN_IN_LOOPS Pair moments_of(const T* x, const uint8_t* valid, int64_t 
     for_each_vector<A>(n, [&](int v, int64_t j, const auto& access) {
       access.fetch(x + next(j));
       const Vec<A> difference = access.template only<A>(access.load(x + j) - pivots);
-      const Vec<A> deviation = counted<kMasked, A>(valid + row * n + j, difference);
+      const Vec<A> deviation = access.template counted<kMasked, A>(valid + row * n + j, difference);
       deviations.part[v] += deviation;
       squares.part[v] += deviation * deviation;
     });

@@ -1,12 +1,12 @@
 // Implements ../loops.h for one instruction set. The including file defines
 //
-//   BAGUA_SYNCBN_ISA           name of the namespace
-//   BAGUA_SYNCBN_VECTOR_BYTES  size of a vector
-//   BAGUA_SYNCBN_TARGET        options of the compiler's target pragma; not for the baseline
-//   BAGUA_SYNCBN_MM(op)        name of the x86 intrinsic for whole vectors; not for the baseline
+//   BAGUA_SYNCBN_ISA           namespace
+//   BAGUA_SYNCBN_VECTOR_BYTES  vector size
+//   BAGUA_SYNCBN_TARGET        options for the compiler's target pragma; not in the baseline
+//   BAGUA_SYNCBN_MM(op)        x86 intrinsic for whole vectors; not in the baseline
 //
-// Functions of other headers that are called here must always be inlined. Otherwise the linker would keep one copy,
-// perhaps compiled for an instruction set that the CPU lacks.
+// Functions from other headers must always be inlined here. Otherwise the linker would keep a single copy, perhaps for
+// an instruction set that the CPU lacks.
 #include "../loops.h"
 
 #define BAGUA_SYNCBN_PRAGMA_OF(...) _Pragma(#__VA_ARGS__)

@@ -1,4 +1,4 @@
-// Vectors (GCC's and clang's vector extension), loads, stores and conversions.
+// Vectors (a GCC and clang extension), loads, stores and conversions.
 
 template <typename A>
 struct VectorOf {
@@ -22,7 +22,7 @@ inline V load_bytes(const T* p) {
   return v;
 }
 
-// A streaming store bypasses the caches. Its address must be aligned to the size of the vector.
+// A streaming store bypasses the caches. Its address must be aligned to the vector size.
 template <bool kStream, typename V, typename T>
 inline void store_bytes(T* p, V v) {
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
@@ -35,7 +35,7 @@ inline void store_bytes(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
-// `widen` loads a vector and converts it to the accumulate type. `stored` converts it back to the type of its second
+// widen() loads a vector and converts it to the accumulate type. stored() converts it back to the type of its second
 // argument.
 template <typename T>  // float and double; other types have overloads
 inline Vec<Accumulate<T>> widen(const T* p) {
@@ -70,7 +70,7 @@ inline Bits16 stored(Vec<float> v, HalfBits) {
   return (Bits16)BAGUA_SYNCBN_MM(cvtps_ph)(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Not inlined, because they would be most of the code of the loops.
+// Not inlined: they would be most of the loops' code.
 __attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
   Vec<float> v;
   for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
@@ -88,7 +88,7 @@ inline void narrow(T* p, Vec<Accumulate<T>> v) {
   store_bytes<kStream>(p, stored(v, T()));
 }
 
-// Orders streaming stores before later stores, so that other threads may read the results.
+// Orders streaming stores before later stores, so that other threads can read the results.
 inline void end_streaming() {
 #if defined(BAGUA_SYNCBN_MM)
   _mm_sfence();
@@ -157,35 +157,6 @@ inline void narrow_part(double* p, Vec<double> v, int64_t n) {
 }
 #endif
 
-// Access to a whole vector, or to its first `count` < kWidth lanes.
-template <bool kWhole>
-struct Access {
-  int64_t count = 0;
-
-  template <typename T>
-  inline auto load(const T* p) const {
-    if constexpr (kWhole) return widen(p);
-    if constexpr (!kWhole) return widen_part(p, count);
-  }
-  template <bool kStream = false, typename T, typename V>
-  inline void store(T* p, V v) const {
-    if constexpr (kWhole) narrow<kStream>(p, v);
-    if constexpr (!kWhole) narrow_part(p, v, count);
-  }
-  template <typename T>
-  inline void fetch(const T* p) const {
-    if constexpr (kWhole) prefetch(p);
-  }
-  // Zeroes the lanes that hold no value.
-  template <typename A>
-  inline Vec<A> only(Vec<A> v) const {
-    if constexpr (kWhole) return v;
-    return keep<A>(lanes_below<A>(count), v);
-  }
-};
-using Whole = Access<true>;
-using Part = Access<false>;
-
 // Converts bytes to integers as wide as A. Intrinsics, because GCC's __builtin_convertvector goes through memory.
 #if defined(BAGUA_SYNCBN_MM)
 template <int n>
@@ -209,9 +180,41 @@ inline LaneMask<A> widen_bytes(const uint8_t* p, A) {
 }
 #endif
 
-// Zeroes the lanes whose bytes at `valid` are 0, if kMasked. Reads a byte for every lane, even of a part.
-template <bool kMasked, typename A>
-inline Vec<A> counted(const uint8_t* valid, Vec<A> v) {
-  if constexpr (kMasked) return keep<A>(-widen_bytes(valid, A()), v);
-  return v;
-}
+// Access to a whole vector, or its first `count` < kWidth lanes.
+template <bool kWhole>
+struct Access {
+  int64_t count = 0;
+
+  template <typename T>
+  inline auto load(const T* p) const {
+    if constexpr (kWhole) return widen(p);
+    if constexpr (!kWhole) return widen_part(p, count);
+  }
+  template <bool kStream = false, typename T, typename V>
+  inline void store(T* p, V v) const {
+    if constexpr (kWhole) narrow<kStream>(p, v);
+    if constexpr (!kWhole) narrow_part(p, v, count);
+  }
+  template <typename T>
+  inline void fetch(const T* p) const {
+    if constexpr (kWhole) prefetch(p);
+  }
+  // Zeroes the lanes whose bytes at `valid` are 0, if kMasked.
+  template <bool kMasked, typename A>
+  inline Vec<A> counted(const uint8_t* valid, Vec<A> v) const {
+    uint8_t bytes[kWidth<A>] = {};
+    if constexpr (!kMasked) return v;
+    if constexpr (!kWhole) {
+      for (int64_t i = 0; i < count; ++i) bytes[i] = valid[i];
+    }
+    return keep<A>(-widen_bytes(kWhole ? valid : bytes, A()), v);
+  }
+  // Zeroes the lanes that hold no value.
+  template <typename A>
+  inline Vec<A> only(Vec<A> v) const {
+    if constexpr (kWhole) return v;
+    return keep<A>(lanes_below<A>(count), v);
+  }
+};
+using Whole = Access<true>;
+using Part = Access<false>;

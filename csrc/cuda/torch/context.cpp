@@ -1,4 +1,4 @@
-// Gets device and stream of an op from torch.
+// Gets the device and stream of an op from torch.
 #include "context.h"
 
 #include <dlfcn.h>
@@ -11,8 +11,8 @@ namespace {
 
 using StreamGetter = AOTITorchError (*)(int32_t device, void** stream);
 
-// Returns null without libtorch_cuda. This library is not linked with it, so that it also loads with a CPU build of
-// torch. RTLD_NOLOAD: only the library that torch itself uses is right.
+// Returns null with a CPU build of torch, in which this library must load too: it is not linked with libtorch_cuda.
+// RTLD_NOLOAD finds only the one that torch itself uses.
 StreamGetter find_stream_getter() {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
@@ -22,14 +22,6 @@ StreamGetter find_stream_getter() {
 // Support + 1 of each device, 0 if not queried yet. The size is torch's device limit.
 constexpr int32_t kDevices = 128;
 std::atomic<int32_t> supports[kDevices];
-
-Support find_support(int32_t device) {
-  const Versions here = versions();
-  if (here.driver / 1000 < here.runtime / 1000) return Support::kOldDriver;
-  // torch's guard restores the device of the thread, and creates no context if there was none.
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  return load_kernels(device);
-}
 
 }  // namespace
 
@@ -43,7 +35,9 @@ Support support_of(int32_t device) {
   check(device >= 0 && device < kDevices, "device", "an index from 0 to 127", device);
   int32_t known = supports[device].load(std::memory_order_relaxed);
   if (known == 0) {
-    const int32_t found = static_cast<int32_t>(find_support(device)) + 1;
+    // torch's guard restores the device of the thread, and creates no context if there was none.
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const int32_t found = static_cast<int32_t>(load_kernels(device)) + 1;
     if (supports[device].compare_exchange_strong(known, found)) known = found;  // otherwise another thread was first
   }
   return static_cast<Support>(known - 1);

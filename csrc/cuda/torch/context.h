@@ -1,4 +1,4 @@
-// Where an op runs: the device of its input, torch's current stream there, and memory from torch's allocator.
+// The device of an op, torch's current stream there, and memory from torch's allocator.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -10,8 +10,8 @@
 
 namespace bagua_syncbn::cuda {
 
-// Makes the device of `input` current during its lifetime, for torch and for the CUDA runtime of this library. The host
-// can free the memory while the kernel still runs: the allocator reuses it only for later work on the same stream.
+// Makes the device of `input` current during its lifetime, for torch and for this library's CUDA runtime. Frees its
+// memory while kernels still run, which is safe: the allocator reuses it only for later work on the same stream.
 class Context final : public Device {
  public:
   explicit Context(const Tensor& input);

@@ -1,4 +1,4 @@
-// Replaces csrc/cuda/torch/context.cpp in tests: a CPU needs no stream and no device guard.
+// Replaces csrc/cuda/torch/context.cpp in tests: a CPU has no streams and devices.
 
 #include "../../../csrc/cuda/torch/context.h"
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Memory that nobody has written to holds 0xfe in all bytes, a large number of any type: what is read from there shows.
+// Fills new memory with 0xfe bytes, a large number in any type, so that reads of uninitialized memory show.
 [[maybe_unused]] const int perturbed = mallopt(M_PERTURB, 1);
 
 bagua_syncbn::cuda::Support support = bagua_syncbn::cuda::Support::kRuns;

@@ -16,8 +16,8 @@
 #error "switch_stack is written for x86-64"
 #endif
 
-// Saves what calls preserve on the stack, and its address in `*from`; goes on with the stack `to`, which this function
-// has saved before. What swapcontext does, without its two system calls.
+// Saves the preserved registers on the stack and its address in `*from`. Switches to the stack `to`, which this
+// function saved before. Like swapcontext, but without its two system calls.
 extern "C" void switch_stack(void** from, void* to);
 asm(R"(
 switch_stack:
@@ -61,7 +61,7 @@ struct Fiber {
   int distance = 0;
 };
 
-// The block that runs.
+// The running block.
 std::vector<Fiber> fibers;
 std::vector<size_t> ready;
 size_t running = 0;
@@ -70,7 +70,7 @@ void* scheduler = nullptr;
 const void* scheduler_stack = nullptr;
 size_t scheduler_stack_size = 0;
 
-std::mt19937_64 random_bits;  // the same launches give the same orders
+std::mt19937_64 random_bits;  // reproducible: the seed is fixed
 std::string launches;
 const std::function<void()>* body = nullptr;
 std::string failure;
@@ -83,7 +83,8 @@ void fail(const std::string& what) {
   }
 }
 
-// Saves this stack in `*from` and goes on with `to`, whose memory is `stack`. `ends`: nobody returns to this one.
+// Saves this stack in `*from` and switches to `to`, which is in the memory `stack`. `ends`: this stack is not used
+// again.
 void switch_to(void** from, void* to, [[maybe_unused]] const void* stack, [[maybe_unused]] size_t size,
                [[maybe_unused]] bool ends) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -116,14 +117,14 @@ void release(size_t thread) {
   ready.push_back(thread);
 }
 
-// Ends a shuffle once all lanes of the mask are in it.
+// Completes a shuffle once all lanes of the mask have reached it.
 void try_shuffle() {
   const size_t first = running / kLanes * kLanes;
   const unsigned mask = fibers[running].mask;
   if ((mask >> running % kLanes & 1) == 0) return fail("shuffle: the mask leaves out the lane itself");
   for (size_t lane = 0; lane < kLanes; ++lane) {
     if ((mask >> lane & 1) == 0) continue;
-    if (first + lane >= fibers.size()) return fail("shuffle: the mask has a lane that the block has not");
+    if (first + lane >= fibers.size()) return fail("shuffle: the mask has a lane outside the block");
     const Fiber& fiber = fibers[first + lane];
     if (fiber.state == State::kDone) return fail("shuffle: the mask has a lane that has ended");
     if (fiber.state != State::kInShuffle) return;
@@ -149,7 +150,7 @@ void run_block(unsigned block, dim3 threads) {
     Fiber& fiber = fibers[i];
     const unsigned thread = static_cast<unsigned>(i);
     fiber.index = {thread % threads.x, thread / threads.x, 0};
-    // As switch_stack leaves one: six registers and where to go on, with the alignment that a call gives.
+    // Like a stack saved by switch_stack: six registers and a return address, aligned as in a call.
     void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 2;
     top[0] = reinterpret_cast<void*>(run_fiber);
     fiber.context = top - 6;
@@ -169,7 +170,7 @@ void run_block(unsigned block, dim3 threads) {
   }
 }
 
-// Gives each fiber a stack, which is kept from launch to launch.
+// Gives each fiber a stack. Later launches reuse the stacks.
 void make_fibers(size_t count) {
   static std::vector<char*> stacks;
   while (stacks.size() < count) {

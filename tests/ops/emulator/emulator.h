@@ -1,9 +1,9 @@
-// Runs CUDA kernels on the CPU, for tests: what the kernels in csrc/cuda use of the language, as plain C++.
+// Runs CUDA kernels on the CPU, for tests: the parts of CUDA that csrc/cuda uses, in plain C++.
 //
-// A block's threads are fibers, resumed in random order; blocks run one after the other, in random order too. A thread
-// runs until it waits at a barrier, or in a shuffle for the other lanes of the mask. Accidents that are rare on a GPU
-// are common here: a barrier or a shuffle that not all threads reach is an error, and so is a shuffle from outside its
-// mask or with masks that differ; a missing barrier gives wrong results. Not emulated: races between two waits.
+// Blocks run one by one in random order. The threads of a block are fibers, resumed in random order; a thread runs
+// until it waits at a barrier or, in a shuffle, for the other lanes of the mask. Errors that are rare on a GPU are
+// common here: a barrier or shuffle that not all threads reach, a shuffle from outside its mask or with different
+// masks. A missing barrier gives wrong results. Races between two waits are not emulated.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,7 +21,7 @@
 
 namespace emulator {
 
-// State of the thread that runs.
+// The running thread.
 struct Place {
   uint3 thread;
   uint3 block;
@@ -29,12 +29,12 @@ struct Place {
 extern Place place;
 extern dim3 grid_size, block_size;
 
-// Runs `kernel`, which has this name. Returns nullptr, or what a thread did wrong.
+// Runs `kernel`. Returns nullptr, or a description of a thread's error.
 const char* launch(const char* name, dim3 blocks, dim3 threads, const std::function<void()>& kernel);
 
 void wait_at_barrier();
 
-// The bits that the lane `distance` after this one gave, or this one's if there is none.
+// Returns the bits of the lane `distance` lanes later; its own bits if there is none.
 uint64_t shuffle_down(unsigned mask, uint64_t bits, int distance);
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// Included by the kernels before all else: parsing it can take longer than compiling one of them.
+// Precompiled for the kernels: parsing it can take longer than compiling a kernel.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -1,4 +1,4 @@
-// The part of the CUDA runtime that csrc/cuda/check.cu uses, for the emulator.
+// The CUDA runtime functions that csrc/cuda/check.cu uses, for the emulator.
 
 #include <cuda_runtime_api.h>
 

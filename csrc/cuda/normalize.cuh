@@ -1,13 +1,63 @@
-// Activations: act(z) and act'(z), where z = (x - mean) * invstd * weight + bias + residual.
+// Normalization and activations: z = (x - mean) * invstd * weight + bias + residual, act(z) and act'(z).
 //
 // One kernel per dtype, width and layout computes all activations: it branches once per slot, after all loads of a
 // batch. A kernel per activation would be as fast but need ten times the machine code.
 #pragma once
 
 #include "../activations.h"
-#include "factors.cuh"
+#include "batch.cuh"
 
 namespace bagua_syncbn::cuda {
+
+// Factors of z = (x - mean) * scale + shift.
+template <typename A>
+struct NormalizeFactors {
+  A mean, scale, shift;
+
+  NormalizeFactors() = default;
+  __device__ __forceinline__ NormalizeFactors(const Factors& factors, int64_t c) {
+    const ChannelValue mean_(factors.mean, c), invstd(factors.invstd, c), weight(factors.weight, c, 1);
+    const ChannelValue bias(factors.bias, c);
+    mean = mean_.as<A>();
+    scale = invstd.as<A>() * weight.as<A>();
+    shift = bias.as<A>();
+  }
+  __device__ __forceinline__ A normalize(A x) const { return (x - mean) * scale + shift; }
+};
+
+// Also the factors of the gradient.
+template <typename A>
+struct GradientFactors : NormalizeFactors<A> {
+  A mean_dy, projection;
+
+  GradientFactors() = default;
+  __device__ __forceinline__ GradientFactors(const BackwardElemtArguments& arguments, int64_t channels, int64_t c) {
+    const A* const sums = static_cast<const A*>(arguments.sums);
+    const A sum_dy = sums[c], sum_dy_xmu = sums[channels + c];
+    const ChannelValue invstd_(arguments.factors.invstd, c);
+    static_cast<NormalizeFactors<A>&>(*this) = {arguments.factors, c};
+    const A inverse_count = A(1) / static_cast<A>(*arguments.count), invstd = invstd_.as<A>();
+    mean_dy = sum_dy * inverse_count;
+    projection = sum_dy_xmu * inverse_count * invstd * invstd;
+  }
+  __device__ __forceinline__ A gradient(A dy, A x) const {
+    return ((dy - mean_dy) - (x - this->mean) * projection) * this->scale;
+  }
+};
+
+// Sets the factors of a thread's channels. One thread of the block per channel calls read(channel): code that branches
+// on the dtype of each tensor for several channels would not fit the instruction caches. Called by all threads.
+template <typename Traits, typename F, typename Read>
+__device__ __forceinline__ void share_factors(F (&factors)[Traits::kLanes], const Batch<Traits>& batch,
+                                              const Read& read) {
+  __shared__ F tile[Traits::kTile];
+  const int64_t own = batch.walk.own_channel();
+  if (own >= 0) tile[thread_index()] = read(own);
+  __syncthreads();
+  if (!batch.any) return;  // the thread may have no channels
+#pragma unroll
+  for (int i = 0; i < Traits::kLanes; ++i) factors[i] = tile[batch.walk.column() * Traits::kLanes + i];
+}
 
 namespace activations {
 
@@ -38,17 +88,9 @@ __device__ __forceinline__ V normal_cdf(V z) {
 __device__ __forceinline__ double sigmoid_of(double x) {
   return 1.0 / (1.0 + exp(-x));
 }
-// Exact to 2 units in the last place; a division takes three times the instructions.
+// Exact to 2 units in the last place. A division takes three times the instructions.
 __device__ __forceinline__ float sigmoid_of(float x) {
   return __fdividef(1.0f, 1.0f + expf(-x));
-}
-template <typename V>
-__device__ __forceinline__ V times_sigmoid(V a, V x) {
-  return a * sigmoid_of(x);
-}
-template <typename V>
-__device__ __forceinline__ V sigmoid_slope(V x) {
-  return sigmoid_of(x) * sigmoid_of(-x);
 }
 
 #define BAGUA_SYNCBN_FORMULAS
