@@ -6,15 +6,20 @@ inline V of(double constant) {
   return V{} + static_cast<decltype(V{}[0] + 0)>(constant);
 }
 
-// a * b + c, rounded once.
-inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+// Returns a * b + c, rounded once.
 #if defined(BAGUA_SYNCBN_MM)
+inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
   return (Vec<float>)BAGUA_SYNCBN_MM(fmadd_ps)(a, b, c);
+}
 #else
+#if !defined(__FP_FAST_FMAF)
+__attribute__((noinline))  // calls of the C library would be most of the loops' code
+#endif
+Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
   for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
-#endif
 }
+#endif
 
 // c[0] + c[1] * x + c[2] * x^2 + ...
 template <int n>
